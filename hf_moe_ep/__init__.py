@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hf_moe_ep.sharding.clip import clip_grad_norm_
     from hf_moe_ep.vision.positions import PositionCollator
 
-# The module that defines each public name. The imports above say the same to type checkers.
+# The module that defines each public name. Type checkers read the imports above instead.
 _DEFINED_IN = {
     "ExpertLoad": "routing.load",
     "ExpertLoadCallback": "integrations.expert_load",

@@ -1,12 +1,12 @@
-"""Shard a model in one call, with or without loading it first.
+"""`apply_ep_fsdp2` and `from_pretrained`: shard a model in one call.
 
     apply_ep_fsdp2(model)                  shards a model that stock's from_pretrained has loaded
     apply_ep_fsdp2(model, weights=folder)  shards a model on the meta device, then each rank reads
                                            its shards from the folder
-    from_pretrained(name, ep_size=8)       builds the model on the meta device, then the same
+    from_pretrained(name, ep_size=8)       builds the model on the meta device, then does the same
 
-Accelerate and the Trainer shard a patched model in `prepare`, so they need none of these calls.
-`from_pretrained` saves memory with them too.
+Accelerate and the Trainer shard a patched model in `prepare`, so a script that uses them needs none
+of these calls. With `from_pretrained` such a script needs less memory.
 """
 
 from __future__ import annotations
@@ -52,47 +52,48 @@ def apply_ep_fsdp2(
 ) -> nn.Module:
     """Shard a model over all ranks of the default process group, in place, and return it.
 
-    This function is for a training loop of your own. Create the optimizer afterwards, because the
-    parameters are replaced.
+    This function is for a training loop of your own. Create the optimizer after this call, which
+    replaces the parameters.
 
     Args:
         model: a patched model, or a stock model, which is first patched with `config` and
             `overrides`.
         weights: a folder with a safetensors checkpoint, for a model with parameters on the meta
             device. Each rank reads its shards of these parameters. All other parameters, such as
-            those of adapters, start with the values of rank 0.
-        mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If that
-            is bf16 or fp16, master weights and the reduction of gradients are fp32.
+            adapters, start with the values of rank 0.
+        mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If this
+            dtype is bf16 or fp16, master weights and gradient reduction use fp32.
         offload_policy: FSDP2's policy. None keeps the parameters on the device.
 
     Raises:
-        ValueError: no process group; sizes that do not fit the number of ranks; ranks that disagree
-            or share a GPU; missing weights; a checkpoint that is incomplete or does not fit the
-            model; and every ValueError of `patch`.
+        ValueError: there is no process group; the sizes do not fit the number of ranks; ranks have
+            different models or settings, or share a GPU; weights are missing; the checkpoint is
+            incomplete or does not fit the model; or `patch` raises a ValueError.
     """
-    # This check comes first: if ranks share a GPU, all collectives of NCCL fail.
+    # If ranks share a GPU, NCCL's collectives fail. default_device checks this, so it runs first.
     device = default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
-        state = _patched(model, config, overrides)
+        state = _patch_if_needed(model, config, overrides)
         _check_group("apply_ep_fsdp2")
         empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
         if weights is not None:
             _prepare_to_read(model, weights, empty)
-        return state, _options(model, state, empty.values(), mp_policy, offload_policy), [*empty]
+        shard_options = _shard_options(model, state, empty.values(), mp_policy, offload_policy)
+        return state, shard_options, [*empty]
 
     # If one rank fails, for example because it lacks a package, all ranks raise its error.
-    state, options, empty = together("apply_ep_fsdp2", prepare)
+    state, options, empty_names = together("apply_ep_fsdp2", prepare)
     if weights is None:
         return shard_model(model, state, options, device)
-    found = find_weights(model, weights, state.plan, empty)
+    stored_weights = find_weights(model, weights, state.plan, empty_names)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
-    load_weights(model, found, torch.device("cpu") if offloaded else device)
+    load_weights(model, stored_weights, torch.device("cpu") if offloaded else device)
     return model
 
 
-def _patched(
+def _patch_if_needed(
     model: nn.Module, config: ParallelConfig | None, overrides: dict[str, Any]
 ) -> ModelState:
     state: ModelState | None = getattr(model, STATE, None)
@@ -106,7 +107,7 @@ def _patched(
     return state
 
 
-def _options(
+def _shard_options(
     model: nn.Module,
     state: ModelState,
     empty: Iterable[nn.Parameter],
@@ -134,10 +135,10 @@ def _prepare_to_read(
             f"weights={os.fspath(weights)!r} is for a model on the meta device, but every "
             f"parameter of this model has values; leave out weights= to train with these values"
         )
-    # A config that the user has read from the folder may say that weights are quantized. They are
-    # decoded when they are read.
-    config_of_model = getattr(without_adapters(model), "config", None)
-    forget_quantization(config_of_model, os.fspath(weights))
+    # If the user read the model's config from the folder, the config may declare quantized weights.
+    # This declaration is removed, because load_weights decodes the weights.
+    model_config = getattr(without_adapters(model), "config", None)
+    forget_quantization(model_config, os.fspath(weights))
 
 
 def from_pretrained(
@@ -150,23 +151,23 @@ def from_pretrained(
     offload_policy: OffloadPolicy | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a sharded model: each rank reads only its own shards.
+    """Load a model in shards: each rank reads only its own shards.
 
     Besides its shards, a rank needs memory for a part of one tensor, and with `experts_dtype` for
     one matrix of one expert. The model can be passed to Accelerate or the Trainer. Create the
-    Accelerator or TrainingArguments before, because they initialise the process group.
+    Accelerator or the TrainingArguments before this call: they initialise the process group.
 
     Args:
-        name_or_dir: a folder that all ranks can read, or the name of a model of the hub, which the
-            first rank of each machine downloads into its cache.
-        model_class: a model class of transformers; None takes the class that the config names.
+        name_or_dir: a folder that all ranks can read, or the name of a model on the hub, which the
+            first rank of each machine downloads into the cache of that machine.
+        model_class: a model class of transformers; None uses the class that the config names.
         config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
         peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
             adapters, and initial values that are computed from the weights, need a model that
-            stock has loaded.
+            stock's from_pretrained has loaded.
         mp_policy: as in `apply_ep_fsdp2`.
         offload_policy: as in `apply_ep_fsdp2`.
-        options: as in transformers' `from_pretrained`: `dtype` (default: that of the checkpoint),
+        options: as in transformers' `from_pretrained`: `dtype` (default: the checkpoint's dtype),
             `attn_implementation`, `revision`, `token`, `cache_dir`, ..., and fields of the config.
 
     Raises:
@@ -177,26 +178,27 @@ def from_pretrained(
     overrides = {name: options.pop(name) for name in settings & options.keys()}
 
     download = download_options(options)
-    what = f"from_pretrained({os.fspath(name_or_dir)!r})"
+    call = f"from_pretrained({os.fspath(name_or_dir)!r})"
 
     def fetch() -> Path | None:
         if peft_config is not None:
             check_attachable(peft_config)
-        is_first_here = launched_local_rank() in (None, 0)
-        return local_folder(name_or_dir, download) if is_first_here else None
+        is_first_on_machine = launched_local_rank() in (None, 0)
+        return local_folder(name_or_dir, download) if is_first_on_machine else None
 
     def build() -> tuple[Path, nn.Module]:
-        folder = fetched or local_folder(name_or_dir, download, after_another=True)
+        folder = downloaded or local_folder(name_or_dir, download, after_another=True)
         model = empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
-        # The name and not the folder of the cache, because PEFT writes it into adapter configs.
+        # PEFT writes the source into adapter configs, so it must not be the folder of the cache.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:
             model = attach_adapters(model, peft_config)
         return folder, model
 
-    # The hub would refuse the requests of 512 ranks at the same time.
-    fetched = together(what, fetch)
-    folder, model = together(what, build)
+    # The first rank of each machine downloads for the other ranks, because the hub would refuse the
+    # requests of, say, 512 ranks at the same time.
+    downloaded = together(call, fetch)
+    folder, model = together(call, build)
     return apply_ep_fsdp2(
         model,
         config,

@@ -1,9 +1,9 @@
-"""Find the plan of a model, and the modules that the plan describes.
+"""`find_plan` and `find_parts`: the plan of a model, and the modules that the plan describes.
 
 No other file searches a model for its modules:
 
     parts = find_parts(model)
-    parts.plan                  derived from the model, with the changes of `model_patches`
+    parts.plan                  the plan, derived from the model and changed by `model_patches`
     parts.layers                the decoder layers, in order
     parts.experts               name -> experts module of every MoE layer, in order
     parts.tower                 the vision tower and the module whose forward runs it, or None
@@ -75,20 +75,20 @@ class Parts:
     """The parts of one model.
 
     Attributes:
-        plan: the plan of its architecture.
-        config: the config of its language model.
+        plan: the plan of the model's architecture.
+        config: the config of the model's language model (its text config).
         root: the model whose forward runs in every case. In a PeftModel this is the inner model,
             because some callers bypass the forward of the PeftModel.
         layers: the decoder layers, in order, including the wrappers that checkpoint them.
         experts: the experts modules of all MoE layers, by name, in order, without wrappers.
         adapted_experts: the same modules including PEFT's wrappers, by the index of their decoder
-            layer. Each of them is sharded as one FSDP2 unit. A layer may have several.
+            layer, which may have several experts modules. Each module is one FSDP2 unit.
         attention: the modules of decoder layers that call transformers' attention interface.
         final_norm: the norm in front of the head; empty if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
         tied: True if head and embedding share a parameter.
-        tower: a vision tower whose blocks are FSDP2 units; None if the model has none.
-        encoders: the encoders of a model that has no such tower; None for a text model.
+        tower: a vision tower whose blocks are FSDP2 units; None if the model has no such tower.
+        encoders: the encoders of a model without such a tower; None if there are no encoders.
     """
 
     plan: ModelPlan
@@ -118,7 +118,7 @@ class Differences:
 
     Attributes:
         origin: where the plan comes from, for `describe`.
-        fields: fields of ModelPlan that replace the derived ones.
+        fields: values for fields of ModelPlan, which replace the derived values.
         refused: why models of this architecture cannot be patched; empty if they can.
     """
 
@@ -153,7 +153,8 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
         named: the modules of `model`, if the caller has collected them already.
 
     Raises:
-        ValueError: the plan cannot be derived, or the architecture is refused; with the reason.
+        ValueError: the plan cannot be derived, or the architecture is refused; the message says
+            why.
     """
     named = named or _Named(model)
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
@@ -190,7 +191,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
     config = None if model_config is None else text_config(model_config)
     plan = find_plan(model, named) if given is None else given
     if given is not None:
-        _check_fits(model, named, plan, config)
+        _check_given_plan(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
     owners = (module for module in model.modules() if head in own_children(module))
     return Parts(
@@ -207,14 +208,14 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
-        # One shared parameter is enough: PEFT's modules_to_save puts a copy in front of a tied one.
+        # One shared parameter is enough: PEFT's modules_to_save adds an untied copy to a tied head.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
         encoders=_find_encoders(model, named, plan),
     )
 
 
-def _check_fits(model: nn.Module, named: _Named, plan: ModelPlan, config: Any) -> None:
+def _check_given_plan(model: nn.Module, named: _Named, plan: ModelPlan, config: Any) -> None:
     """Raise ValueError if modules of a given plan do not exist, or differ from the config."""
     kind = type(model).__name__
     for part in ("layers", "experts", "router", "attention", "final_norm"):
@@ -275,8 +276,8 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
         if isinstance(getattr(config, field_name, None), int):
             return int(getattr(config, field_name))
     raise ValueError(
-        f"the number of experts per token is unknown: neither the router '{plan.router}' has "
-        f"top_k, nor has the config of {plan.model_type} one of {', '.join(_TOP_K)}"
+        f"the number of experts per token is unknown: the router '{plan.router}' has no top_k, and "
+        f"the config of {plan.model_type} has none of {', '.join(_TOP_K)}"
     )
 
 
@@ -284,9 +285,9 @@ class _Named:
     """The modules of a model by their stock names. A wrapper has the name of the wrapped module.
 
     Attributes:
-        outermost: the outermost wrapper of each module, or the module itself.
-        unadapted: the same without PEFT's wrappers; a wrapper that checkpoints may remain.
-        stock: the modules themselves.
+        outermost: the outermost wrapper of each module, or the module if it has no wrapper.
+        unadapted: the same, but PEFT's wrappers are skipped; a checkpoint wrapper is not skipped.
+        stock: the modules without any wrapper.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -296,7 +297,7 @@ class _Named:
         adapters: set[str] = set()
         skipped: tuple[str, ...] = ()
         for wrapped_name, module in model.named_modules():
-            # The modules of an adapter (lora_A, ...) are no parts of the model.
+            # The modules of an adapter (lora_A, ...) are skipped.
             if wrapped_name in adapters:
                 skipped = (f"{wrapped_name}.",)
             if wrapped_name in adapters or wrapped_name.startswith(skipped):
@@ -320,7 +321,7 @@ class _Named:
         return f"it has {', '.join(near)}" if near else f"its modules are {', '.join(starred)}"
 
     def shortest_matching(self, pattern: str) -> list[str]:
-        """Return the matching name with the fewest components: a list of one name or none."""
+        """Return the matching name with the fewest components, in a list that may be empty."""
         return sorted(self.matching(pattern), key=lambda name: name.count("."))[:1]
 
 
@@ -338,18 +339,18 @@ def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str,
 
 
 def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
-    """Return the attention modules. With a derived plan, only those that call the interface."""
-    found = (named.stock[name] for name in named.matching(plan.attention))
-    return tuple(m for m in found if plan.origin == "given" or is_attention(m))
+    """Return the attention modules; a derived plan may also match modules of other kinds."""
+    modules = (named.stock[name] for name in named.matching(plan.attention))
+    return tuple(m for m in modules if plan.origin == "given" or is_attention(m))
 
 
 def _adapted_experts(named: _Named, plan: ModelPlan) -> dict[int, tuple[nn.Module, ...]]:
     experts = named.matching(plan.experts)
-    of_layers = {
+    experts_by_layer = {
         index: tuple(named.outermost[name] for name in experts if name.startswith(f"{layer}."))
         for index, layer in enumerate(named.matching(plan.layers))
     }
-    return {index: modules for index, modules in of_layers.items() if modules}
+    return {index: modules for index, modules in experts_by_layer.items() if modules}
 
 
 def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | None:
@@ -384,8 +385,9 @@ def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders
     names = [name for pattern in plan.encoders for name in named.shortest_matching(pattern)]
     if len(names) < len(plan.encoders):
         raise ValueError(
-            f"found {len(names)} of the modules {', '.join(map(repr, plan.encoders))} in this "
-            f"{type(model).__name__}; correct ModelPlan(encoders=...)"
+            f"found only {len(names)} of the {len(plan.encoders)} encoders "
+            f"{', '.join(map(repr, plan.encoders))} in this {type(model).__name__}; correct "
+            f"ModelPlan(encoders=...)"
         )
     decoder = _decoder_name(named, plan)
     owner = decoder
@@ -402,5 +404,5 @@ def _decoder_name(named: _Named, plan: ModelPlan) -> str:
     return named.matching(plan.layers)[0].rpartition(".")[0].rpartition(".")[0]
 
 
-def _share_parameters(one: nn.Module, other: nn.Module) -> bool:
-    return not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())
+def _share_parameters(first: nn.Module, second: nn.Module) -> bool:
+    return not {id(p) for p in first.parameters()}.isdisjoint(id(p) for p in second.parameters())

@@ -3,10 +3,10 @@
     ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks
     HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of the script
 
-`resolve_config` replaces a size of None by the value of the environment, or by 1. This file checks
-only what it can check without a model and without ranks. `patch` compares the sizes with the model,
-and `ranks/mesh.py` compares them with the number of ranks. Environment variables are read in this
-file alone, apart from the switch of the progress bars (`cli/progress.py`).
+`resolve_config` replaces a size of None by the value of its environment variable, or by 1. This
+file makes only the checks that need neither a model nor ranks. `patch` compares the sizes with the
+model, and `ranks/mesh.py` compares them with the number of ranks. Environment variables are read in
+this file alone, apart from the switch of the progress bars (`cli/progress.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARD_DIMS = ("auto", 0, 1)
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes and choices of one patched model.
+    """The settings of one patched model.
 
         config = ParallelConfig(ep_size=8, sp_size=2, recompute_activations=True)
         patch(model, config)             # the same as patch(model, ep_size=8, sp_size=2, ...)
@@ -62,26 +62,26 @@ class ParallelConfig:
         dispatch_chunks: the number of chunks into which the tokens of a MoE layer are split, so
             that one chunk is transferred while another one is computed. Each chunk costs kernel
             launches and one more message. 1: transfers and experts do not overlap.
-        max_tokens_per_rank: the most rows that a rank may receive in one MoE layer. A token is one
-            row, however many of its experts are on that rank. If the router sends more, all ranks
-            of the ep group raise an error before they allocate memory. None: no limit, so that a
-            rank receives at most ep_size times the tokens of one rank.
+        max_tokens_per_rank: the largest number of rows that a rank may receive in one MoE layer. A
+            token is one row, however many of its experts are on that rank. If a rank would receive
+            more, all ranks of the ep group raise an error before they allocate memory. None: no
+            limit, so a rank may receive up to ep_size times the tokens of one rank.
         ep_outside: if True, consecutive ranks form an ep_fsdp group instead of an ep group.
         expert_shard_dim: the dimension along which FSDP2 shards the expert weights: 0, 1 or "auto".
-            "auto" is 0 if the experts of a rank divide evenly, otherwise 1 if that dimension does,
-            otherwise 0.
+            "auto" takes 0 if the size of dimension 0 (the experts of a rank) is divisible by the
+            size of the ep_fsdp group; otherwise 1 if the size of dimension 1 is; otherwise 0.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
         bias_update_rate: the amount by which each optimizer step moves the correction biases of the
             routers, in favour of experts that received few tokens (`update_router_bias`).
             DeepSeek-V3 uses 0.001. With Accelerate or the Trainer the update is automatic. None:
             the biases stay as they are, as in stock.
-        aux_loss_per_layer: if True, the router's load-balancing loss is the mean of the losses of
-            the single layers, and its gradient reaches the routers alone. If False, it is stock's
-            loss, which adds up the loads of all layers first, and whose gradient also reaches the
-            layers in front of a router. Both need `output_router_logits=True` in the model's
-            config, as in stock.
-        gather_logits: with sp_size > 1, return the logits of the whole sequence together with a
-            loss. Without it `outputs.logits` is None where there is a loss.
+        aux_loss_per_layer: if True, the router's load-balancing loss is the mean of the layers'
+            losses, and its gradient reaches the routers alone. If False, it is stock's loss, which
+            adds up the loads of all layers first, and whose gradient also reaches the layers in
+            front of a router. Both losses need `output_router_logits=True` in the model's config,
+            as in stock.
+        gather_logits: with sp_size > 1, return the logits of the whole sequence also from a forward
+            with a loss. If False, `outputs.logits` of such a forward is None.
 
     Raises:
         ValueError: a value that is invalid for every model and every number of ranks.
@@ -231,7 +231,7 @@ _LAUNCH_VARIABLES = (
     "ACCELERATE_MIXED_PRECISION",
     "FSDP_VERSION",
 )
-_OURS = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
+_SIZE_VARIABLES = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
 
 
 def gloo_interfaces() -> list[str]:
@@ -241,16 +241,19 @@ def gloo_interfaces() -> list[str]:
 
 def launch_environment() -> dict[str, str]:
     """Return the launch variables that are set, and all variables that begin with HF_MOE_EP_."""
-    ours = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))
-    return {name: os.environ[name] for name in (*_LAUNCH_VARIABLES, *ours) if name in os.environ}
+    prefixed = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))
+    names = (*_LAUNCH_VARIABLES, *prefixed)
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def check_environment() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
     for name in launch_environment():
-        if name.startswith("HF_MOE_EP_") and name not in _OURS:
-            raise ValueError(f"{name} is set, but only {', '.join(_OURS)} exist; correct its name")
-    for name in _OURS:
+        if name.startswith("HF_MOE_EP_") and name not in _SIZE_VARIABLES:
+            raise ValueError(
+                f"{name} is set, but only {', '.join(_SIZE_VARIABLES)} exist; correct its name"
+            )
+    for name in _SIZE_VARIABLES:
         _size_from_environment(name)
 
 
@@ -272,8 +275,8 @@ def _check_size(name: str, size: int | None, *, may_be_none: bool = True) -> Non
 
 
 def _check_rate(name: str, rate: float | None) -> None:
-    number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and not (number and 0 < rate < math.inf):
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if rate is not None and not (is_number and 0 < rate < math.inf):
         raise ValueError(f"{name} must be None or a number > 0, got {rate!r}; try {name}=0.001")
 
 

@@ -1,4 +1,7 @@
-"""Numbers for a training loop of your own: tokens of all ranks, and the batch of each rank."""
+"""Public functions for your own training loop: the token count of all ranks, the batch of a rank.
+
+They are `global_token_count`, `data_parallel_size` and `data_parallel_rank`.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,25 @@ from hf_moe_ep.upstream.models import IGNORED_LABEL
 
 
 def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> Tensor:
-    """Return the number of tokens in the causal loss of all ranks, as an int64 scalar.
+    """Return the number of tokens with a causal loss on all ranks, as an int64 scalar.
 
         num_items = global_token_count(model, labels)
         loss = model(input_ids, labels=labels, num_items_in_batch=num_items).loss
         (loss * data_parallel_size(model)).backward()
 
-    The factor is needed because FSDP2 averages gradients over ranks. A loop that takes the mean
-    loss of each rank instead would weigh the tokens of a short batch more than those of a long one.
+    The factor is needed because FSDP2 averages gradients over ranks. If a loop used the mean loss
+    of each rank instead, a token of a short batch would have more weight than a token of a long
+    batch.
 
     Args:
         model: the model to which the labels are passed.
-        labels: (B, S), not shifted, -100 for tokens without loss; or a list of such tensors, the
-            micro-batches of one optimizer step.
+        labels: (B, S), not shifted, -100 for tokens without loss; or a list of such tensors, one
+            for each micro-batch of an optimizer step.
     """
-    parts = [labels] if isinstance(labels, Tensor) else list(labels)
-    if not parts:
+    micro_batches = [labels] if isinstance(labels, Tensor) else list(labels)
+    if not micro_batches:
         raise ValueError("labels is empty: pass the labels of at least one micro-batch")
-    counts = torch.stack([(part[..., 1:] != IGNORED_LABEL).sum() for part in parts])
+    counts = torch.stack([(batch[..., 1:] != IGNORED_LABEL).sum() for batch in micro_batches])
     # All ranks of an sp group have the same labels.
     meshes = _meshes(model)
     return sum_over_ranks(counts.sum()) // (1 if meshes is None else meshes.sp_size)
@@ -45,7 +49,7 @@ def data_parallel_size(model: nn.Module) -> int:
 
 
 def data_parallel_rank(model: nn.Module) -> int:
-    """Return the number of the batch for this rank, from 0 to `data_parallel_size(model) - 1`."""
+    """Return the index of this rank's batch, from 0 to `data_parallel_size(model) - 1`."""
     meshes = _meshes(model)
     return 0 if meshes is None else dist.get_rank() // meshes.sp_size
 

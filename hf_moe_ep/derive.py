@@ -2,7 +2,7 @@
 
     experts      the modules that use transformers' experts interface
     layers       the list of modules around the experts; if there are several lists, the innermost
-                 one whose elements transformers can checkpoint
+                 list whose elements transformers can checkpoint
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches without calling that
                  interface, and convolutions
@@ -14,10 +14,10 @@
     encoders     the other modules of the model whose forward takes pictures or sound
     tower        the only encoder, if its blocks can be FSDP2 units
 
-There is no list of architectures, and the config only provides numbers to compare with. If two
-answers are possible, an error shows both.
+There is no list of architectures, and the config only provides numbers to compare with. If several
+modules fit one part of the plan, an error lists them.
 
-The names of a plan are those from before the modules were wrapped (`upstream/module_names.py`),
+A plan names each module as it was named before anything was wrapped (`upstream/module_names.py`),
 without the prefix of the base model: "layers.*", not "model.layers.*".
 """
 
@@ -45,7 +45,7 @@ from hf_moe_ep.upstream.models import (
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
 
-# Arguments that only a module takes which mixes the tokens of a sequence.
+# If the forward of a module takes one of these arguments, it mixes the tokens of a sequence.
 _SEQUENCE_ARGUMENTS = (
     "attention_mask",
     "position_embeddings",
@@ -57,7 +57,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Fields of configs that hold the number of experts per layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_REMEDY = "name the right one with patch(model, plan=ModelPlan(...))"
+_REMEDY = "name the right module with patch(model, plan=ModelPlan(...))"
 
 
 def derive_plan(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> ModelPlan:
@@ -68,8 +68,8 @@ def derive_plan(model: nn.Module, modules: Mapping[str, nn.Module] | None = None
         modules: the modules by their stock names, without wrappers. None: `model.named_modules()`.
 
     Raises:
-        ValueError: no stacked experts; several modules fit one part of the plan; the config expects
-            another number of layers or experts. The error says what was found and what to do.
+        ValueError: the model has no stacked experts; several modules fit one part of the plan; the
+            config expects another number of layers or experts. The message has the fix.
     """
     return _Derivation(model, dict(model.named_modules()) if modules is None else modules).plan()
 
@@ -82,7 +82,8 @@ def stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
 class _Derivation:
     """Derives the plan of one model.
 
-    `stack` is the name of the nn.ModuleList of the decoder layers, `decoder` the name of its owner.
+    In the methods, `stack` is the name of the nn.ModuleList of the decoder layers, and `decoder` is
+    the name of the module that owns this list.
     """
 
     def __init__(self, model: Any, modules: Mapping[str, nn.Module]) -> None:
@@ -148,13 +149,13 @@ class _Derivation:
         patterns = set(map(as_pattern, experts))
         foreign = [n for n in self.modules if as_pattern(n) in patterns and n not in experts]
         others = f" (without transformers' experts interface: {', '.join(foreign)})"
-        for kind, found, expected in (
+        for kind, number, expected in (
             ("decoder layers", layers, expected_layers),
             ("layers with experts", with_experts, _expected_moe_layers(config)),
         ):
-            if expected is not None and found != expected:
+            if expected is not None and number != expected:
                 raise ValueError(
-                    f"found {found} {kind} in this {self.kind}{others if foreign else ''}, "
+                    f"found {number} {kind} in this {self.kind}{others if foreign else ''}, "
                     f"expected {expected} from its config; pass the model to patch() as "
                     f"from_pretrained returns it"
                 )
@@ -199,52 +200,53 @@ class _Derivation:
 
     def _num_experts(self, experts: Iterable[str]) -> int:
         sizes = {name: _rows_of_stack(self.modules[name]) for name in experts}
-        without = [name for name, size in sizes.items() if not size]
-        if without:
+        unstacked = [name for name, size in sizes.items() if not size]
+        if unstacked:
             raise ValueError(
-                f"{without[0]} of this {self.kind} has no weight of shape [experts, ., .]; "
+                f"{unstacked[0]} of this {self.kind} has no weight of shape [experts, ., .]; "
                 f"{_REMEDY}"
             )
         if len(set(sizes.values())) > 1:
-            few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+            fewest, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
             raise ValueError(
-                f"layers of this {self.kind} have different numbers of experts, {sizes[few]} in "
-                f"{few} and {sizes[many]} in {many}; expert parallelism needs the same number in "
-                f"all layers"
+                f"layers of this {self.kind} have different numbers of experts, {sizes[fewest]} in "
+                f"{fewest} and {sizes[most]} in {most}; expert parallelism needs the same number "
+                f"in all layers"
             )
         return next(iter(sizes.values()))
 
     def _field_of_num_experts(self, experts: str, num_experts: int) -> str | None:
         """Return the field of the text config that holds the number of experts, if there is one.
 
-        If several fields hold that number, the one that the code of the experts reads comes first.
+        If several fields hold that number, return a field that the code of the experts reads.
         """
         if self.config is None:
             return None
         config = text_config(self.config)
         counts = {name: getattr(config, name, None) for name in _EXPERT_COUNTS}
         counts = {name: count for name, count in counts.items() if isinstance(count, int)}
-        found = [name for name, count in counts.items() if count == num_experts]
-        if counts and not found:
+        equal = [name for name, count in counts.items() if count == num_experts]
+        if counts and not equal:
             field, count = next(iter(counts.items()))
             raise ValueError(
                 f"each layer of this {self.kind} has {num_experts} experts, but its config says "
                 f"{field} = {count}; pass the model to patch() as from_pretrained returns it"
             )
         # Experts modules have an attribute `num_experts` too. Code that uses this name may not read
-        # the field, so this field comes last among those that the code uses.
+        # the field, so `num_experts` comes last among the fields that the code reads.
         module = self.modules[experts]
-        found.sort(key=lambda name: (not calls(module, name), name == _EXPERT_COUNTS[0]))
-        return found[0] if found else None
+        equal.sort(key=lambda name: (not calls(module, name), name == _EXPERT_COUNTS[0]))
+        return equal[0] if equal else None
 
     def _expert_weights(self, experts: str, num_experts: int) -> tuple[str, ...]:
         parameters = self.modules[experts].named_parameters(recurse=False)
         return tuple(n for n, p in parameters if p.dim() > 1 and p.shape[0] == num_experts)
 
     def _router(self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int) -> str:
-        """Return the pattern of the routers: modules in the blocks of the experts.
+        """Return the pattern of the routers, which are in the blocks of the experts.
 
-        A router calls topk. If no module does, it is the module with one row per expert.
+        A router is a module that calls topk. If no module calls topk, a router is a module that has
+        a weight with one row per expert.
         """
         blocks = {name.rpartition(".")[0] for name in experts}
         candidates = {
@@ -253,7 +255,7 @@ class _Derivation:
             if any(name.startswith(f"{block}.") for block in blocks)
             and not any(f"{name}.".startswith(f"{other}.") for other in experts)
         }
-        # If the decoder layer is the block of the experts, its attention is a candidate too.
+        # If the block of the experts is the whole decoder layer, it contains attention as well.
         candidates = {n: m for n, m in candidates.items() if not _takes_a_sequence(m)}
         with_topk = dict.fromkeys(as_pattern(n) for n, m in candidates.items() if calls(m, "topk"))
         with_rows = dict.fromkeys(
@@ -261,23 +263,27 @@ class _Derivation:
             for name, module in candidates.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         )
-        return self._one_router(plan, with_topk or with_rows, len(set(map(as_pattern, experts))))
+        sets_of_experts = len(set(map(as_pattern, experts)))
+        return self._router_pattern(plan, with_topk or with_rows, sets_of_experts)
 
-    def _one_router(self, plan: ModelPlan, found: Collection[str], sets_of_experts: int) -> str:
-        if not found:
+    def _router_pattern(
+        self, plan: ModelPlan, patterns: Collection[str], sets_of_experts: int
+    ) -> str:
+        if not patterns:
             return ""
-        # A layer may have several sets of experts, each with a router. These are one pattern.
-        joined = next(iter(found)) if len(found) == 1 else _joined(found)
-        if joined is None or len(found) > sets_of_experts:
+        # If a layer has several sets of experts, each has a router, and one pattern matches them.
+        merged = next(iter(patterns)) if len(patterns) == 1 else _merge_patterns(patterns)
+        if merged is None or len(patterns) > sets_of_experts:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
-                f"{', '.join(repr(self._relative(name)) for name in found)}; choose one: "
+                f"{', '.join(repr(self._relative(name)) for name in patterns)}; choose one: "
                 f"patch(model, plan={_as_code(plan, 'router')})"
             )
-        return self._relative(joined)
+        return self._relative(merged)
 
     def _attention(self, stack: str) -> str:
-        # Inkling2 has modules that attend to earlier layers; they take no argument of a sequence.
+        # Inkling2 also has modules that attend to earlier layers. These modules call the interface,
+        # but take none of _SEQUENCE_ARGUMENTS.
         names = [
             name
             for name, module in self._within_layers(stack).items()
@@ -286,12 +292,9 @@ class _Derivation:
         return self._pattern(names) if names else ""
 
     def _mixers(self, stack: str) -> set[str]:
-        """Return the patterns of the modules in layers that `is_mixer` finds.
-
-        A mixer inside another mixer is left out.
-        """
-        found = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
-        return {as_pattern(name) for name in found if found.isdisjoint(_owners(name))}
+        """Return the patterns of the mixers in layers, without mixers inside other mixers."""
+        mixers = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
+        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_owners(name))}
 
     def _final_norm(self, decoder: str, stack: str) -> str:
         follows_layers = False
@@ -314,28 +317,28 @@ class _Derivation:
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
     def _encoders(self, decoder: str) -> list[str]:
-        """Return the names of the encoders, all with parameters.
+        """Return the names of the encoders: modules with parameters outside of the decoder.
 
-        They are the siblings of the decoder (or of its owner) in the module whose forward takes
-        pictures or sound.
+        They are children of the module that contains the decoder and whose forward takes pictures
+        or sound.
         """
         owner, inner = decoder.rpartition(".")[0], decoder
         while inner and not input_names(self.modules[owner]):
             owner, inner = owner.rpartition(".")[0], owner
         if not inner:
             return []
-        others = {input_embedding(self.model), output_head(self.model)}
+        not_encoders = {input_embedding(self.model), output_head(self.model)}
         children = [f"{owner}.{name}".lstrip(".") for name in self._children(owner)]
         return [
             name
             for child in children
             if child != inner
             for name in self._with_forward(child)
-            if self.modules[name] not in others and _has_parameters(self.modules[name])
+            if self.modules[name] not in not_encoders and _has_parameters(self.modules[name])
         ]
 
     def _with_forward(self, name: str) -> list[str]:
-        """Return the name itself; for a list or dict of modules, the names of its elements."""
+        """Return [name]; if the module is a list or dict of modules, the names of its elements."""
         if not isinstance(self.modules[name], nn.ModuleList | nn.ModuleDict):
             return [name]
         return [m for child in self._children(name) for m in self._with_forward(f"{name}.{child}")]
@@ -384,14 +387,14 @@ class _Derivation:
 
     def _pattern(self, names: Iterable[str]) -> str:
         """Return one pattern for names that differ in numbers and at most one other component."""
-        starred = list(dict.fromkeys(map(as_pattern, names)))
-        joined = starred[0] if len(starred) == 1 else _joined(starred)
-        if joined is None:
+        patterns = list(dict.fromkeys(map(as_pattern, names)))
+        merged = patterns[0] if len(patterns) == 1 else _merge_patterns(patterns)
+        if merged is None:
             raise ValueError(
-                f"no pattern fits all modules of one kind in this {self.kind}, "
-                f"{', '.join(map(repr, starred))}; {_REMEDY}"
+                f"no single pattern matches these modules of this {self.kind}: "
+                f"{', '.join(map(repr, patterns))}; {_REMEDY}"
             )
-        return self._relative(joined)
+        return self._relative(merged)
 
     def _relative(self, name: str) -> str:
         prefix = base_model_prefix(self.model)
@@ -399,11 +402,11 @@ class _Derivation:
 
 
 def _expected_moe_layers(config: Any) -> int | None:
-    """Return the number of MoE layers that a config describes; None if it is not known.
+    """Return the number of MoE layers that a config describes; None if the number is unknown.
 
-    Only fields that several architectures have are read, and only if the class of the config
-    declares them. A config.json may hold fields of another architecture, which transformers keeps
-    and the model never reads.
+    This function reads only fields that several architectures have, and only if the class of the
+    config declares them. A config.json may hold fields of another architecture, which transformers
+    keeps and the model never reads.
     """
 
     def declared(name: str) -> Any:
@@ -424,7 +427,7 @@ def _expected_moe_layers(config: Any) -> int | None:
 
 
 def _as_code(plan: ModelPlan, unknown: str) -> str:
-    """Return the code of a plan, for an error, with "..." as the value of the field `unknown`."""
+    """Return a plan as Python code, for an error; the value of the field `unknown` is "..."."""
     arguments = [repr(plan.model_type)]
     for field in fields(plan):
         value = getattr(plan, field.name)
@@ -453,7 +456,7 @@ def is_attention(module: nn.Module) -> bool:
 
 def is_mixer(module: nn.Module) -> bool:
     """Return True if a module mixes the tokens of a sequence without the attention interface."""
-    if any(isinstance(one, _CONVOLUTIONS) for one in (module, *own_children(module))):
+    if any(isinstance(part, _CONVOLUTIONS) for part in (module, *own_children(module))):
         return True
     return _takes_a_sequence(module) and not any(map(is_attention, module.modules()))
 
@@ -471,9 +474,9 @@ def _has_rows(parameter: nn.Parameter, rows: int) -> bool:
     return parameter.dim() == 2 and parameter.shape[0] == rows
 
 
-def _joined(names: Iterable[str]) -> str | None:
-    """Return the pattern of names that differ in exactly one component; otherwise None."""
-    parts = [name.split(".") for name in names]
+def _merge_patterns(patterns: Iterable[str]) -> str | None:
+    """Return one pattern for patterns that differ in exactly one component; otherwise None."""
+    parts = [pattern.split(".") for pattern in patterns]
     if len({len(p) for p in parts}) != 1:
         return None
     columns = [set(column) for column in zip(*parts, strict=True)]

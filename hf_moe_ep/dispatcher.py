@@ -16,23 +16,30 @@ from torch import Tensor
 
 
 class RouteSource(IntEnum):
-    """Where the expert ids of a forward come from; ranks compare it before they exchange rows."""
+    """The source of a forward's expert ids. Ranks compare their sources before they exchange rows.
+
+    LIVE: the router chooses. REPLAYED: `Routes` are replayed. REFUSED: the given `Routes` cannot be
+    replayed, so all ranks must raise an error.
+    """
 
     LIVE = 0
     REPLAYED = 1
     REFUSED = 2
 
 
-_IN_WORDS: dict[int, list[str]] = {
+_DESCRIPTIONS: dict[int, list[str]] = {
     RouteSource.LIVE: [],
     RouteSource.REPLAYED: ["replayed routes"],
-    RouteSource.REFUSED: ["routes that it refuses"],
+    RouteSource.REFUSED: ["refused routes"],
 }
 
 
 @dataclass(frozen=True)
 class Header:
-    """The position of a rank in the model, and what it sends; equal on all ranks of an ep group."""
+    """The position of a rank in the model, and the format of its rows.
+
+    An exchange is possible only if the headers of all ranks of an ep group are equal.
+    """
 
     forward: int
     layer: int
@@ -45,17 +52,17 @@ class Header:
     routes: int = RouteSource.LIVE
 
     def as_list(self) -> list[int]:
-        """List the fields in order, as they are sent; `Header(*numbers)` is the header again."""
+        """Return the fields as integers, to be sent. `Header(*numbers)` restores the header."""
         return [int(value) for value in astuple(self)]
 
     def __str__(self) -> str:
-        mode = ["training" if self.training else "evaluation"]
-        mode += [] if self.grad else ["no_grad"]
-        mode += ["checkpointed"] if self.checkpointed else []
-        mode += ["recompute"] if self.recompute else []
-        mode += _IN_WORDS[self.routes]
+        modes = ["training" if self.training else "evaluation"]
+        modes += [] if self.grad else ["no_grad"]
+        modes += ["checkpointed"] if self.checkpointed else []
+        modes += ["recompute"] if self.recompute else []
+        modes += _DESCRIPTIONS[self.routes]
         sizes = f"top-{self.top_k}, {self.itemsize} bytes per element"
-        return f"MoE layer {self.layer} of forward {self.forward} ({', '.join(mode)}; {sizes})"
+        return f"MoE layer {self.layer} of forward {self.forward} ({', '.join(modes)}; {sizes})"
 
 
 class Dispatcher(Protocol):
@@ -67,6 +74,6 @@ class Dispatcher(Protocol):
         `hidden_bytes` is the size of the hidden states of one token.
 
         Raises:
-            RuntimeError: on every rank of the group, if one would receive more rows than the config
-                allows, or (if the dispatcher can tell) if ranks are at different positions.
+            RuntimeError: on every rank of the group, if any rank would receive more rows than the
+                config allows, or if ranks are at different positions (DeepEP cannot detect this).
         """

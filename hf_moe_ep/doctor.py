@@ -1,15 +1,15 @@
-"""Check whether training can run here: installed versions, the machine, the launch.
+"""`examine`: check whether training can run here. The checks are in four sections:
 
     packages   the installed versions, and the ranges that this package allows
-    wraps      functions of Accelerate, transformers and PEFT that patch() wraps: do they exist?
-               A missing one switches a feature off
-    machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which path each part of a step takes
-    launch     how this process was started, or how the next `accelerate launch` would start one
+    wraps      whether the functions of Accelerate, transformers and PEFT exist that patch() wraps;
+               a feature whose function is missing does not work
+    machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which code each part of a step runs
+    launch     how this process was started, or how the next `accelerate launch` starts processes
 
-Each finding is one line with a mark: "ok"; "--" for an optional thing that is missing; "FAIL" for a
+Each finding is one line with a mark: "ok"; "--" if something optional is missing; "FAIL" for a
 problem that would stop training, with its fix. A broken package must not stop the report, so
-packages are imported inside functions, and a section that fails becomes one finding. Models and
-networks between machines are not checked.
+packages are imported inside functions, and a section whose check fails becomes one finding. Models
+and the network between machines are not checked.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# The effect of a missing optional package. A broken package is a failure if transformers or torch
-# import it by themselves (_IMPORTED_BY_OTHERS), otherwise only if a feature needs the package.
+# The effect of a missing optional package. If such a package is installed but unsuitable or broken,
+# the mark is FAIL if transformers or torch import it (_IMPORTED_BY_OTHERS), otherwise "--".
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
@@ -67,16 +67,16 @@ class Section:
 
 
 def examine() -> list[Section]:
-    """Run all checks; a section whose check fails is one finding."""
-    parts: dict[str, Callable[[], list[Finding]]] = {
+    """Run the checks of all sections."""
+    checks: dict[str, Callable[[], list[Finding]]] = {
         "packages": _packages,
         "wraps": _wrapped_functions,
         "machine": _machine,
         "launch": _launch,
     }
     sections = []
-    for title, look in parts.items():
-        findings, error = _attempt(look)
+    for title, check in checks.items():
+        findings, error = _attempt(check)
         if findings is None:
             findings = [Finding(FAIL, title, f"could not be checked: {error}")]
         sections.append(Section(title, findings))
@@ -85,11 +85,12 @@ def examine() -> list[Section]:
 
 def fails(sections: list[Section]) -> list[Finding]:
     """List the problems that would stop training."""
-    return [found for section in sections for found in section.findings if found.mark == FAIL]
+    findings = (finding for section in sections for finding in section.findings)
+    return [finding for finding in findings if finding.mark == FAIL]
 
 
 def _attempt(function: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Call `function`; return its result and "", or None and its error in one line."""
+    """Call `function`; return (its result, ""), or (None, the first line of its error)."""
     try:
         return function(), ""
     except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
@@ -101,14 +102,14 @@ def _packages() -> list[Finding]:
     allowed = allowed_packages()
     here = Path(__file__).resolve().parent
     if allowed is None:
-        text = f"at {here}, not installed, so that allowed versions are not known: pip install ."
+        text = f"at {here}: not installed, so the allowed versions are unknown; pip install ."
         return [Finding(NOTE, DISTRIBUTION, text), _python()]
-    ours = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION):<16} at {here}")
+    this_package = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION):<16} at {here}")
     _, error = _attempt(lambda: importlib.import_module("hf_moe_ep.apply"))
     if error:
-        ours = Finding(FAIL, DISTRIBUTION, f"at {here} cannot be imported: {error}")
+        this_package = Finding(FAIL, DISTRIBUTION, f"at {here} cannot be imported: {error}")
     shown = [package for package in allowed if not package.extra or package.name in _WITHOUT]
-    return [ours, _python(), *map(_package, shown)]
+    return [this_package, _python(), *map(_package, shown)]
 
 
 def _python() -> Finding:
@@ -120,8 +121,8 @@ def _package(package: Allowed) -> Finding:
     problem = package.sentence(version)
     if version is None and package.name in _WITHOUT:
         return Finding(NOTE, package.name, f"missing. {_WITHOUT[package.name]}")
-    is_idle = package.name in _WITHOUT and package.name not in _IMPORTED_BY_OTHERS
-    mark = NOTE if is_idle else FAIL
+    stops_training = package.name not in _WITHOUT or package.name in _IMPORTED_BY_OTHERS
+    mark = FAIL if stops_training else NOTE
     if problem:
         return Finding(mark, package.name, problem)
     if package.name in _WITHOUT:
@@ -140,14 +141,14 @@ def _wrapped_functions() -> list[Finding]:
     findings = []
     for row in rows:
         if row.error:
-            text = f"{row.error}; the ranges above name such versions"
+            text = f"{row.error}; see the allowed versions above"
             findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
         replaced = sum(row.process for row in rows)
-        text = f"{resolved} functions that patch() wraps exist"
-        text += f"; {replaced} are replaced for the process when needed, the rest on single objects"
+        text = f"{resolved} functions that patch() wraps exist; if needed, {replaced} of them are "
+        text += "replaced for the whole process, the others on single objects"
         if left_out:
-            text += f"; {left_out} belong to packages that are not installed"
+            text += f"; {left_out} more belong to packages that are not installed"
         findings.append(Finding(OK, "all", text))
     return findings
 
@@ -164,7 +165,7 @@ def _gpus() -> list[Finding]:
 
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        text = f"none seen by a torch {built}: ranks are CPU processes that communicate over gloo"
+        text = f"torch ({built}) sees none: ranks are CPU processes that communicate over gloo"
         return [Finding(NOTE, "GPU", text)]
     kinds: Counter[str] = Counter()
     for index in range(torch.cuda.device_count()):
@@ -175,7 +176,7 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Return which path experts_backend="auto" takes."""
+    """Return which code experts_backend="auto" runs: the Triton kernels or the torch path."""
     from hf_moe_ep.moe.experts import why_no_kernels
 
     name = "Triton kernels"
@@ -190,37 +191,37 @@ def _backends() -> list[Finding]:
     from torch import distributed as dist
 
     if not dist.is_available():
-        return [
-            Finding(FAIL, "ranks", "this torch is built without torch.distributed: use another")
-        ]
-    there = {
+        text = "torch was built without torch.distributed: install a torch that has it"
+        return [Finding(FAIL, "ranks", text)]
+    available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
         "ucc": dist.is_ucc_available(),
     }
-    names = [name for name, is_there in there.items() if is_there]
-    mark = OK if there["gloo"] else FAIL
-    text = f"{', '.join(names)}" if there["gloo"] else "no gloo: use a torch that is built with it"
+    names = [name for name, is_available in available.items() if is_available]
+    mark, text = OK, ", ".join(names)
+    if not available["gloo"]:
+        mark, text = FAIL, "gloo is missing: install a torch that was built with gloo"
     findings = [Finding(mark, "backends", text)]
-    if there["nccl"]:
+    if available["nccl"]:
         version = ".".join(map(str, torch.cuda.nccl.version()))
         findings.append(Finding(OK, "NCCL", version))
     elif torch.cuda.is_available():
-        text = "missing: ranks with GPUs cannot communicate; use a torch that is built with it"
+        text = "missing: ranks with GPUs cannot communicate; install a torch that was built with it"
         findings.append(Finding(FAIL, "NCCL", text))
     else:
-        findings.append(Finding(NOTE, "NCCL", "none: needed only by ranks with GPUs"))
+        findings.append(Finding(NOTE, "NCCL", "missing: only ranks with GPUs need it"))
     return findings
 
 
 def _deep_ep() -> Finding:
-    name, without = "DeepEP", "dispatcher='deepep' is refused, 'all_to_all' (the default) runs"
+    name, effect = "DeepEP", "dispatcher='deepep' is refused, 'all_to_all' (the default) runs"
     if importlib.util.find_spec("deep_ep") is None:
-        return Finding(NOTE, name, f"not installed: {without}")
+        return Finding(NOTE, name, f"not installed: {effect}")
     _, error = _attempt(lambda: importlib.import_module("deep_ep"))
     if error:
-        return Finding(NOTE, name, f"broken: {error}; {without}")
+        return Finding(NOTE, name, f"broken: {error}; {effect}")
     return Finding(OK, name, f"{installed_version('deep_ep') or ''} dispatcher='deepep' may run")
 
 
@@ -255,8 +256,8 @@ def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) 
     name = "this launch"
     with_fsdp = variables.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not by_accelerate:
-        text = f"{world} processes, not by accelerate: call apply_ep_fsdp2(model) in your own loop"
-        return Finding(OK, name, text)
+        text = f"{world} processes, not started by accelerate launch: call apply_ep_fsdp2(model)"
+        return Finding(OK, name, f"{text} in your own loop")
     if with_fsdp and variables.get("FSDP_VERSION", "1") != "2":
         version = variables.get("FSDP_VERSION", "1")
         return Finding(FAIL, name, f"FSDP version {version} is refused; write {_FSDP2}")
@@ -271,26 +272,26 @@ def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) 
 def _next_launch() -> Finding:
     """Return how a patched model would run with the default config of `accelerate launch`."""
     name = "next launch"
-    found, error = _attempt(default_launch_config)
+    default_config, error = _attempt(default_launch_config)
     if error:
-        fix = "repair the file, or remove it and name another one with --config_file"
+        fix = "repair the file, or remove it and name another file with --config_file"
         return Finding(FAIL, name, f"the default accelerate config cannot be read: {error}; {fix}")
-    if found is None:
+    if default_config is None:
         text = "no default accelerate config; name a file: accelerate launch --config_file FILE"
         return Finding(NOTE, name, text)
-    path, config = found
-    shown = os.fspath(path)
+    path, config = default_config
+    file = os.fspath(path)
     problem = _launch_problem(config)
     if problem:
-        return Finding(FAIL, name, f"{shown}: {problem}")
+        return Finding(FAIL, name, f"{file}: {problem}")
     if config.get("distributed_type") == "FSDP":
         text = f"{config.get('num_processes')} processes with FSDP2: a patched model is sharded"
-        return Finding(OK, name, f"{shown}: {text}")
-    return Finding(NOTE, name, f"{shown}: one process, nothing is sharded")
+        return Finding(OK, name, f"{file}: {text}")
+    return Finding(NOTE, name, f"{file}: one process, nothing is sharded")
 
 
 def _launch_problem(config: Mapping[str, Any]) -> str:
-    """Return why a patched model would refuse this config; empty if it would accept it."""
+    """Return why a patched model would refuse this launch config; "" if it would not."""
     kind = str(config.get("distributed_type"))
     version = (config.get("fsdp_config") or {}).get("fsdp_version", 1)
     if kind == "FSDP" and int(version) != 2:

@@ -1,21 +1,22 @@
 """`patch` and `unpatch`: read this file first.
 
-`patch` changes one model instance, and nothing that another model shares. It finds the model's
-parts once (`architectures.py`). Every feature first checks that it can do what the config asks for,
-and only then each feature attaches itself:
+`patch` changes one model instance, and nothing that other models share. It first finds the parts of
+the model (`architectures.py`). Then all features check that they can do what the config asks for.
+Only if no check fails, the features attach themselves:
 
-    moe        every experts module calls our forward; the root refuses to train unsharded; the
-               router's aux loss is global                                    (`moe/attach.py`)
-    sequence   with sp_size > 1 the causal LM splits its batch, attention its heads
-                                                                         (`sequence/attach.py`)
+    moe        every experts module calls our forward; a model that must be sharded refuses to train
+               before; the router's aux loss counts the tokens of all ranks   (`moe/attach.py`)
+    sequence   with sp_size > 1 each rank of an sp group gets a part of each sequence in the causal
+               LM, and a part of the heads in attention                  (`sequence/attach.py`)
     vision     a tower runs on every rank or on none                       (`vision/attach.py`)
-    bias       with bias_update_rate the routers' biases are found          (`routing/bias.py`)
+    bias       with bias_update_rate, every MoE layer stores the correction bias of its router
+                                                                            (`routing/bias.py`)
 
 A new feature is a folder or a file with the functions `check` and `attach`, and one line in
-`FEATURES`. A feature attaches hooks that inherit `Ours`, and attributes that are set by
-`ModelState.replace`, so that `unpatch` finds both. Adapters (`lora/`) are attached by PEFT, and
-`integrations/install.py` wraps PEFT's functions for them. The same module arranges that Accelerate
-and the Trainer recognise the model when they are given it.
+`FEATURES`. All its hooks inherit `Ours`, and it sets attributes only by `ModelState.replace`, so
+that `unpatch` can undo the feature. PEFT attaches adapters (`lora/`); for them,
+`integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
+and the Trainer that receive a model, so that they recognise a patched model.
 
 `patch` checks the model only. `sharding/` compares the sizes with the number of ranks when the
 model is sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.
@@ -64,7 +65,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 # The two functions of each feature. `check(parts, state)` raises ValueError if the model cannot do
 # what the config asks for, and changes no module. `attach(parts, state)` changes the modules and
-# must not fail. Hooks run in this order: `sequence` slices the batch before other hooks use it.
+# must not fail. Hooks run in the order of this table: `sequence` slices the batch first.
 FEATURES = (
     (sequence.check, sequence.attach),
     (moe.check, moe.attach),
@@ -89,34 +90,34 @@ def patch(
         patch(model, ep_size=8)
         trainer = Trainer(model=model, ...)              # shards it, under `accelerate launch`
 
-    In a training loop of your own, call `apply_ep_fsdp2(model)` instead of the last line. If a
-    large model is loaded whole in each of several processes, a warning names the memory that
-    `hf_moe_ep.from_pretrained` would save.
+    In a training loop of your own, call `apply_ep_fsdp2(model)` instead of the last line. If each
+    of several processes has loaded all parameters of a large model, a warning says how much memory
+    they take together, and advises `hf_moe_ep.from_pretrained`.
 
     Args:
         model: a Transformers model with stacked experts (transformers' experts interface), as
             `from_pretrained` returns it; neither sharded nor wrapped in DDP.
-        config: the settings; `overrides` are its fields by name.
+        config: the settings; `overrides` are fields of the config by name.
         plan: the names of the model's modules, for an architecture whose plan cannot be derived.
 
     Patching a patched model again with the same config changes nothing. With another config the
-    model is unpatched and patched anew.
+    model is unpatched and patched again.
 
     Raises:
-        ValueError: an architecture without stacked experts, or one whose parts are ambiguous; a
-            number of layers or experts that differs from the model's config; `ep_size` does not
-            divide the number of experts; a gate that no backend computes;
-            `experts_backend="triton"` on a machine that cannot run it; a model that is sharded.
-        ImportError: `dispatcher="deepep"` without DeepEP.
+        ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number
+            of layers or experts differs from the model's config; `ep_size` does not divide the
+            number of experts; no backend knows the formula of the gate; this machine cannot run
+            `experts_backend="triton"`; the model is sharded.
+        ImportError: `dispatcher="deepep"` is set, but DeepEP is not installed.
     """
     config = resolve_config(config, overrides)
     warn_of_versions()
-    before: ModelState | None = getattr(model, STATE, None)
+    old_state: ModelState | None = getattr(model, STATE, None)
     if (
-        before is not None
-        and before.meshes is None
-        and before.config == config
-        and plan in (None, before.plan)
+        old_state is not None
+        and old_state.meshes is None
+        and old_state.config == config
+        and plan in (None, old_state.plan)
     ):
         return model
     check_unsharded(model)
@@ -126,7 +127,7 @@ def patch(
     state.patch_alike = partial(patch, config=config, plan=plan)
     for check, _ in FEATURES:
         check(parts, state)
-    if before is not None:
+    if old_state is not None:
         unpatch(model)
     for _, attach in FEATURES:
         attach(parts, state)
@@ -140,7 +141,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     """Undo `patch` in place, and return the model.
 
         patch(model, experts_backend="torch")
-        unpatch(model)                                   # stock code again, to the last hook
+        unpatch(model)                                   # the model runs stock code, without hooks
 
     Raises:
         ValueError: the model is not patched, or it is sharded.
@@ -170,14 +171,15 @@ def check_unsharded(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ValueError(f"the model is wrapped in DistributedDataParallel; {fix}")
     if is_distributed_by_transformers(model):
-        raise ValueError(f"transformers sharded this model when it loaded it; {fix}")
+        raise ValueError(f"transformers sharded this model while it loaded the weights; {fix}")
     state: ModelState | None = getattr(model, STATE, None)
     if state is not None and state.meshes is not None:
         raise ValueError(f"the model is sharded by hf_moe_ep already; {fix}")
     parts = [m for m in model.modules() if isinstance(getattr(m, STATE, None), MoELayer)]
     if any(getattr(part, STATE).model is not state for part in parts):
         raise ValueError(
-            f"this {type(model).__name__} is part of a patched model; patch or unpatch the whole"
+            f"this {type(model).__name__} is part of a patched model; patch or unpatch the whole "
+            f"model"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"FSDP2 shards parts of this model already; {fix}")
@@ -188,10 +190,10 @@ def check_unsharded(model: nn.Module) -> None:
 
 
 def _warn_of_whole_model(model: nn.Module) -> None:
-    """Warn on rank 0 if each of several processes has loaded a large model as a whole.
+    """Warn on rank 0 if each of several processes has loaded all parameters of a large model.
 
-    Parameters on the meta device need no memory, so the warning is not given for a model of
-    `hf_moe_ep.from_pretrained`.
+    Parameters on the meta device need no memory, so a model that `hf_moe_ep.from_pretrained` builds
+    causes no warning.
     """
     world_size = dist.get_world_size() if is_distributed() else launched_world_size()
     rank = dist.get_rank() if is_distributed() else launched_rank()
@@ -201,10 +203,10 @@ def _warn_of_whole_model(model: nn.Module) -> None:
     if loads_on_one_rank_per_host():
         return
     processes = launched_local_world_size() or world_size
-    each = num_bytes / 2**30
+    gib = num_bytes / 2**30
     warnings.warn(
-        f"every process holds the whole {type(model).__name__}: {each:.1f} GiB x {processes} "
-        f"processes on this host = {each * processes:.1f} GiB of memory. Load it with "
+        f"every process holds the whole {type(model).__name__}: {gib:.1f} GiB x {processes} "
+        f"processes on this host = {gib * processes:.1f} GiB of memory. Load it with "
         f"hf_moe_ep.from_pretrained(...) instead: each rank then reads only its own shards",
         stacklevel=3,
     )

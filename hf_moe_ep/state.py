@@ -5,11 +5,12 @@ module. A deep copy of the model therefore copies the state as well, and no stat
 
 The table lists all state that outlives a function call or that other code can see. A test reads the
 source and fails if a row is missing. NAMES are the attributes, functions, classes or keywords to
-search for in FILE.
+search for in FILE. The last column says what they contain, and how long. "(The) same" refers to the
+row above.
 
     file | names | content, and lifetime
     -- set by patch on a model, until unpatch --
-    state.py | _hf_moe_ep replace restore | attributes of stock modules; the old values are kept
+    state.py | _hf_moe_ep replace restore | attributes of stock modules, and their old values
     patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
@@ -20,25 +21,26 @@ search for in FILE.
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | the number of forwards so far
     placement/move.py | placement | positions of the experts, from the first balance_experts on
-    placement/hub_order.py | guards_state_dicts optimizers_in_order | until unpatch; in a block
+    placement/hub_order.py | guards_state_dicts | until unpatch
+    placement/hub_order.py | optimizers_in_order | during a block of experts_in_hub_order
     placement/hub_order.py | _hf_moe_ep_guarded | on parameters of experts and their optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients | during a forward
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
-    moe/forwards.py | function | the forward of a module on which ours has replaced Liger's
+    moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
-    integrations/shared_batches.py | sums_losses gather_logits | during a Trainer; a prediction
+    integrations/shared_batches.py | sums_losses gather_logits | during training; a prediction
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     -- for one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     vision/encoders.py | gathered in_graph | units of encoders, from the encoders to the decoder
-    vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
-    moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
+    vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, in the decoder
+    moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
     moe/aux_loss.py | forward learns undivided returned | of a forward, which marks its logits
     moe/routers_alone.py | _recorded | logits of the second run of the routers, during a forward
     moe/dispatch/async_exchange.py | received_grads needs | gradients outside of autograd's edges
@@ -50,10 +52,10 @@ search for in FILE.
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward has ended
     integrations/optimizers.py | setattr | `step` of an optimizer that Accelerate prepared
-    integrations/optimizers.py | _hf_moe_ep_followed | models whose biases follow that step
+    integrations/optimizers.py | _hf_moe_ep_followed | models whose biases that step updates
     -- of the process --
     upstream/wrap.py | _hf_moe_ep_wrapper _hf_moe_ep_rows | the table of `integrations/install.py`
-    upstream/wrap.py | __class__ setattr | of an Accelerator or Trainer: a subclass of ours
+    upstream/wrap.py | __class__ setattr | the class of an Accelerator or Trainer: a subclass of it
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
@@ -61,8 +63,8 @@ search for in FILE.
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
-    ops/self_check.py | check_both_sizes check_once warn_once | do the kernels work here?
-    ops/sum_check.py | check_sums_once | are compiled sums correct here?
+    ops/self_check.py | check_both_sizes check_once warn_once | if the kernels work here
+    ops/sum_check.py | check_sums_once | if compiled sums are correct here
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
@@ -71,7 +73,7 @@ search for in FILE.
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
-    upstream/training_frameworks.py | gather_function | of one Trainer: its Accelerator's method
+    upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
@@ -83,7 +85,7 @@ search for in FILE.
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
-    upstream/adapters.py | named_modules | of a model, while PEFT collects what it saves
+    upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
     upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
@@ -123,7 +125,8 @@ STATE = "_hf_moe_ep"
 class WasAbsent:
     """Stands for the old value of an attribute that did not exist.
 
-    It is a class and not an object, because a deep copy of a model must keep its identity.
+    This is a class and not an instance, because a deep copy of a model copies instances but not
+    classes, and `restore` compares by identity.
     """
 
 
@@ -145,7 +148,7 @@ class ModelState:
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None
-    # The counts at the last reading of each reader, by the reader's name.
+    # The counts at the last reset of each reader (routing/counts.py), by the reader's name.
     counted: dict[str, Tensor] = field(default_factory=dict)
     # True if losses computed with num_items_in_batch are summed over data ranks; False if such a
     # loss is the mean of one rank.
@@ -168,16 +171,16 @@ class ModelState:
     optimizers_in_order: list[Any] | None = None
     # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
-    # `patch` with the same config. A reference model is patched with it.
+    # Calls `patch` with this model's config and plan, to patch a reference model.
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
-    # In the state of a reference model: the meshes of the policy. The reference shares the process
-    # groups if its layout is the same.
+    # The meshes of a policy in the state of its reference model, or the other way round. The two
+    # models share their process groups if their layouts are the same.
     meshes_beside: Meshes | None = None
-    # One per experts module, in order. Each experts module has its own as attribute STATE.
+    # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
-    # The forwards that nobody may replace (moe/forwards.py).
+    # The forwards that other packages must not replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
-    # (module, attribute, the value before; `WasAbsent` if the module had no such attribute)
+    # (module, attribute, old value); the value is `WasAbsent` if there was no such attribute.
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
@@ -224,7 +227,7 @@ class ModelState:
 
 @dataclass(frozen=True)
 class KnownSums:
-    """Checksums of this rank's shard of a frozen parameter, and the version that they belong to.
+    """Checksums of this rank's shard of a frozen parameter, and fields that reveal later changes.
 
     Attributes:
         parameter: the parameter.
@@ -239,22 +242,22 @@ class KnownSums:
     sums: Tensor
 
     def still_hold(self, parameter: Tensor, part: Tensor, written: tuple[int, ...]) -> bool:
-        """Return True if neither the parameter nor its shard has changed."""
-        same = self.parameter() is parameter and self.address == part.data_ptr()
-        return same and self.written == written
+        """Return True if neither the parameter nor its shard `part` has changed."""
+        same_memory = self.parameter() is parameter and self.address == part.data_ptr()
+        return same_memory and self.written == written
 
 
 @dataclass(frozen=True)
 class Compute:
-    """How one experts module is computed.
+    """How the experts of one module are computed.
 
     Attributes:
         formula: the computation of an expert between its two matrices.
         transposed: True if the module stores the transposes of its matrices.
         backend: "torch" or "triton".
-        reason: why the backend is not "triton"; empty if it is.
-        required: True if the user named the backend. Tensors that Triton cannot take are then an
-            error.
+        reason: why the backend is "torch"; empty if the backend is "triton".
+        required: True if the user chose "triton". Tensors that the kernels cannot take are then an
+            error; otherwise PyTorch computes them.
         recompute: True if backward recomputes the pre-activations.
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
     """
@@ -269,7 +272,7 @@ class Compute:
 
     @property
     def parameters(self) -> tuple[str, str]:
-        """The names of the stacked matrices: up (or gate and up in one), and down."""
+        """The names of the two stacked matrices: up (or gate and up joined), and down."""
         return "gate_up_proj" if self.formula.gated else "up_proj", "down_proj"
 
 
@@ -336,7 +339,7 @@ class RoutingSession:
     """An open `record` or `replay` of `routing/`.
 
     Attributes:
-        route_source: where the expert ids of the current forward come from.
+        route_source: the source of the expert ids of the current forward.
         refusal: the error of routes that cannot be replayed. It is raised after the other ranks
             have received `route_source`, so that all ranks raise an error.
     """
@@ -373,7 +376,7 @@ class ShardedOnly(Ours):
         return None if self.state.meshes is None else _not_traced(self.run, *args)
 
     def run(self, *args: Any) -> Any:
-        """Run the hook. Arguments and return value are those of torch's hooks."""
+        """Run the hook, with the arguments and the return value of a torch hook."""
         raise NotImplementedError
 
 

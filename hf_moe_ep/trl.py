@@ -1,4 +1,4 @@
-"""Routing replay for TRL's GRPO: every forward of a sample sends a token to the same experts.
+"""`replay_routing`: routing replay for TRL's GRPO.
 
     replay_routing(trainer, "R2")      # before trainer.train()
 
@@ -8,9 +8,11 @@
     reference          not replayed        not replayed
     update             replayed            replayed
 
-The reference is another model, or the policy without its adapters. Routes are one more entry of
-TRL's dictionary of a generation batch, so TRL shuffles and splits them with the samples.
-`upstream/grpo.py` names the methods of TRL that are replaced, on one trainer.
+A replayed forward sends each token to the experts that were recorded, or that the engine chose. The
+reference is another model, or the policy without its adapters.
+
+The routes are one more entry in TRL's dictionary of a generation batch, so TRL shuffles and splits
+the routes with the samples. `upstream/grpo.py` names the methods of a trainer that are replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
 from hf_moe_ep.upstream.grpo import GRPO, engine_of, replaced, routes_of_engine
 
-# The entry of a generation batch with the routes: [B, S, L, K].
+# The key of the routes in a generation batch. They are [B, S, L, K].
 ROUTES = "hf_moe_ep_routes"
 
 
@@ -39,17 +41,17 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
     Args:
         trainer: a trl.GRPOTrainer that was created with a patched model.
         mode: "R2" records the experts in the forward for old log-probabilities, and replays them in
-            the update. If the update would repeat that forward exactly, TRL skips the forward, and
-            no routes are replayed. "R3" replays in both forwards the experts that the rollout
-            engine chose. R3 needs vLLM in colocate mode with `enable_return_routed_experts`,
-            because TRL's server does not send routes.
+            the update. If the update would repeat that forward exactly, TRL skips that forward, and
+            no routes are replayed. "R3" replays the experts that the rollout engine chose, in both
+            forwards. R3 needs vLLM in colocate mode with `enable_return_routed_experts`, because
+            TRL's server does not send routes.
 
     The load-balancing loss counts the experts that the router chooses in the update itself.
 
     Raises:
-        ValueError: another kind of trainer, or another mode; a model that is not patched, or whose
-            routing cannot be replayed; R3 without such an engine. During training: the engine
-            returns no routes, or routes of other samples.
+        ValueError: the trainer is not a GRPOTrainer; `mode` is neither "R2" nor "R3"; the model is
+            not patched, or its routing cannot be replayed; R3 without such an engine. During
+            training: the engine returns no routes, or their numbers of tokens do not fit.
     """
     if mode not in ("R2", "R3"):
         raise ValueError(f"mode={mode!r} is neither 'R2' nor 'R3'")
@@ -76,22 +78,26 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
 
 class _ReplayingTrainer:
-    """Wrappers of one trainer's methods. `strict` checks every expert id, for ids of an engine."""
+    """Wrappers of one trainer's methods.
+
+    `strict` checks every replayed expert id. The ids of an engine need this check.
+    """
 
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
         self._trainer, self._strict = trainer, strict
         self.replay, self._state = replay, patched_state(trainer.model)
         self._first_adapter = next((x for _, x in adapter_layers(trainer.model)), None)
-        # State while a generation batch is scored.
+        # True while a generation batch is scored.
         self._scores = False
+        # The arrays of the engine, and the routes recorded so far, for this generation batch.
         self._engines: list[Any] | None = None
         self._kept: list[Routes] = []
-        # The routes of the micro-batch whose loss is computed.
+        # The routes of the micro-batch whose loss is computed now; the layers of all routes.
         self._current: Routes | None = None
         self._layers: tuple[int, ...] = ()
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `vllm.LLM.generate`: keep the routes in the engine's outputs."""
+        """Wrap `vllm.LLM.generate`: store the routes that the engine returned."""
         outputs = original(*args, **kwargs)
         arrays = routes_of_engine(self._trainer, outputs)
         if arrays is None:
@@ -110,7 +116,7 @@ class _ReplayingTrainer:
         finally:
             self._scores = False
         if self._engines is not None:
-            self._kept = [self._of_engine(batch["prompt_mask"], batch["completion_mask"])]
+            self._kept = [self._routes_from_engine(batch["prompt_mask"], batch["completion_mask"])]
         if self._kept:
             self._layers = self._kept[0].layers
             batch[ROUTES] = torch.cat([routes.ids for routes in self._kept])
@@ -135,7 +141,7 @@ class _ReplayingTrainer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap the log-probabilities: record or replay each part of the batch of the policy."""
+        """Wrap the log-probabilities: record or replay the routing of the policy's forwards."""
         routed = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
@@ -143,7 +149,9 @@ class _ReplayingTrainer:
             elif self._scores and self._engines is not None:
                 prompts = attention_mask.shape[1] - logits_to_keep
                 masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
-                routed = _Replayed(model, self.replay, self._of_engine(*masks), self._strict)
+                routed = _Replayed(
+                    model, self.replay, self._routes_from_engine(*masks), self._strict
+                )
             elif self._scores:
                 routed = _Recorded(model, self.replay, self._kept)
         return original(routed, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -155,11 +163,12 @@ class _ReplayingTrainer:
             return False
         return bool(first.disable_adapters) or first.active_adapters == ["ref"]
 
-    def _of_engine(self, prompt_mask: Tensor, completion_mask: Tensor) -> Routes:
-        """Build routes from the engine's arrays, which have no padding."""
+    def _routes_from_engine(self, prompt_mask: Tensor, completion_mask: Tensor) -> Routes:
+        """Build the routes of a padded batch from the engine's arrays, which have no padding."""
         assert self._engines is not None
         prompts, completions = prompt_mask.sum(1).tolist(), completion_mask.sum(1).tolist()
-        # TRL may mask the whole completion if it was cut off (mask_truncated_completions).
+        # If a completion was truncated, TRL may mask all of it (mask_truncated_completions). Its
+        # length then follows from the array, which has no row for the last token.
         lengths = [
             prompt + completion if completion else len(array) + 1
             for prompt, completion, array in zip(prompts, completions, self._engines, strict=False)
@@ -174,23 +183,24 @@ class _ReplayingTrainer:
 
 
 class _Replayed:
-    """Replays routes while TRL calls the model with one part of a batch after another."""
+    """The model, as TRL calls it for each part of a batch in turn; replays the part's routes."""
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
         self._model, self._replay, self._routes = model, replay, routes
         self._strict, self._done = strict, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start, self._done = self._done, self._done + len(kwargs["input_ids"])
+        start = self._done
+        self._done += len(kwargs["input_ids"])
         with self._replay.replay(self._routes.rows(start, self._done), strict=self._strict):
             return self._model(*args, **kwargs)
 
 
 class _Recorded:
-    """Records routes while TRL calls the model with one part of a batch after another."""
+    """The model, as TRL calls it for each part of a batch in turn; records the part's routes."""
 
-    def __init__(self, model: Any, replay: RoutingReplay, kept: list[Routes]) -> None:
-        self._model, self._replay, self._kept = model, replay, kept
+    def __init__(self, model: Any, replay: RoutingReplay, recorded: list[Routes]) -> None:
+        self._model, self._replay, self._kept = model, replay, recorded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._replay.record() as routes:

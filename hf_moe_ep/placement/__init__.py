@@ -1,4 +1,4 @@
-"""The placement of experts on ranks: choosing it, moving experts, and restoring hub order.
+"""The placement of experts on ranks: choose it, move the experts, and restore hub order.
 
-Never here: the exchange of tokens (`moe/dispatch/`, which works with slots) and the files.
+This folder does not exchange tokens (`moe/dispatch/` does, by slots), and writes no files.
 """

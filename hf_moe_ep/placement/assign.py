@@ -1,13 +1,14 @@
-"""Assign experts to the ranks of an ep group: equally many each, with the lowest maximum load.
+"""`balanced`: assign equally many experts to each rank of an ep group, with a low maximum load.
 
-Two algorithms assign the experts, and the result whose busiest rank has the lower load is used.
-Both take the busiest experts first:
+Two algorithms assign the experts, and the assignment whose busiest rank has the lower load is used.
+Both start with the busiest experts:
 
-    one at a time   each expert goes to the rank with the lowest load that still has room
-    in rounds       each rank gets one expert per round; the busiest expert of the round goes to the
-                    rank with the lowest load
+    one at a time   assign each expert to the rank with the lowest load that still has room
+    in rounds       assign one expert to each rank per round: the busiest expert of the round to the
+                    rank with the lowest load, and so on
 
-For example 6 experts with 9 5 4 3 3 0 tokens, 3 on each of 2 ranks; the mean of a rank is 12:
+For example, 6 experts have 9 5 4 3 3 0 tokens, and each of 2 ranks gets 3 experts. The mean load of
+a rank is 12:
 
     in hub order    9 + 5 + 4 = 18        3 + 3 + 0 = 6
     one at a time   5 + 4 + 3 = 12        9 + 3 + 0 = 12
@@ -20,13 +21,12 @@ Let s be the greatest difference between the first and the last expert of any ro
     busiest rank <= mean + (1 - 1 / D) * s
 
 because if one rank has load M, the other D - 1 ranks have at least M - s. The bound is reached if
-all experts but one are idle. Assigning one at a time is better in most cases, and was worse in none
-of 300,000 random cases, but there is no proof of a bound: the rounds are for that. No assignment
-can have a busiest rank below the mean, nor below the load of the busiest expert together with the
-E / D - 1 idlest ones.
+all experts but one are idle. In 300,000 random cases, assigning one at a time was mostly better and
+never worse, but no bound is proved for it. No assignment can have a busiest rank below the mean, or
+below the load of the busiest expert together with the E / D - 1 idlest experts.
 
 The result depends only on the counts, which are equal on all ranks, so no communication is needed.
-Ties go to the smaller number.
+If loads are equal, the expert or rank with the smaller number comes first.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = No
     Args:
         load_E: the tokens of each expert.
         ranks: the number of ranks D of the ep group, a divisor of E.
-        now_E: the present slots of the experts (default: hub order); as many experts as possible
-            keep their slots.
+        now_E: the present slots of the experts (default: hub order). An expert that stays on its
+            rank keeps its slot, and ranks are numbered so that many experts stay.
 
     Returns:
-        The slot of each expert; `now_E` if no assignment lowers the load of the busiest rank.
+        The new slot of each expert, or the present slots if neither assignment lowers the load of
+        the busiest rank.
     """
     slots_E = list(range(len(load_E))) if now_E is None else list(now_E)
     candidates = (_one_at_a_time(load_E, ranks), _in_rounds(load_E, ranks))
@@ -54,7 +55,7 @@ def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = No
     before = [slot // local for slot in slots_E]
     if busiest(load_E, best, ranks) >= busiest(load_E, before, ranks):
         return slots_E
-    return _with_slots(_renamed(best, before, ranks), slots_E, ranks)
+    return _choose_slots(_renumber_ranks(best, before, ranks), slots_E, ranks)
 
 
 def busiest(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
@@ -63,8 +64,9 @@ def busiest(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
 
 
 def bound(load_E: Sequence[int], ranks: int) -> Fraction:
-    """Return an upper bound of the busiest rank's load (see the module's docstring)."""
-    spread = max((load_E[some[0]] - load_E[some[-1]] for some in _rounds(load_E, ranks)), default=0)
+    """Return the upper bound of the busiest rank's load that the module docstring derives."""
+    rounds = _split_into_rounds(load_E, ranks)
+    spread = max((load_E[experts[0]] - load_E[experts[-1]] for experts in rounds), default=0)
     return Fraction(sum(load_E), ranks) + Fraction(ranks - 1, ranks) * spread
 
 
@@ -75,15 +77,19 @@ def _sums(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> list[int
     return sums
 
 
-def _rounds(load_E: Sequence[int], ranks: int) -> list[list[int]]:
+def _busiest_first(load_E: Sequence[int]) -> list[int]:
+    return sorted(range(len(load_E)), key=lambda expert: (-load_E[expert], expert))
+
+
+def _split_into_rounds(load_E: Sequence[int], ranks: int) -> list[list[int]]:
     """Split the experts, the busiest first, into rounds of one expert per rank."""
-    order = sorted(range(len(load_E)), key=lambda expert: (-load_E[expert], expert))
-    return [order[first : first + ranks] for first in range(0, len(order), ranks)]
+    experts = _busiest_first(load_E)
+    return [experts[first : first + ranks] for first in range(0, len(experts), ranks)]
 
 
 def _one_at_a_time(load_E: Sequence[int], ranks: int) -> list[int]:
     room, sums, ranks_E = [len(load_E) // ranks] * ranks, [0] * ranks, [0] * len(load_E)
-    for expert in (one for some in _rounds(load_E, ranks) for one in some):
+    for expert in _busiest_first(load_E):
         rank = min((rank for rank in range(ranks) if room[rank]), key=lambda rank: sums[rank])
         ranks_E[expert] = rank
         room[rank] -= 1
@@ -93,32 +99,35 @@ def _one_at_a_time(load_E: Sequence[int], ranks: int) -> list[int]:
 
 def _in_rounds(load_E: Sequence[int], ranks: int) -> list[int]:
     sums, ranks_E = [0] * ranks, [0] * len(load_E)
-    for some in _rounds(load_E, ranks):
+    for experts in _split_into_rounds(load_E, ranks):
         idlest_first = sorted(range(ranks), key=lambda rank: (sums[rank], rank))
-        for expert, rank in zip(some, idlest_first, strict=True):
+        for expert, rank in zip(experts, idlest_first, strict=True):
             ranks_E[expert] = rank
             sums[rank] += load_E[expert]
     return ranks_E
 
 
-def _renamed(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
-    """Renumber the ranks of an assignment so that many experts stay on their rank."""
-    stay = [[0] * ranks for _ in range(ranks)]
-    for share, rank in zip(ranks_E, before_E, strict=True):
-        stay[share][rank] += 1
+def _renumber_ranks(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
+    """Renumber the ranks of an assignment so that many experts stay on their ranks `before_E`."""
+    num_common = [[0] * ranks for _ in range(ranks)]
+    for assigned, before in zip(ranks_E, before_E, strict=True):
+        num_common[assigned][before] += 1
     pairs = sorted(
-        ((share, rank) for share in range(ranks) for rank in range(ranks)),
-        key=lambda pair: (-stay[pair[0]][pair[1]], pair),
+        ((assigned, before) for assigned in range(ranks) for before in range(ranks)),
+        key=lambda pair: (-num_common[pair[0]][pair[1]], pair),
     )
-    rank_of: dict[int, int] = {}
-    for share, rank in pairs:
-        if share not in rank_of and rank not in rank_of.values():
-            rank_of[share] = rank
-    return [rank_of[share] for share in ranks_E]
+    new_number: dict[int, int] = {}
+    for assigned, before in pairs:
+        if assigned not in new_number and before not in new_number.values():
+            new_number[assigned] = before
+    return [new_number[assigned] for assigned in ranks_E]
 
 
-def _with_slots(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
-    """Choose a slot for each expert on its rank; experts that stay there keep their slots."""
+def _choose_slots(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
+    """Choose a slot on rank `ranks_E[e]` for each expert e.
+
+    An expert whose slot `before_E[e]` is on that rank keeps the slot.
+    """
     local = len(ranks_E) // ranks
     stays = [rank == slot // local for rank, slot in zip(ranks_E, before_E, strict=True)]
     taken = {slot for slot, stay in zip(before_E, stays, strict=True) if stay}

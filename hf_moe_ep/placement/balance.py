@@ -1,8 +1,8 @@
 """`balance_experts`: move experts between the ranks of an ep group so that their loads are even.
 
-In each layer, busy experts are placed on ranks with idle ones, and each rank keeps its number of
-experts. The results of the model do not change: tokens are sent to the present ranks of their
-experts, and the number of an expert in routers, counts, replays and files stays.
+In each layer, a rank gets idle experts together with busy experts, and the number of experts per
+rank does not change. The model computes the same results: tokens are sent to the present ranks of
+their experts. Routers, counts, replays and files keep the numbers of the experts.
 """
 
 from __future__ import annotations
@@ -38,42 +38,44 @@ from hf_moe_ep.upstream.sharded_models import holds_unreduced_grads
 def balance_experts(
     model: nn.Module, optimizer: Any, load: ExpertLoad, *, threshold: float = 1.0
 ) -> ExpertLoad:
-    """Move experts between the ranks of an ep group to even their loads; every rank calls this.
+    """Move experts between the ranks of an ep group to balance their loads; every rank calls this.
 
         optimizer.step()
         if step % 500 == 0:
             balance_experts(model, optimizer, expert_load(model))
 
-    Call it between two steps. Weights (also quantised ones), biases, adapters, gradients and the
-    optimizer's state of the moved experts are sent to their new ranks, tensor by tensor. Results
-    change only by the order of sums. Files are saved in hub order, as if nothing had moved, and
-    loading puts the values where the experts are then. If your own code combines the shards of this
-    model with those of a copy, for example in an average of weights, then balance the copy by the
-    same load, or run that code inside `experts_in_hub_order`.
+    Call this function between two steps. The weights (also quantised weights), biases, adapters,
+    gradients and optimizer state of the moved experts are sent to their new ranks, tensor by
+    tensor. Results change only in rounding, because sums have another order. Files are saved in hub
+    order, as if no expert had moved, and loading sends values to the present ranks of their
+    experts. If your own code combines the shards of this model with the shards of a copy, for
+    example in an average of weights, then balance the copy by the same load, or run that code
+    inside `experts_in_hub_order`.
 
     Args:
         model: patched and sharded, with ep_size > 1.
-        optimizer: the optimizer of the model's parameters, or a list of several; None if none has
-            been made yet.
+        optimizer: the optimizer of the model's parameters, or a list of optimizers; None if no
+            optimizer has been created yet.
         load: a result of `expert_load`, equal on every rank, as an estimate of the future load.
-        threshold: a layer is not changed if its busiest rank has at most this many times the mean.
+        threshold: a layer is not changed if the load of its busiest rank is at most `threshold`
+            times the mean load of the ranks.
 
     Returns:
-        The same counts with the new slots of the experts; its `rank_max_over_mean` is the evenness
-        that was reached.
+        The same counts with the new slots of the experts; its `rank_max_over_mean` shows how even
+        the loads of the ranks are with these slots.
 
     Raises:
-        ValueError: on every rank, before anything is moved: the model has no ep; `load` belongs to
-            another model; counts or optimizers differ between ranks; the optimizer has other
-            parameters, or state that cannot be divided by experts; gradients of an unfinished
-            step wait for their last micro-batch.
-        RuntimeError: some rank has not called this within five minutes.
+        ValueError: on every rank, before anything is moved: the model has no ep group of several
+            ranks; `load` belongs to another model; counts or optimizers differ between ranks; a
+            trained parameter of experts is in no optimizer; an optimizer has state that cannot be
+            divided by experts; gradients of an unfinished step wait for their last micro-batch.
+        RuntimeError: some rank has not called this function within five minutes.
     """
     model = unwrap(model)
     state = patched_state(model)
     check_has_ep(state, "balance_experts")
     check_everyone_calls("balance_experts", alone=ALONE)
-    optimizers = together("balance_experts", lambda: _listed(optimizer))
+    optimizers = together("balance_experts", lambda: _as_list(optimizer))
     reshard(model)
 
     def check() -> list[ExpertTensors]:
@@ -91,14 +93,16 @@ def balance_experts(
     guard_state_dicts(model, state, tensors, optimizers)
     assert state.meshes is not None
     ranks = state.meshes.ep_size
-    for one in tensors:
-        now_E = slots_of(one.layer.placement, state.num_experts)
-        load_E: list[int] = load.counts[one.layer.index].tolist()
+    for layer_tensors in tensors:
+        layer = layer_tensors.layer
+        now_E = slots_of(layer.placement, state.num_experts)
+        load_E: list[int] = load.counts[layer.index].tolist()
         if not _is_uneven(load_E, now_E, ranks, threshold):
             continue
         slots_E = balanced(load_E, ranks, now_E)
-        after = None if slots_E == sorted(slots_E) else torch.tensor(slots_E, device=state.device)
-        move_experts(one, after, state.meshes, optimizers)
+        in_hub_order = slots_E == sorted(slots_E)
+        placement = None if in_hub_order else torch.tensor(slots_E, device=state.device)
+        move_experts(layer_tensors, placement, state.meshes, optimizers)
     return replace(load, ep_size=ranks, slots=slots_of_layers(state))
 
 
@@ -107,22 +111,22 @@ def check_has_ep(state: ModelState, what: str) -> None:
     if state.meshes is None or state.meshes.ep_size == 1:
         sharded = "is not sharded" if state.meshes is None else "has ep_size (1)"
         raise ValueError(
-            f"{what} moves experts between the ranks of an ep group, and this model {sharded}: "
-            f"patch it with ep_size=2 or more and shard it before"
+            f"{what} moves experts between the ranks of an ep group, but this model {sharded}: "
+            f"first patch the model with ep_size=2 or more and shard it"
         )
 
 
-def _listed(optimizer: Any) -> Sequence[Any]:
+def _as_list(optimizer: Any) -> Sequence[Any]:
     if optimizer is None:
         return []
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for one in given:
-        if not hasattr(one, "param_groups"):
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for item in optimizers:
+        if not hasattr(item, "param_groups"):
             raise ValueError(
-                f"optimizer is a {type(one).__name__}, which has no parameters; pass the optimizer "
-                f"of the model, several in a list, or None where none has been made yet"
+                f"optimizer is a {type(item).__name__}, which has no parameters; pass the model's "
+                f"optimizer, a list of its optimizers, or None before an optimizer is created"
             )
-    return given
+    return optimizers
 
 
 def _digest(load: ExpertLoad) -> str:
@@ -130,22 +134,22 @@ def _digest(load: ExpertLoad) -> str:
 
 
 def _check_threshold(threshold: float) -> None:
-    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not (number and threshold >= 1):
+    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not (is_number and threshold >= 1):
         raise ValueError(
-            f"threshold is what the busiest rank may have over the mean, so 1 or more, got "
-            f"{threshold!r}; try 1.2"
+            f"threshold is the load of the busiest rank / the mean load of the ranks, so 1 or "
+            f"more, got {threshold!r}; try 1.2"
         )
 
 
 def _check_load(load: ExpertLoad, state: ModelState) -> None:
     if not isinstance(load, ExpertLoad):
         raise ValueError(f"load is a {type(load).__name__}; pass expert_load(model)")
-    wanted = (len(state.moe_layers), state.num_experts)
-    if tuple(load.counts.shape) != wanted:
+    expected = (len(state.moe_layers), state.num_experts)
+    if tuple(load.counts.shape) != expected:
         raise ValueError(
             f"load has {load.counts.shape[0]} layers of {load.counts.shape[1]} experts, and this "
-            f"model has {wanted[0]} of {wanted[1]}; pass expert_load(model)"
+            f"model has {expected[0]} of {expected[1]}; pass expert_load(model)"
         )
 
 
@@ -153,13 +157,13 @@ def _check_between_steps(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and holds_unreduced_grads(module):
             raise ValueError(
-                "balance_experts was called during gradient accumulation, while gradients of the "
-                "experts, which could not move with them, wait for the last micro-batch; call it "
+                "balance_experts was called during gradient accumulation: gradients of experts, "
+                "which cannot move with the experts, still wait for the last micro-batch; call it "
                 "after optimizer.step()"
             )
 
 
 def _is_uneven(load_E: list[int], slots_E: list[int], ranks: int, threshold: float) -> bool:
     local = len(load_E) // ranks
-    most = busiest(load_E, [slot // local for slot in slots_E], ranks)
-    return most * ranks > threshold * sum(load_E)
+    busiest_load = busiest(load_E, [slot // local for slot in slots_E], ranks)
+    return busiest_load * ranks > threshold * sum(load_E)

@@ -5,11 +5,12 @@ balanced model. Code that saves or loads therefore runs in a block in which the 
 back:
 
     with experts_in_hub_order(model, optimizer):
-        ...                                 expert e of a stacked tensor is its row e
+        ...                                 row e of a stacked tensor is expert e
 
-This sends the bytes of the moved experts twice, and needs no second copy of them. All files are
-therefore equal to those of a model that was never balanced. Outside of the block, a state dict of
-such a model or of its optimizer is an error, because its experts would be permuted.
+Files of a balanced model are equal to files of a model that was never balanced. The block sends the
+bytes of the moved experts twice, but needs no second copy of the experts. Outside of the block,
+taking or loading a state dict of a balanced model or of its optimizer raises an error, because the
+experts are not in hub order.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ _GUARDED = "_hf_moe_ep_guarded"
 
 @contextmanager
 def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
-    """Put the experts into hub order inside the block; every rank enters it.
+    """Restore hub order inside the block; every rank enters the block.
 
-    Use it in your own code that saves a balanced model, or loads into it:
+    Use this block in your own code that saves a balanced model or loads values into it:
 
         with experts_in_hub_order(model, optimizer):
             torch.distributed.checkpoint.save({"model": model, "optim": optimizer}, ...)
 
     `save_pretrained`, `save_checkpoint`, `load_checkpoint`, `hub_tensors`, the Trainer and
-    Accelerate's `save_state`, `load_state` and `get_state_dict` do this themselves.
+    Accelerate's `save_state`, `load_state` and `get_state_dict` restore hub order themselves.
 
     Args:
         model: patched or not; nothing happens if no experts were moved.
         optimizers: the optimizers whose state is read or replaced in the block; None is skipped.
 
     Raises:
-        ValueError: on every rank: this block is inside another block of the same model, which was
-            entered without these optimizers.
+        ValueError: on every rank: this block is inside another block of the same model, and one of
+            `optimizers` was not passed to that block.
     """
     state = find_state(model)
     if state is not None:
@@ -63,65 +64,70 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     if state is None or not is_placed(state):
         yield
         return
-    # An optimizer that is loaded in this block may have been made after the experts moved.
+    # An optimizer that was created after the experts had moved may have no guard yet.
     for optimizer in optimizers:
         if optimizer is not None:
             _guard(optimizer, state)
-    before = [layer.placement for layer in state.moe_layers]
-    _move_to(model, state, [None] * len(before), optimizers)
-    state.optimizers_in_order = [_stock(optimizer) for optimizer in optimizers]
+    placements = [layer.placement for layer in state.moe_layers]
+    _move_all(model, state, [None] * len(placements), optimizers)
+    state.optimizers_in_order = [_unwrap_optimizer(optimizer) for optimizer in optimizers]
     try:
         yield
     finally:
         state.optimizers_in_order = None
-        _move_to(model, state, before, optimizers)
+        _move_all(model, state, placements, optimizers)
 
 
 def _check_in_hub_order(optimizer: Any, state: ModelState) -> None:
-    """Raise ValueError inside a block that was entered without this optimizer."""
+    """Raise ValueError inside a block to which this optimizer was not passed."""
     if optimizer is None or state.optimizers_in_order is None:
         return
-    if all(one is not _stock(optimizer) for one in state.optimizers_in_order):
+    unwrapped = _unwrap_optimizer(optimizer)
+    if all(other is not unwrapped for other in state.optimizers_in_order):
         raise ValueError(
-            f"experts are in hub order here, but the state of {type(optimizer).__name__} is not: "
-            f"write experts_in_hub_order(model, optimizer), with the optimizer too"
+            f"inside this block experts are in hub order, but the state of "
+            f"{type(optimizer).__name__} is not: write experts_in_hub_order(model, optimizer), and "
+            f"pass all optimizers that the block uses"
         )
 
 
-def _stock(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)  # behind Accelerate's wrapper
+def _unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def is_placed(state: ModelState) -> bool:
-    """Return whether the experts of some layer are not in hub order."""
+    """Return True if the experts of any layer are not in hub order."""
     return any(layer.placement is not None for layer in state.moe_layers)
 
 
 def placement_by_tensor(model: nn.Module) -> dict[int, Tensor]:
-    """Return, by the id of each parameter that is not in hub order, the slots of its experts."""
+    """Return {id(parameter): slots of its experts} for all parameters that are not in hub order."""
     state = find_state(model)
     if state is None or not is_placed(state):
         return {}
     return {
-        id(parameter): one.layer.placement
-        for one in find_expert_tensors(model)
-        for parameter in one.parameters.values()
-        if one.layer.placement is not None
+        id(parameter): tensors.layer.placement
+        for tensors in find_expert_tensors(model)
+        for parameter in tensors.parameters.values()
+        if tensors.layer.placement is not None
     }
 
 
-def _move_to(
+def _move_all(
     model: nn.Module, state: ModelState, placements: list[Tensor | None], optimizers: Any
 ) -> None:
+    """Move the experts of all layers to `placements`, which has one entry per layer."""
     assert state.meshes is not None
     reshard(model)
-    held = [optimizer for optimizer in optimizers if optimizer is not None]
+    optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
     tensors = find_expert_tensors(model)
     # The state of an optimizer may have been replaced since the experts were moved.
-    together("experts_in_hub_order", lambda: check_movable(tensors, held))
-    check_same_tensors("experts_in_hub_order", tensors, held)
-    for one in tensors:
-        move_experts(one, placements[one.layer.index], state.meshes, held)
+    together("experts_in_hub_order", lambda: check_movable(tensors, optimizers))
+    check_same_tensors("experts_in_hub_order", tensors, optimizers)
+    for layer_tensors in tensors:
+        placement = placements[layer_tensors.layer.index]
+        move_experts(layer_tensors, placement, state.meshes, optimizers)
 
 
 def guard_state_dicts(
@@ -132,7 +138,7 @@ def guard_state_dicts(
 ) -> None:
     """Register hooks that refuse state dicts of the model and its optimizers outside hub order.
 
-    An optimizer that is made of these experts later is recognised at its first step.
+    An optimizer that is created later gets these hooks at its first step.
     """
     _watch_new_optimizers()
     if not state.guards_state_dicts:
@@ -142,8 +148,8 @@ def guard_state_dicts(
             if isinstance(vars(module).get(STATE), MoELayer):
                 module.register_state_dict_pre_hook(hook)
                 module.register_load_state_dict_pre_hook(hook)
-    for one in tensors:
-        for parameter in one.parameters.values():
+    for layer_tensors in tensors:
+        for parameter in layer_tensors.parameters.values():
             setattr(parameter, _GUARDED, state)
     for optimizer in optimizers:
         _guard(optimizer, state)
@@ -151,17 +157,19 @@ def guard_state_dicts(
 
 @functools.cache
 def _watch_new_optimizers() -> None:
-    """Register a hook before every optimizer's step, once per process."""
+    """Register a hook that runs before each step of every optimizer; once per process."""
     register_optimizer_step_pre_hook(_guard_before_step)
 
 
 def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Refuse state dicts of an optimizer that was made of experts which had moved by then.
+    """Guard an optimizer that was created after its experts had moved.
 
-    Runs before the first step of the optimizer, as no earlier hook exists for all optimizers.
+    This hook runs before the optimizer's first step, because torch has no earlier hook for all
+    optimizers.
 
     Raises:
-        ValueError: the optimizer has state already: it was loaded before its first step.
+        ValueError: the optimizer has state before its first step, so a state in hub order was
+            loaded while the experts were in another order.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -173,7 +181,8 @@ def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _guard(optimizer: Any, state: ModelState) -> None:
-    stock = _stock(optimizer)
+    """Register hooks that refuse state dicts of an optimizer outside hub order."""
+    stock = _unwrap_optimizer(optimizer)
     if getattr(stock, _GUARDED, None) is not state:
         setattr(stock, _GUARDED, state)
         hook = NotInHubOrder(state)
@@ -182,7 +191,10 @@ def _guard(optimizer: Any, state: ModelState) -> None:
 
 
 class NotInHubOrder(Ours):
-    """Hook before a state dict of the model or of its optimizer is made or loaded: refuses it."""
+    """Hook that refuses to make or load a state dict while experts are not in hub order.
+
+    It is registered on experts modules and on optimizers.
+    """
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -190,16 +202,16 @@ class NotInHubOrder(Ours):
     def __call__(self, owner: Any, *args: Any) -> None:
         if not isinstance(owner, nn.Module):
             _check_in_hub_order(owner, self.state)
-        # keep_vars=True asks for the parameters themselves, not for values to save.
-        wants_variables = isinstance(owner, nn.Module) and args[1:] == (True,)
-        if is_placed(self.state) and not wants_variables:
+        # A caller with keep_vars=True wants the parameters themselves, not values to save.
+        keep_vars = isinstance(owner, nn.Module) and args[1:] == (True,)
+        if is_placed(self.state) and not keep_vars:
             raise _state_dict_refusal(owner)
 
 
 def _state_dict_refusal(owner: Any) -> ValueError:
     return ValueError(
         f"balance_experts has moved experts of this model, so a state dict of "
-        f"{type(owner).__name__} would have them in another order than files have; save and load "
-        f"with save_pretrained, save_checkpoint, load_checkpoint, the Trainer or Accelerate, which "
-        f"restore the order, or inside `with experts_in_hub_order(model, optimizer):`"
+        f"{type(owner).__name__} would have another order of experts than saved files; save and "
+        f"load with save_pretrained, save_checkpoint, load_checkpoint, the Trainer or Accelerate, "
+        f"which restore hub order, or inside `with experts_in_hub_order(model, optimizer):`"
     )

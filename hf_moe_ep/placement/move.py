@@ -1,16 +1,18 @@
 """Move experts to other slots: send their bytes to the ranks that own the new slots.
 
-A stacked tensor [E, ..] is sharded over (ep_fsdp, ep); replicas have equal shards. As
-`sharding/shard.py` has chosen, rank (f, d) has either some columns of all slots of ep rank d, or
-some of these slots whole:
+A stacked tensor [E, ..] is sharded over (ep_fsdp, ep); replicas have equal shards. A slot is one
+row of the tensor. Rank (f, d), with ep_fsdp rank f and ep rank d, has a shard of the slots of ep
+rank d. `sharding/shard.py` chooses the dim of this shard:
 
-    ep_fsdp shards columns    a slot's columns are sent to the rank with the same f, over ep alone
-    ep_fsdp shards slots      a slot is sent to the rank that has the shard of its new slot
+    ep_fsdp shards columns    rank (f, d) has some columns of every slot of ep rank d, and sends
+                              them to the rank with the same f that owns the new slot
+    ep_fsdp shards slots      rank (f, d) has all columns of some slots of ep rank d, and sends a
+                              slot to the rank whose shard contains the new slot
 
-Each tensor takes one all-to-all, which contains only the rows that move: a rank needs memory for
-the rows that it sends and receives. Tensors that are sharded like the parameter move with it, in
-place: its gradient, and the optimizer's state of it. A number (such as `step`) belongs to all
-experts and stays.
+Each tensor needs one all-to-all, which contains only the rows that move, so a rank needs memory for
+the rows that it sends and receives. The gradient of a parameter and its optimizer state are sharded
+like the parameter, and move in the same way. All moves are in place. A number in the optimizer
+state (such as `step`) belongs to all experts and is not moved.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from hf_moe_ep.state import STATE, MoELayer
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """A MoE layer, and its tensors with one row per expert: weights, biases, scales, adapters.
+    """A MoE layer, and its parameters with one row per expert: weights, biases, scales, adapters.
 
     Attributes:
         path: the name of the experts module.
-        parameters: the tensors by name.
+        parameters: the parameters by name.
     """
 
     layer: MoELayer
@@ -50,14 +52,14 @@ class ExpertTensors:
 
 
 def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
-    """Find the tensors that move with the experts of a resharded model, layer by layer."""
+    """Find the parameters that move with experts, layer by layer; the model must be resharded."""
     modules = dict(model.named_modules())
-    found = []
+    tensors = []
     for path, module in modules.items():
         layer = vars(module).get(STATE)
         if not isinstance(layer, MoELayer):
             continue
-        # PEFT wraps adapters around the module; they are in the same FSDP2 unit.
+        # PEFT wraps the experts module, and the adapters of its wrappers are in its FSDP2 unit.
         unit = path
         while not isinstance(modules[unit], FSDPModule):
             unit = unit.rpartition(".")[0]
@@ -66,49 +68,50 @@ def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
             for name, parameter in modules[unit].named_parameters()
             if isinstance(parameter, DTensor) and EP in (parameter.device_mesh.mesh_dim_names or ())
         }
-        found.append(ExpertTensors(layer, path, parameters))
-    return found
+        tensors.append(ExpertTensors(layer, path, parameters))
+    return tensors
 
 
 def check_trained(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
     """Raise ValueError if a trained parameter of experts is in none of the optimizers."""
-    held = {
+    optimized = {
         id(parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    for one in tensors:
-        for name, parameter in one.parameters.items():
-            if optimizers and parameter.requires_grad and id(parameter) not in held:
+    for layer_tensors in tensors:
+        for name, parameter in layer_tensors.parameters.items():
+            if optimizers and parameter.requires_grad and id(parameter) not in optimized:
                 raise ValueError(
-                    f"{name} is trained, but is no parameter of this optimizer: the state that "
-                    f"another optimizer has of it would not move with its experts; pass the "
-                    f"optimizer that was made of this model after it was sharded"
+                    f"{name} is trained, but is not a parameter of this optimizer: if another "
+                    f"optimizer has state for this parameter, the state would not move with the "
+                    f"experts; pass the optimizer that was created after the model was sharded"
                 )
 
 
 def check_movable(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
     """Raise ValueError if an optimizer's state cannot be divided by experts.
 
-    It can if each entry is a number, or a tensor that is sharded like the parameter.
+    The state can be divided if each entry is a number, or a tensor that is sharded like its
+    parameter.
     """
-    for one in tensors:
-        for name, parameter in one.parameters.items():
+    for layer_tensors in tensors:
+        for name, parameter in layer_tensors.parameters.items():
             for optimizer in optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     _check_state_entry(f"{key} of {name}", value, parameter, optimizer)
 
 
-def _check_state_entry(where: str, value: Any, parameter: DTensor, optimizer: Any) -> None:
+def _check_state_entry(entry: str, value: Any, parameter: DTensor, optimizer: Any) -> None:
     if not isinstance(value, Tensor) or not value.ndim or _is_sharded_like(value, parameter):
         return
     kind = type(getattr(optimizer, "optimizer", optimizer))
     raise ValueError(
-        f"{kind.__module__}.{kind.__qualname__} keeps as {where} a {type(value).__name__} "
-        f"{tuple(value.shape)} for a parameter {tuple(parameter.shape)}: it is unknown which part "
-        f"belongs to which expert, so experts cannot move; use an optimizer whose state has the "
-        f"shape of its parameters, like torch.optim.AdamW"
+        f"{kind.__module__}.{kind.__qualname__} has a {type(value).__name__} "
+        f"{tuple(value.shape)} as {entry}, but the parameter is {tuple(parameter.shape)}: experts "
+        f"cannot move, because it is unknown which part of the state belongs to which expert; use "
+        f"an optimizer whose state has the shape of its parameters, like torch.optim.AdamW"
     )
 
 
@@ -122,22 +125,23 @@ def _is_sharded_like(value: Any, parameter: DTensor) -> bool:
 
 @torch.no_grad()
 def move_experts(
-    one: ExpertTensors, after: Tensor | None, meshes: Meshes, optimizers: Sequence[Any]
+    tensors: ExpertTensors, placement: Tensor | None, meshes: Meshes, optimizers: Sequence[Any]
 ) -> None:
-    """Move the experts of a layer to the slots `after`; every rank calls this with the same slots.
+    """Move the experts of a layer to new slots; every rank calls this with the same slots.
 
-    `after` has the slot of each expert; None means hub order. The layer stores it.
+    `placement` has the new slot of each expert, or is None for hub order. The layer stores it.
     """
-    layer = one.layer
-    before_E = slots_of(layer.placement, layer.model.num_experts)
-    after_E = slots_of(after, layer.model.num_experts)
-    moves = [Move(old, new) for old, new in zip(before_E, after_E, strict=True) if old != new]
-    for name, parameter in one.parameters.items() if moves else ():
+    layer = tensors.layer
+    old_slots_E = slots_of(layer.placement, layer.model.num_experts)
+    new_slots_E = slots_of(placement, layer.model.num_experts)
+    moves = [Move(old, new) for old, new in zip(old_slots_E, new_slots_E, strict=True)]
+    moves = [move for move in moves if move.old != move.new]
+    for name, parameter in tensors.parameters.items() if moves else ():
         where = f"moving experts of {name}"
         _exchange(parameter, moves, meshes, where)
         for _, tensor in _tensors_that_move_with(parameter, optimizers):
             _exchange(tensor, moves, meshes, where)
-    layer.placement = after
+    layer.placement = placement
 
 
 def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
@@ -154,91 +158,95 @@ def check_same_tensors(
     """Check that the same tensors move with the experts on all ranks.
 
     Raises:
-        ValueError: on every rank; it names two ranks, and the tensors that move on each.
+        ValueError: on every rank; the message has the tensors of two ranks, counted by kind.
     """
     names = [
         f"{key} of {name}"
-        for one in tensors
-        for name, parameter in one.parameters.items()
+        for layer_tensors in tensors
+        for name, parameter in layer_tensors.parameters.items()
         for key, _ in _tensors_that_move_with(parameter, optimizers)
     ]
     kinds = Counter(name.partition(" of ")[0] for name in names)
-    counted = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
-    check_alike(what, optimizer=f"{counted or 'no tensor'} ({digest}) with its experts")
+    check_alike(what, optimizer=f"{counts or 'no tensors'} ({digest}) that move with experts")
 
 
 def _tensors_that_move_with(
     parameter: DTensor, optimizers: Sequence[Any]
 ) -> Iterator[tuple[str, DTensor]]:
-    """Yield the gradient and the optimizers' state of a parameter; each tensor once."""
-    seen = set()
+    """Yield the gradient and the optimizers' state of a parameter, with their names.
+
+    A tensor that is in several optimizers is yielded once.
+    """
+    yielded = set()
     if isinstance(parameter.grad, DTensor):
         yield "grad", parameter.grad
     for optimizer in optimizers:
         for key, value in optimizer.state.get(parameter, {}).items():
-            if _is_sharded_like(value, parameter) and id(value) not in seen:
-                seen.add(id(value))
+            if _is_sharded_like(value, parameter) and id(value) not in yielded:
+                yielded.add(id(value))
                 yield key, value
 
 
 class Move(NamedTuple):
-    """The slot of an expert before and after."""
+    """The slots of an expert before and after its move."""
 
     old: int
     new: int
 
 
 class _Position(NamedTuple):
-    """The position of a slot: its rank in the group that exchanges, and its row in the shard."""
+    """The position of a slot: the rank (in the process group) and the row of that rank's shard."""
 
     rank: int
     row: int
 
 
 def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) -> None:
-    """Exchange the experts that change rank: send ours, receive and store the others."""
+    """Send the rows of this rank to their new slots, and store the rows that this rank receives."""
     group = _group_of(meshes)
-    positions, me = _positions(tensor, group), dist.get_rank(group)
-    # Both sides list rows by the other's rank, and then by their new slots.
-    leaving = sorted(
+    positions, this_rank = _positions(tensor, group), dist.get_rank(group)
+    # Entries are (rank of the other side, new slot, local row). Sorting gives the same order of
+    # rows on both sides: by rank, as an all-to-all requires, and then by new slot.
+    outgoing = sorted(
         (positions[new].rank, new, positions[old].row)
         for old, new in moves
-        if positions[old].rank == me
+        if positions[old].rank == this_rank
     )
-    coming = sorted(
+    incoming = sorted(
         (positions[old].rank, new, positions[new].row)
         for old, new in moves
-        if positions[new].rank == me
+        if positions[new].rank == this_rank
     )
     local = tensor.to_local().detach()
-    # As bytes, because some dtypes can neither be indexed nor sent.
+    # Rows are moved as bytes, because some dtypes can neither be indexed nor sent.
     row_bytes = local.element_size() * math.prod(local.shape[1:])
     rows_LX = local.view(torch.uint8).view(len(local), row_bytes)
     # Parameters that FSDP2 offloads are on the host, but their process groups are not.
     device = torch.device(tensor.device_mesh.device_type)
-    sent_NX = rows_LX.index_select(0, _rows(leaving, local.device)).to(device)
-    received_RX = sent_NX.new_empty(len(coming), row_bytes)
-    ranks = dist.get_world_size(group)
+    sent_NX = rows_LX.index_select(0, _local_rows(outgoing, local.device)).to(device)
+    received_RX = sent_NX.new_empty(len(incoming), row_bytes)
+    num_ranks = dist.get_world_size(group)
     transfer = start_all_to_all(
         received_RX,
         sent_NX,
-        send_counts=_per_rank(leaving, ranks),
-        recv_counts=_per_rank(coming, ranks),
+        send_counts=_count_by_rank(outgoing, num_ranks),
+        recv_counts=_count_by_rank(incoming, num_ranks),
         group=group,
         where=where,
     )
     transfer.wait()
-    rows_LX.index_copy_(0, _rows(coming, local.device), received_RX.to(local.device))
+    rows_LX.index_copy_(0, _local_rows(incoming, local.device), received_RX.to(local.device))
 
 
-def _rows(moves: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    return torch.tensor([row for _, _, row in moves], dtype=torch.int64, device=device)
+def _local_rows(entries: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+    return torch.tensor([row for _, _, row in entries], dtype=torch.int64, device=device)
 
 
-def _per_rank(rows: list[tuple[int, int, int]], ranks: int) -> list[int]:
-    counts = [0] * ranks
-    for rank, _, _ in rows:
+def _count_by_rank(entries: list[tuple[int, int, int]], num_ranks: int) -> list[int]:
+    counts = [0] * num_ranks
+    for rank, _, _ in entries:
         counts[rank] += 1
     return counts
 
@@ -254,7 +262,7 @@ def _group_of(meshes: Meshes) -> dist.ProcessGroup:
 
 
 def _positions(tensor: DTensor, group: dist.ProcessGroup) -> list[_Position]:
-    """Find the position of each slot in this rank's replica, for the columns of this rank."""
+    """Find the position of each slot in this rank's replica, for the columns that this rank has."""
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -262,14 +270,14 @@ def _positions(tensor: DTensor, group: dist.ProcessGroup) -> list[_Position]:
     placement = tensor.placements[fsdp]
     shards_slots = not isinstance(placement, Replicate) and placement.dim == 0  # type: ignore[attr-defined]
     slots = tensor.shape[0] // mesh.size(ep)
-    parts = mesh.size(fsdp) if shards_slots else 1
-    share = -(-slots // parts)
+    num_shards = mesh.size(fsdp) if shards_slots else 1
+    slots_per_shard = -(-slots // num_shards)
     positions = []
     for ep_rank, slot in product(range(mesh.size(ep)), range(slots)):
-        at = list(coordinate)
-        at[ep] = ep_rank
+        owner = list(coordinate)
+        owner[ep] = ep_rank
         if shards_slots:
-            at[fsdp] = slot // share
-        rank = dist.get_group_rank(group, int(mesh.mesh[tuple(at)]))
-        positions.append(_Position(rank, slot % share))
+            owner[fsdp] = slot // slots_per_shard
+        rank = dist.get_group_rank(group, int(mesh.mesh[tuple(owner)]))
+        positions.append(_Position(rank, slot % slots_per_shard))
     return positions

@@ -1,4 +1,4 @@
-"""Process groups, meshes and collectives, and errors that reach every rank.
+"""Process groups, meshes, collectives, and errors that are raised on every rank.
 
-Here: everything that creates a process group or sends data. Never: knowledge of a model.
+This folder has all code that creates a process group or sends data. It never looks into a model.
 """

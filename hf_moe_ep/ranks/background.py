@@ -1,8 +1,8 @@
-"""Save a checkpoint in a thread of every rank.
+"""`Saver` and `SaveHandle`: save a checkpoint in the background, in one thread on every rank.
 
-Collectives of two threads on one process group would mix, so these threads have a gloo group of
-their own. They write a copy that training does not change. An error is logged when it happens, and
-raised by `wait()`, which a script may never call for its last save.
+Collectives of two threads on one process group would mix, so the save threads have a gloo group of
+their own. They write a copy that training does not change. `wait()` raises the error of a save. The
+error is also logged when it happens, because a script may not call `wait()` for its last save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 class _SaveThread(threading.Thread):
-    """A thread that writes to `directory`; `failure` is its error, if there was one."""
+    """A thread that runs `write(group)`; `failure` is the error that `write` raised, or None."""
 
     def __init__(
         self,
@@ -46,29 +46,32 @@ class _SaveThread(threading.Thread):
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread starts on device 0
             self._write(self._group)
-        except BaseException as error:  # noqa: BLE001  wait() raises it
+        except BaseException as error:  # noqa: BLE001  SaveHandle.wait raises the error
             self.failure = error
             text = one_line(error)
             _logger.error("%s was not saved: %s (rank %d)", self.directory, text, self._rank)
         finally:
-            self._write = None  # frees the copy of the model
+            self._write = None  # frees the copy of the model, to which `write` refers
 
 
 def is_written(directory: Path) -> bool:
     """Return True if a background save of this process, of any model, writes to `directory`."""
-    running = (t for t in threading.enumerate() if isinstance(t, _SaveThread))
-    return any(thread.directory == directory.absolute() for thread in running)
+    save_threads = (t for t in threading.enumerate() if isinstance(t, _SaveThread))
+    return any(thread.directory == directory.absolute() for thread in save_threads)
 
 
 @dataclass
 class SaveHandle:
-    """A save that may still run; `wait()` returns once the checkpoint is complete."""
+    """The handle of a save, which may still run in `_thread`."""
 
     directory: Path
     _thread: _SaveThread | None = None
 
     def wait(self) -> None:
-        """Raise the error of the save, once; the same on every rank."""
+        """Wait until the checkpoint is complete, or raise the error of the save.
+
+        Every rank raises the same error. A second call returns at once and raises nothing.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -77,11 +80,11 @@ class SaveHandle:
             raise thread.failure
 
 
-def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
+def _create_group_of_saves(directory: Path, device: torch.device) -> dist.ProcessGroup:
     """Create the gloo group of all ranks, with the timeout of the default group.
 
-    The first background save calls this, not the sharding of the model, because each rank connects
-    to every other rank, and most runs never need that.
+    The group connects each rank with every other rank, and most runs save nothing in the
+    background. The group is therefore created by the first such save, not by sharding.
     """
     try:
         with one_worker_thread():
@@ -92,7 +95,8 @@ def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
         missing = name_missing_ranks("the group of saves", None)
         raise RuntimeError(
             f"saving {directory} in the background: its process group could not be created; "
-            f"{missing} stopped, or did not come within the process group's timeout ({error})"
+            f"{missing} stopped, or did not start the same save within the process group's timeout "
+            f"({error})"
         ) from error
     return group
 
@@ -119,9 +123,9 @@ class Saver:
         write: Callable[[dist.ProcessGroup | None], None],
         device: torch.device,
     ) -> SaveHandle:
-        """Run `write(group)` in a thread; every rank calls this."""
+        """Run `write(group)` in a thread of this rank; every rank calls this method."""
         if self.group is None and world_size() > 1:
-            self.group = _own_group(directory, device)
+            self.group = _create_group_of_saves(directory, device)
         thread = _SaveThread(directory, write, self.group, device)
         thread.start()
         self.handle = SaveHandle(directory, thread)

@@ -1,20 +1,21 @@
-"""The only collectives that run inside forward and backward.
+"""The only collectives that this package runs inside forward and backward.
 
 start_gathering      start an all-gather of a few counts; `wait` is a host sync
-start_all_to_all     start an all-to-all of rows; `wait` is called where the rows are needed
+gather_counts        all-gather a few counts, with a host sync
+start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
 swap_slices          all-to-all of equal parts (sequence parallelism)
 all_gather           all-gather of equal parts (sequence parallelism)
 sum_over_ranks       all-reduce a value that needs no gradient
 max_over_ranks       the same with a maximum
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
-it did not arrive within the timeout of the process group. That error names neither the layer nor
-the rank, so `start_gathering` and `start_all_to_all` raise a new one that does. The other functions
-leave gloo's error as it is.
+a rank did not start the exchange within the timeout of the process group. That error names neither
+the layer nor the rank, so `start_gathering` and `start_all_to_all` raise a new one that names both.
+The other functions leave gloo's error as it is.
 
 NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
-collective and the name of the process group. torch's flight recorder also tells which rank stands
-at which collective. It must be switched on before the run starts; torchfrtrace prints its files:
+collective and the name of the process group. torch's flight recorder also records which collective
+each rank has reached. Switch it on before the run starts, and print its files with torchfrtrace:
 
     TORCH_FR_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE=/tmp/fr/rank_ \\
         torchrun ...
@@ -34,13 +35,13 @@ from torch import Tensor
 
 from hf_moe_ep.ranks.missing import name_missing_ranks
 
-# Renamed in torch 2.13, where the old name warns at every call.
+# torch 2.13 renamed the function; its old name warns at every call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The description of one exchange; formatted only when an error is raised."""
+    """The description of one exchange. To save time, it is formatted only for an error."""
 
     where: str
     what: str
@@ -53,7 +54,7 @@ class _Exchange:
 
 @contextmanager
 def _describe_errors(exchange: _Exchange) -> Iterator[None]:
-    """Replace an error that is raised inside the block by one that names the exchange."""
+    """Replace an error that is raised inside the block by an error that names the exchange."""
     try:
         yield
     except torch.AcceleratorError as error:
@@ -72,14 +73,14 @@ def _describe_errors(exchange: _Exchange) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """An all-to-all that may still run; keeps its input and output alive."""
+    """An all-to-all that may still run. It refers to its input and output, to keep them alive."""
 
     _work: dist.Work
     _tensors: tuple[Tensor, Tensor]
     _exchange: _Exchange
 
     def wait(self) -> None:
-        """Make later operators on this device wait for the rows; with NCCL the host goes on."""
+        """Make later operators on this device wait for the rows; NCCL does not block the host."""
         with _describe_errors(self._exchange):
             self._work.wait()
 
@@ -93,9 +94,10 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     where: str,
 ) -> Transfer:
-    """Start to send `send_counts[d]` consecutive rows to rank d of `group`.
+    """Start to send `send_counts[d]` consecutive rows of `rows_NX` to each rank d of `group`.
 
-    The rows of the other ranks arrive in `received_RX`; `where` names the layer for errors.
+    The rows from all ranks are written to `received_RX`, ordered by rank: `recv_counts[s]` rows
+    from rank s. `where` names the layer for errors.
     """
     rows_NX = rows_NX.contiguous()
     exchange = _Exchange(where, "rows", group)
@@ -119,7 +121,7 @@ def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Stack `x` of every rank of `group` to (ranks, *x.shape). This function has no gradient."""
+    """Stack the `x` of all ranks of `group`: (ranks, *x.shape). This function has no gradient."""
     gathered = x.new_empty((dist.get_world_size(group), *x.shape))
     _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
@@ -127,14 +129,14 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathering:
-    """An all-gather of counts that may still run; keeps its input and output alive."""
+    """An all-gather of counts that may still run. It keeps its input and output alive."""
 
     _work: dist.Work
     _tensors: tuple[Tensor, Tensor]
     _exchange: _Exchange
 
     def wait(self) -> list[list[int]]:
-        """Return the counts of every rank. The host waits for the device here."""
+        """Return the counts of every rank. This is a host sync."""
         gathered, _ = self._tensors
         with _describe_errors(self._exchange):
             self._work.wait()
@@ -143,7 +145,7 @@ class Gathering:
 
 
 def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> Gathering:
-    """Start to all-gather `counts` (one int64 vector); `where` names the layer for errors."""
+    """Start an all-gather of `counts` (an int64 vector); `where` names the layer for errors."""
     counts = counts.contiguous()
     gathered = counts.new_empty(dist.get_world_size(group), len(counts))
     exchange = _Exchange(where, "counts", group)
@@ -153,7 +155,7 @@ def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> 
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
-    """All-gather `counts` (one int64 vector) to the host of every rank of `group`."""
+    """All-gather `counts` (an int64 vector) and return the counts of every rank, on the host."""
     return start_gathering(counts, group, where=where).wait()
 
 
@@ -165,13 +167,14 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Ten
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the maximum of `value` over the ranks of `group` (default: all), without a gradient.
 
-    If one rank has nan, every rank gets nan. Gloo's own maximum drops nan, so a second number per
-    rank, 1 for nan and 0 otherwise, is reduced in the same all-reduce.
+    If one rank has nan, every rank gets nan. Gloo's own maximum drops nan, so the same all-reduce
+    contains a second number per value: 1 for nan, otherwise 0.
     """
     is_nan = value.isnan()
     numbers = value.masked_fill(is_nan, 0.0)
-    both = _reduce(torch.stack([numbers, is_nan.to(value.dtype)]), dist.ReduceOp.MAX, group)
-    return both[0].masked_fill(both[1] > 0, float("nan"))
+    stacked = torch.stack([numbers, is_nan.to(value.dtype)])
+    maximum, any_nan = _reduce(stacked, dist.ReduceOp.MAX, group).unbind()
+    return maximum.masked_fill(any_nan > 0, float("nan"))
 
 
 def _reduce(value: Tensor, operation: Any, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,12 +1,12 @@
-"""Run work on all ranks so that no rank waits for another one that failed or never came.
+"""Run work on all ranks so that no rank waits forever for a rank that failed or never arrived.
 
 Three checks compare the ranks before they start:
 
-check_everyone_calls   all ranks call a function. This check uses the store, so it raises after five
-                       minutes where the first collective would hang
+check_everyone_calls   all ranks call a function. This check uses the store, so it raises an error
+                       after five minutes where the first collective would hang
 check_alike            all ranks pass the same arguments
-check_own_gpu          no two ranks compute on the same GPU, with which NCCL's first collective
-                       would fail. This check uses the store as well
+check_own_gpu          no two ranks compute on the same GPU, because NCCL's first collective would
+                       fail. This check uses the store as well
 
 Four functions run a part of the work on each rank. If one rank fails, all ranks raise its error:
 
@@ -17,10 +17,10 @@ for_first   every rank works, rank 0 gets all       parts = for_first("hashing",
 
 `StillHere` is for a loop with collectives: a rank that leaves the loop early informs the others.
 
-As long as no rank fails and all agree, a rank receives the same number of bytes in a world of any
-size: one all-reduce finds out if any rank failed (8 bytes) or if values differ (`differing`: a hash
-and its complement, 64 bytes). Only then the errors or values themselves are gathered. `everyone`
-and `gather` always send all values to all ranks, padded to the longest.
+While no rank fails and all values agree, the bytes that a rank receives do not depend on the number
+of ranks: one all-reduce shows if any rank failed (8 bytes) or if values differ (`differing`: a hash
+and its complement, 64 bytes). Errors or values are gathered only in these cases. `everyone` and
+`gather` always send all values to all ranks, padded to the longest value.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hf_moe_ep.ranks.missing import name_missing_ranks
 from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
-# How long ranks wait for each other at the begin of a save.
+# How long ranks wait for each other at the start of a save.
 PATIENCE = timedelta(minutes=5)
-# How long rank 0 waits for the first other rank, where scripts often have `if is_main_process:`.
+# How long rank 0 waits for the first other rank in a function that scripts often call inside
+# `if is_main_process:` by mistake.
 ALONE = timedelta(seconds=20)
-# How long ranks wait for each other at the begin of sharding, after each has loaded a model.
+# How long ranks wait for each other at the start of sharding, after each has loaded a model.
 _LOADING = timedelta(minutes=30)
-# Errors that keep their class on all ranks: a wrong argument, and a missing package.
+# Errors that all ranks raise with their own class: a wrong argument, and a missing package.
 _USER_ERRORS = (ValueError, ImportError)
 
 Value = TypeVar("Value")
@@ -55,36 +56,43 @@ Value = TypeVar("Value")
 def check_everyone_calls(
     what: str, patience: timedelta | None = None, alone: timedelta | None = None
 ) -> None:
-    """Raise if not all ranks call `what` within `patience`, as inside `if is_main_process:`.
+    """Check that all ranks call the function `what`.
 
-    With `alone` rank 0 waits only that long for the first other rank.
+    Args:
+        what: the name of the function.
+        patience: how long ranks wait for each other. None: PATIENCE.
+        alone: how long rank 0 waits for the first other rank. None: `patience`.
+
+    Raises:
+        RuntimeError: on the ranks that called, if others did not, for example because the call is
+            inside `if is_main_process:`.
     """
     if not is_distributed():
         return
     patience = patience or PATIENCE
     store, world = default_store(), dist.get_world_size()
-    called = f"hf_moe_ep/{what}"
-    number = store.add(called, 1)
-    met = f"{called}/{(number - 1) // world}"
-    if number % world == 0:
-        store.set(met, "")
+    calls = f"hf_moe_ep/{what}"
+    call_number = store.add(calls, 1)
+    all_called = f"{calls}/{(call_number - 1) // world}"
+    if call_number % world == 0:
+        store.set(all_called, "")
     waited = patience if alone is None or not is_first() else min(alone, patience)
-    if _is_set(met, waited):
+    if _wait_for_key(all_called, waited):
         return
-    if waited < patience and store.add(called, 0) % world > 1:
+    if waited < patience and store.add(calls, 0) % world > 1:
         rest, waited = patience - waited, patience
-        if _is_set(met, rest):
+        if _wait_for_key(all_called, rest):
             return
-    present = store.add(called, 0) % world
-    store.add(called, -1)
+    present = store.add(calls, 0) % world
+    store.add(calls, -1)
     raise RuntimeError(
-        f"{what} was called on {present} of {world} ranks only, {waited} ago; call it on "
+        f"{what} was called on only {present} of {world} ranks within {waited}; call it on "
         f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
     )
 
 
-def _is_set(key: str, patience: timedelta) -> bool:
-    """Wait until a key of the store is set; return False after `patience`."""
+def _wait_for_key(key: str, patience: timedelta) -> bool:
+    """Wait until a key of the store is set; return False if it is not set within `patience`."""
     try:
         default_store().wait([key], patience)
     except RuntimeError:  # DistStoreError
@@ -92,28 +100,28 @@ def _is_set(key: str, patience: timedelta) -> bool:
     return True
 
 
-def check_alike(what: str, **mine: Any) -> None:
+def check_alike(what: str, **arguments: Any) -> None:
     """Compare arguments of the function `what` over all ranks.
 
     Raises:
-        ValueError: on every rank, if an argument differs; with the values of two ranks.
+        ValueError: on every rank, if an argument differs; the message has the values of two ranks.
     """
-    by_rank = differing(mine) or [mine]
+    by_rank = differing(arguments) or [arguments]
     for name, first in by_rank[0].items():
-        for rank, theirs in enumerate(by_rank):
-            if theirs[name] != first:
+        for rank, values in enumerate(by_rank):
+            if values[name] != first:
                 raise ValueError(
-                    f"ranks called {what} with another {name}: rank 0 with {first!r}, rank {rank} "
-                    f"with {theirs[name]!r}; pass the value of rank 0 on every rank (a time or a "
-                    f"step in the value may depend on the rank)"
+                    f"ranks called {what} with different values of {name}: rank 0 with {first!r}, "
+                    f"rank {rank} with {values[name]!r}; pass the value of rank 0 on every rank (a "
+                    f"time or a step in the value may depend on the rank)"
                 )
 
 
 def check_own_gpu(gpu: str) -> None:
-    """Check that no two ranks compute on the same GPU; `gpu` is the UUID of this rank's.
+    """Check that no two ranks compute on the same GPU; `gpu` is the UUID of this rank's GPU.
 
     Raises:
-        ValueError: on every rank, if two ranks share a GPU; with both ranks.
+        ValueError: on every rank, if two ranks share a GPU; the message names both ranks.
     """
     store, rank, key = default_store(), this_rank(), "hf_moe_ep/gpu"
     holder = int(store.compare_set(f"{key}/{gpu}", "", str(rank)))
@@ -137,15 +145,16 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
 
     Raises:
         ValueError: on every rank, if all errors were ValueErrors (a mistake of the user).
-        ImportError: on every rank, if every rank had one.
-        RuntimeError: on every rank, after any other error; with each rank that failed and why.
+        ImportError: on every rank, if every rank raised an ImportError.
+        RuntimeError: on every rank, after any other error; the message has each rank that failed,
+            with its error.
     """
     value: Any = None
     failure: _Failure | None = None
     cause: BaseException | None = None
     try:
         value = part()
-    # Any error, because otherwise the other ranks would wait. DCP's error is no Exception.
+    # Every error is caught, because the other ranks would wait. DCP's error is not an Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
         user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
         failure, cause = _Failure(one_line(error), user_error), error
@@ -157,7 +166,7 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
             raise _describe_missing_ranks(what, group, error) from error
         raise RuntimeError(
             f"{what} failed on rank {this_rank()}: {failure.text}; the other ranks could not be "
-            f"informed, they wait for this one in a collective: {error}"
+            f"informed and wait for this rank in a collective: {error}"
         ) from cause
     _raise_any(what, failures, cause)
     return cast(Value, value)
@@ -166,12 +175,12 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
 def _describe_missing_ranks(
     what: str, group: dist.ProcessGroup | None, error: RuntimeError
 ) -> RuntimeError:
-    """Return an error with the ranks that did not come, unless the group was destroyed."""
+    """Return an error that names the missing ranks, or `error` if the group was destroyed."""
     if not is_distributed():
         return error
     return RuntimeError(
-        f"{what}: ranks did not meet; {name_missing_ranks(what, group)} stopped, or did not come "
-        f"within the process group's timeout ({error})"
+        f"{what}: ranks did not meet; {name_missing_ranks(what, group)} stopped, or did not reach "
+        f"this point within the process group's timeout ({error})"
     )
 
 
@@ -185,7 +194,7 @@ def everyone(
 def for_first(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value] | None:
-    """Do as `everyone`, but return the values on rank 0 alone, and None on other ranks."""
+    """Run `part` on every rank and return all values on rank 0, and None on all other ranks."""
     value = together(what, part, group)
     if not is_distributed():
         return [value]
@@ -207,8 +216,8 @@ def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
 def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Value] | None:
     """Return the values of all ranks if they differ, or None if all are the same.
 
-    Values are compared by their repr. Equal values with different reprs are returned as well, so
-    callers must compare them again.
+    Values are compared by their repr. Equal values may have different reprs, so a caller must
+    compare the returned values itself.
     """
     _check_alive(group)
     if not is_distributed():
@@ -216,14 +225,14 @@ def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Valu
     digest = hashlib.sha256(repr(value).encode()).digest()
     words = torch.frombuffer(bytearray(digest), dtype=torch.int64)
     highest = _highest(torch.cat((words, ~words)), group)
-    # The complement of the lowest is the highest complement.
+    # highest[4:] has the highest complements, so its complement has the lowest words.
     return None if torch.equal(highest[:4], ~highest[4:]) else gather(value, group)
 
 
-def _any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return True if `here` is true on any rank of `group`."""
+def _any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return True if `flag` is true on any rank of `group`."""
     _check_alive(group)
-    return bool(_highest(torch.tensor(int(here)), group)) if is_distributed() else here
+    return bool(_highest(torch.tensor(int(flag)), group)) if is_distributed() else flag
 
 
 def _highest(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -233,10 +242,10 @@ def _highest(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class StillHere:
-    """Keeps ranks together in a loop: each round calls `check`, and at last `end` or `leave`.
+    """Detects that a rank leaves a loop with collectives early.
 
-    Each call is one small all-reduce. The `end` or `leave` of a rank pairs with the `check` or
-    `end` of the other ranks.
+    Each rank calls `check` in each round, and after its last round `end` or `leave`. Each call is
+    one small all-reduce, so the `leave` of a rank meets the next `check` or `end` of the others.
     """
 
     def __init__(self, what: str, device: torch.device) -> None:
@@ -246,7 +255,7 @@ class StillHere:
         """Check that no other rank has left.
 
         Raises:
-            RuntimeError: a rank has left; with that rank.
+            RuntimeError: a rank has left the loop; the message names this rank.
         """
         if leaver := self._reduce(0):
             raise RuntimeError(
@@ -256,7 +265,7 @@ class StillHere:
 
     def leave(self) -> None:
         """Inform the other ranks that this rank leaves the loop."""
-        if is_distributed():  # the interpreter may be exiting
+        if is_distributed():  # the process group may be destroyed while the interpreter exits
             self._reduce(this_rank() + 1)
 
     def end(self) -> None:
@@ -271,7 +280,10 @@ class StillHere:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error as other ranks receive it; `user_error` is its class if that class is kept."""
+    """The text of an error, for the other ranks.
+
+    `user_error` is the class of the error if it is one of _USER_ERRORS, otherwise None.
+    """
 
     text: str
     user_error: type[ValueError] | type[ImportError] | None
@@ -284,7 +296,7 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
         return
     kinds = {failure.user_error for failure in failures.values()}
     kind = kinds.pop()
-    # A package that only some machines miss becomes a RuntimeError with their ranks.
+    # If only some ranks lack a package, a RuntimeError names these ranks.
     everywhere = kind is ValueError or len(failures) == len(by_rank)
     if kind is not None and not kinds and everywhere:
         text = next(iter(failures.values())).text
@@ -299,10 +311,11 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return the values of all ranks, by rank. Without a process group that is one value.
+    """Return the values of all ranks, by rank; without a process group, only this rank's value.
 
     Raises:
-        RuntimeError: `group` was destroyed. Going on, every rank would act as rank 0 of one.
+        RuntimeError: `group` was destroyed. Without this error, every rank would continue as the
+            only rank.
     """
     _check_alive(group)
     if not is_distributed():
@@ -315,8 +328,8 @@ def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
 def _check_alive(group: dist.ProcessGroup | None) -> None:
     if group is not None and not is_distributed():
         raise RuntimeError(
-            "the process group was destroyed while a save ran in the background; call wait() of "
-            "the handle that save_checkpoint returned before destroy_process_group()"
+            "the process group was destroyed while a save ran in the background; before "
+            "destroy_process_group(), call wait() of the handle that save_checkpoint returned"
         )
 
 
@@ -341,11 +354,11 @@ def is_distributed() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the class and text of an error; for DCP's error, those of each rank's error."""
+    """Return the class and text of an error; for DCP's error, of the errors of all its ranks."""
     if isinstance(error, CheckpointException):
-        parts = [
+        errors = [
             f"rank {rank}: {type(cause).__name__}: {cause}"
             for rank, (cause, _) in sorted(error.failures.items())
         ]
-        return "; ".join(parts)
+        return "; ".join(errors)
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

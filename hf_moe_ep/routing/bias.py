@@ -1,9 +1,8 @@
-"""Balance the load of experts without a loss, by the correction bias of a router.
+"""`update_router_bias`: balance the load of experts without a loss, by routers' correction biases.
 
-A router with a correction bias adds it to its scores only to choose experts; the routing weights,
-and so outputs and gradients, depend on the scores alone. After each optimizer step the bias of each
-layer is updated from the numbers c_e of (token, slot) pairs that all ranks sent to expert e in that
-step:
+Some routers add a correction bias to their scores, but only to choose experts; the routing weights,
+and so outputs and gradients, depend on the scores alone. After each optimizer step the bias b_e of
+expert e is updated from c_e, the number of tokens of all ranks that chose expert e in that step:
 
     b_e += rate * sign(mean(c) - c_e)
 
@@ -15,7 +14,7 @@ weak loss per sequence is not implemented.
     b changes by  -rate, +rate, 0, 0
 
 Counts are integers and equal on all ranks, so the signs are exact and the biases of all ranks stay
-equal to the bit. A layer without such a bias, or without tokens, is not changed. The optimizers of
+bit-equal. A layer without such a bias, or without tokens, is not changed. The optimizers of
 Accelerate, and so of the Trainer, make the update (`integrations/optimizers.py`); your own loop
 calls `update_router_bias(model)`.
 """
@@ -58,8 +57,8 @@ def check(parts: Parts, state: ModelState) -> None:
             f"model's own load-balancing loss, if it has one (output_router_logits=True, and "
             f"aux_loss_per_layer=True)"
         )
-    for experts, found in biases.items():
-        _check_bias(experts, found, parts.num_experts, rate)
+    for experts, candidates in biases.items():
+        _check_bias(experts, candidates, parts.num_experts, rate)
 
 
 def attach(parts: Parts, state: ModelState) -> None:
@@ -73,7 +72,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         ((_, layer.correction),) = biases[experts]
         bias = layer.correction.tensor
         if bias.dtype.itemsize < torch.float32.itemsize:
-            # Added to a large bias in bf16, a small rate would be lost by rounding.
+            # In bf16 rounding would lose a small rate that is added to a large bias.
             bias.data = bias.detach().float()
 
 
@@ -93,11 +92,10 @@ def update_router_bias(model: nn.Module) -> None:
         update_router_bias(model)
 
     Patch the model with `patch(model, bias_update_rate=0.001)`. The update uses the tokens of all
-    micro-batches and ranks since the last call. It costs one all-reduce of a number per
-    expert and layer, for which the host does not wait. Without new tokens no bias changes, so a
-    second call does no harm. Under Accelerate and the Trainer no call is needed: they make the
-    update themselves, and drop the counts of a step that a gradient scaler skips. This function
-    always uses the counts.
+    micro-batches and ranks since the last call. It costs one all-reduce of one number per expert
+    and layer, without a host sync. Without new tokens no bias changes, so a second call does no
+    harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update, and
+    drop the counts of a step that a gradient scaler skips. This function never drops counts.
 
     Raises:
         ValueError: the model is not patched, or was patched without bias_update_rate.
@@ -115,14 +113,14 @@ def update_router_bias(model: nn.Module) -> None:
 def update_biases(state: ModelState, *, skipped: bool = False) -> None:
     """Update the biases from the counts since the last update.
 
-    If the optimizer of any rank has `skipped` its step, as happens with fp16 gradients that are not
-    finite, the counts are dropped like the gradients.
+    `skipped` is True if this rank's optimizer skipped its step, because fp16 gradients were not
+    finite. If any rank skipped its step, the counts are dropped like the gradients.
     """
     rate = state.config.bias_update_rate
     assert rate is not None
     counts, (num_skipped,) = counts_of_all_ranks(state, _READER, int(skipped))
     count_anew(state, _READER)
-    # sign(mean - load), exact: mean = sum / E.
+    # sign(mean - count), computed as sign(sum - E * count), which is exact.
     directions = (counts.sum(1, keepdim=True) - counts.shape[1] * counts).sign()
     directions *= num_skipped == 0
     for layer in state.moe_layers:
@@ -132,7 +130,7 @@ def update_biases(state: ModelState, *, skipped: bool = False) -> None:
             bias.add_(direction.to(bias.device, bias.dtype), alpha=rate)
 
 
-# By experts module: the names and tensors of what may be its router's correction bias.
+# {name of an experts module: candidates (name, bias) for the correction bias of its router}
 Biases = dict[str, list[tuple[str, CorrectionBias]]]
 
 
@@ -153,25 +151,25 @@ def _correction_biases(root: nn.Module) -> Iterator[tuple[str, CorrectionBias]]:
         for name in [*own_buffers(module), *parameters]:
             bias = getattr(module, name)
             if is_correction_bias(name) and isinstance(bias, Tensor):
-                found = CorrectionBias(module, name, bias.dtype)
-                yield f"{stock_name(module_name)}.{name}", found
+                correction_bias = CorrectionBias(module, name, bias.dtype)
+                yield f"{stock_name(module_name)}.{name}", correction_bias
 
 
 def _check_bias(
-    experts: str, found: list[tuple[str, CorrectionBias]], num_experts: int, rate: float
+    experts: str, candidates: list[tuple[str, CorrectionBias]], num_experts: int, rate: float
 ) -> None:
-    if len(found) > 1:
-        names = ", ".join(name for name, _ in found)
+    if len(candidates) > 1:
+        names = ", ".join(name for name, _ in candidates)
         raise ValueError(
             f"bias_update_rate={rate}: several tensors could be the correction bias of {experts}: "
             f"{names}; leave bias_update_rate out"
         )
-    ((name, bias),) = found
+    ((name, bias),) = candidates
     if bias.tensor.numel() != num_experts:
         raise ValueError(
-            f"bias_update_rate={rate}: {name} has {bias.tensor.numel()} entries and the layer "
-            f"{num_experts} experts, so its router also chooses something that is no expert and is "
-            f"not counted; leave bias_update_rate out"
+            f"bias_update_rate={rate}: {name} has {bias.tensor.numel()} entries, but the layer has "
+            f"{num_experts} experts: the router also chooses entries that are not experts, and "
+            f"nothing counts these choices; leave bias_update_rate out"
         )
     if bias.tensor.requires_grad:
         raise ValueError(

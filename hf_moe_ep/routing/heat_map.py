@@ -1,4 +1,4 @@
-"""Draw heat maps of layers x experts, in panels of one picture; needs matplotlib."""
+"""`draw_heat_maps`: draw counts [layers, experts] in the panels of one picture, by matplotlib."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PANELS_IN_A_ROW = 4
 def draw_heat_maps(
     maps: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Draw each of `maps` (counts) as tokens / mean of the layer, all with one color scale."""
+    """Draw tokens / mean of the layer for each of `maps` (counts), with one color scale for all."""
     relative = [counts / counts.double().mean(1, keepdim=True) for counts in maps]
     highest = max(float(values.nan_to_num(0.0).max()) for values in relative)
     columns = min(len(maps), _PANELS_IN_A_ROW)
     rows = math.ceil(len(maps) / columns)
-    # Without pyplot, which would choose a backend for the whole process and keep the figure.
+    # pyplot is not used, because it would choose a backend for the process and keep the figure.
     figure = Figure(figsize=(1.5 + 3.2 * columns, 0.6 + 2.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     images = []

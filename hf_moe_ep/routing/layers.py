@@ -1,11 +1,12 @@
-"""Find the MoE layers whose choice can be recorded and replayed: their router calls `topk`.
+"""Find the MoE layers whose choice can be recorded and replayed. Such a layer has three modules:
 
     router     calls topk over the experts of its layer, once
-    experts    one module in the layer, which gets the choice of all tokens, in their order
-    owner      the nearest module that contains both; topk is replaced only inside of it (losses
-               call topk over experts as well)
+    experts    receives the choices of all tokens, in the order of the tokens; the layer has no
+               other experts module
+    owner      the innermost module that contains router and experts; topk is replaced only inside
+               the owner, because losses call topk over experts as well
 
-A layer is identified by its index among the decoder layers, as inference engines count them.
+A layer is identified by its index among the decoder layers, as in inference engines.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class RoutedLayer:
     """One MoE layer whose choice can be recorded and replayed.
 
     Attributes:
-        decoder_layer: its index among the decoder layers.
-        index: its index among the experts modules.
-        name: the name of its router, or of the module that chooses.
+        decoder_layer: the index of the layer among the decoder layers.
+        index: the index of `experts` among the experts modules.
+        name: the name of the router, or of the module that chooses if the plan names no router.
     """
 
     decoder_layer: int
@@ -43,12 +44,13 @@ class RoutedLayer:
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The layers of one model.
+    """The decoder layers of one model.
 
     Attributes:
-        num_layers: the number of decoder layers, including dense ones.
-        with_experts: the decoder layers that have experts; some may choose by a fixed table.
-        routed: the layers whose router chooses.
+        num_layers: the number of decoder layers, including dense layers.
+        with_experts: the decoder layers that have experts. In some of these layers a fixed table
+            may choose the experts.
+        routed: the layers whose choice can be recorded and replayed.
     """
 
     model_type: str
@@ -71,32 +73,33 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         ValueError: the routing of this architecture cannot be replayed; the message says why.
     """
     plan = state.plan
-    # A wrapper and the module that it wraps have one stock name; the wrapped module comes last.
+    # A wrapper and its wrapped module have the same stock name; the wrapped module comes last.
     named = {stock_name(name): module for name, module in root.named_modules()}
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
-    found: dict[int, RoutedLayer] = {}
+    routed: dict[int, RoutedLayer] = {}
     with_experts: list[int] = []
     for name, experts in named.items():
         layer = vars(experts).get(STATE)
         if not isinstance(layer, MoELayer):
             continue
-        of_layer = next(other for other in layers if name.startswith(f"{other}."))
-        index = index_of[of_layer]
+        layer_name = next(other for other in layers if name.startswith(f"{other}."))
+        index = index_of[layer_name]
         if index in with_experts:
             _refuse(
                 state,
-                f"{of_layer} has several experts modules, each for some of the tokens, so their "
-                f"rows are not the tokens of a sequence",
+                f"{layer_name} has several experts modules, and each computes only some of the "
+                f"tokens of a sequence",
             )
         with_experts.append(index)
-        router = next((r for r in routers if r.startswith(f"{of_layer}.")), name.rpartition(".")[0])
-        if not _chooses(named[router], named, router, state.num_experts):
+        in_layer = (router for router in routers if router.startswith(f"{layer_name}."))
+        router = next(in_layer, name.rpartition(".")[0])
+        if not _chooses_by_topk(named[router], named, router, state.num_experts):
             continue
-        owner = _common(router, name) if router in routers else router
-        found[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
-    if not found:
+        owner = _common_owner(router, name) if router in routers else router
+        routed[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
+    if not routed:
         kinds = {type(named[name]).__name__ for name in routers} or {"its layers"}
         _refuse(
             state,
@@ -109,16 +112,16 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         state.num_experts,
         experts_per_token(root, plan, text_config(root.config)),
         tuple(with_experts),
-        tuple(found.values()),
+        tuple(routed.values()),
     )
 
 
-def _chooses(
+def _chooses_by_topk(
     router: nn.Module, named: Mapping[str, nn.Module], name: str, num_experts: int
 ) -> bool:
-    """Return whether a router calls topk, and chooses among the experts alone.
+    """Return True if a router calls topk and chooses only among the experts.
 
-    Some routers have one more class than experts, which stands for "no expert".
+    Some routers choose among num_experts + 1 classes, of which one means "no expert".
     """
     if not calls(router, "topk"):
         return False
@@ -127,13 +130,13 @@ def _chooses(
     return num_experts in rows or num_experts + 1 not in rows
 
 
-def _common(one: str, other: str) -> str:
-    """Return the name of the nearest module that contains two others."""
+def _common_owner(first: str, second: str) -> str:
+    """Return the name of the innermost module that contains two modules."""
     parts: list[str] = []
-    for mine, theirs in zip(one.split("."), other.split("."), strict=False):
-        if mine != theirs:
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
             break
-        parts.append(mine)
+        parts.append(a)
     return ".".join(parts)
 
 

@@ -1,12 +1,13 @@
-"""`expert_load(model)`: how evenly the tokens of training were distributed over experts.
+"""`expert_load(model)` returns an `ExpertLoad`: the tokens that each expert had in training.
 
-An example: 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks together:
+An example with 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks together:
 
     counts           [7, 5, 3, 1]        mean 4
     busiest / mean   7 / 4 = 1.75        1 if all experts have equally many tokens
-    busiest rank     (7 + 5) / 8 = 1.5   the same for ep ranks, which own 2 experts each
-    dead             0                   experts that no token chose
-    entropy          1.212 nats          entropy of the shares; ln 4 = 1.386 if all are equal
+    busiest rank     (7 + 5) / 8 = 1.5   the same for ep ranks; each owns 2 experts
+    dead             0                   the number of experts that no token chose
+    entropy          1.212 nats          entropy of the experts' shares; ln 4 = 1.386 if all shares
+                                         are equal
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoad:
-    """The tokens of each expert on all ranks together; `print` it for a table.
+    """The tokens of each expert on all ranks together; `print(load)` prints a table.
 
-    L layers with experts, E experts in each, D ranks of an ep group. The figures of a layer without
-    tokens are nan.
+    The model has L layers with E experts each, and an ep group has D ranks. Ratios and entropies of
+    a layer without tokens are nan. A pair is a token and one of the experts that it chose.
 
     Attributes:
-        counts: [L, E] int64 on the host: (token, slot) pairs, so a token counts once per expert.
+        counts: [L, E] int64 on the host, the number of pairs of each expert.
         layers: names of the L experts modules, in the model's order.
         ep_size: D; rank r of an ep group owns the E / D experts from r * E / D on.
         slots: [L, E] int64, if `balance_experts` has moved experts: rank r then owns the experts
-            whose slots are the E / D numbers from r * E / D on. None if it has not.
+            whose slots are the E / D numbers from r * E / D on. None in hub order.
     """
 
     counts: Tensor
@@ -47,12 +48,12 @@ class ExpertLoad:
 
     @property
     def max_over_mean(self) -> Tensor:
-        """The pairs of each layer's busiest expert / mean of its experts: [L], float64, >= 1."""
+        """The pairs of each layer's busiest expert / the mean of the experts: [L] float64, >= 1."""
         return _max_over_mean(self.counts)
 
     @property
     def rank_max_over_mean(self) -> Tensor:
-        """The pairs of each layer's busiest ep rank / the mean of the ranks: [L], float64, >= 1."""
+        """The pairs of each layer's busiest ep rank / the mean of the ranks: [L] float64, >= 1."""
         counts = self.counts
         if self.slots is not None:
             counts = torch.empty_like(counts).scatter_(1, self.slots, counts)
@@ -65,18 +66,18 @@ class ExpertLoad:
 
     @property
     def dead(self) -> Tensor:
-        """The number of experts without tokens, in layers that had tokens: [L], int64."""
+        """The number of experts without tokens: [L] int64; 0 for a layer without any tokens."""
         return (self.counts == 0).sum(1) * (self.counts.sum(1) > 0)
 
     @property
     def entropy(self) -> Tensor:
-        """-sum p ln p, with p the experts' shares of a layer's pairs, in nats: [L], float64."""
+        """-sum p ln p in nats, where p are the experts' shares of a layer's pairs: [L] float64."""
         shares = self.counts.double() / self.counts.sum(1, keepdim=True)
         return torch.special.entr(shares).sum(1)
 
     @property
     def relative_entropy(self) -> Tensor:
-        """`entropy` / ln E, its maximum: [L], float64, 1 if all experts have the same load."""
+        """`entropy` / ln E: [L] float64, 1 if all experts have the same load, otherwise less."""
         num_experts = self.counts.shape[1]
         if num_experts == 1:
             return self.entropy + 1
@@ -101,14 +102,14 @@ class ExpertLoad:
             self.relative_entropy.tolist(),
             strict=True,
         )
-        for name, pairs, busiest, over_mean, of_ranks, dead, entropy in rows:
+        for name, pairs, busiest, max_over_mean, rank_max_over_mean, dead, entropy in rows:
             if not pairs:
                 lines.append(f"  {name:{width}}  {0:>12}  no tokens")
                 continue
-            expert = f"{over_mean:.2f} (e{busiest})"
+            expert = f"{max_over_mean:.2f} (e{busiest})"
             lines.append(
-                f"  {name:{width}}  {pairs:>12,}  {expert:>14}  {of_ranks:>12.2f}  {dead:>4}  "
-                f"{entropy:>14.3f}"
+                f"  {name:{width}}  {pairs:>12,}  {expert:>14}  {rank_max_over_mean:>12.2f}  "
+                f"{dead:>4}  {entropy:>14.3f}"
             )
         return "\n".join(lines)
 
@@ -129,18 +130,18 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
         trainer.train()
         print(expert_load(model))
 
-    Forwards in training mode that lead to gradients are counted, each once, even if checkpointing
-    recomputes them; evaluation and forwards under `torch.no_grad()` are not. A token counts once
-    for each expert that it chose. Padding tokens count as well, since the experts compute them.
+    Only forwards in training mode with gradients are counted, and each is counted once, even if
+    checkpointing recomputes it. A token counts once for each expert that it chose. Padding tokens
+    count as well, since the experts compute them.
 
-    Every rank calls this. It costs one all-reduce and a host sync.
+    Every rank calls this function. It costs one all-reduce and a host sync.
 
     Args:
         model: a patched model, sharded or not.
-        reset: if true, the next call returns only the tokens since this one.
+        reset: if True, the next call returns only the tokens since this call.
 
     Returns:
-        `ExpertLoad`: [L, E] counts since the last call with `reset`, the same on every rank.
+        `ExpertLoad` with the counts since the last call with `reset`, the same on every rank.
 
     Raises:
         ValueError: the model is not patched, or is patched with experts_backend="eager"; ranks pass
@@ -162,7 +163,7 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
     if int(resets) not in (0, ranks):
         raise ValueError(
             f"{int(resets)} of {ranks} ranks called expert_load with reset=True and the others "
-            f"with reset=False; give every rank the same"
+            f"with reset=False; pass the same value on every rank"
         )
     if reset:
         count_anew(state, reader)
@@ -176,15 +177,15 @@ def slots_of_layers(state: ModelState) -> Tensor | None:
     if all(placement is None for placement in placements):
         return None
     hub_order = torch.arange(state.num_experts)
-    return torch.stack([hub_order if one is None else one.cpu() for one in placements])
+    return torch.stack([hub_order if slots is None else slots.cpu() for slots in placements])
 
 
 def check_counts(state: ModelState, what: str) -> None:
-    """Raise ValueError if the model's own code computes the experts, which nobody can count."""
+    """Raise ValueError if the model's own loop computes the experts: it counts no tokens."""
     if state.config.experts_backend == "eager":
         raise ValueError(
             f"{what} has no counts: with experts_backend='eager' the model's own loop computes the "
-            f"experts, without hf_moe_ep; patch with experts_backend='torch' or 'auto'"
+            f"experts, and it counts no tokens; patch with experts_backend='torch' or 'auto'"
         )
 
 

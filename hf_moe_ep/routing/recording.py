@@ -1,4 +1,4 @@
-"""Record the routers' choices as small integers, with one copy to the host per forward."""
+"""`Recording`: record the choices of routers as small integers, and copy them to the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recording(Session):
         self._forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        # Not equal, and so an error, if only some ranks of the sp group record.
+        # If only some ranks of an sp group record, their tensors differ, which is an error.
         return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
 
     def begin(self, forward: Forward) -> None:
@@ -53,9 +53,9 @@ class Recording(Session):
             )
         if key in self._chosen or ids_TK.shape[0] != self._forward.rows:
             raise ValueError(
-                f"the experts of {layer.name} got {ids_TK.shape[0]} tokens where the batch has "
-                f"{self._forward.rows}, or ran twice in one forward: there is not one choice per "
-                f"token that could be recorded"
+                f"cannot record {layer.name}: its experts got {ids_TK.shape[0]} tokens, but the "
+                f"batch has {self._forward.rows}, or they ran twice in one forward; recording "
+                f"needs one choice per token"
             )
         self._chosen[key] = ids_TK.detach().to(self._dtype)
         return weights_TK
@@ -67,12 +67,12 @@ class Recording(Session):
             return
         missing = [key for key in self._layers.keys if key not in self._chosen]
         if missing:
-            raise ValueError(f"decoder layers {missing} did not run in the forward to record")
+            raise ValueError(f"decoder layers {missing} did not run in the recorded forward")
         ids_TLK = torch.stack([self._chosen.pop(key) for key in self._layers.keys], dim=1)
         ids = ids_TLK.unflatten(0, (forward.batch, forward.tokens))
         if forward.part is not None:
             with torch.no_grad():
-                # As bytes, because NCCL has no int16.
+                # The ids are gathered as bytes, because NCCL has no int16.
                 as_bytes = ids.view(torch.uint8)
                 whole = gather_slices(as_bytes.flatten(2), forward.part)
                 ids = whole.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)

@@ -1,15 +1,15 @@
 """`RoutingReplay`: record which experts a model chooses, and replay this choice.
 
-Reinforcement learning needs this in two forms, which Megatron-LM and verl call R2 and R3 (see
+Reinforcement learning uses two forms of replay, which Megatron-LM and verl call R2 and R3 (see
 https://github.com/volcengine/verl and https://arxiv.org/abs/2507.18071):
 
-    R2   the forward that computes old log-probabilities is recorded; the forward of the update
-         replays it
-    R3   the inference engine reports its choice; every forward over its samples replays it
+    R2   record the forward that computes old log-probabilities, and replay its choice in the
+         forward of the update
+    R3   replay the choice of the inference engine in every forward over its samples
 
-Only indices are replayed. The routing weights are made, as the architecture does it, from the live
-router's scores at these indices, so the router still learns. Losses that balance experts count the
-choice that the router itself would make; set their coefficient to 0 if that is not wanted.
+Only expert ids are replayed. The architecture's own code computes the routing weights from the
+scores of the live router at these ids, so the router still learns. Losses that balance experts
+count the choice that the router itself would make; to avoid this, set their coefficient to 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_moe_ep.routing.recording import Recording
 from hf_moe_ep.routing.replaying import Replaying
 from hf_moe_ep.routing.report import ReplayReport
 from hf_moe_ep.routing.routes import Routes
-from hf_moe_ep.routing.sessions import hooked
+from hf_moe_ep.routing.sessions import session_hooks
 from hf_moe_ep.state import STATE, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
 from hf_moe_ep.upstream.modules import is_compiled
@@ -43,22 +43,22 @@ class RoutingReplay:
             loss_of(model(input_ids), old).backward()
 
     The model may be sharded, prepared by Accelerate or wrapped by PEFT. Outside of the blocks the
-    model is not changed. Backward may run inside of a block or after it; checkpointed layers are
-    recomputed with the routes of their own forward. (With a checkpointing function other than
-    transformers' and torch's own, backward has to run inside of the block.)
+    model is not changed. Backward may run inside or after a block: a recompute of a checkpointed
+    layer uses the routes of the layer's first run. (If the model is checkpointed by another
+    function than those of transformers and torch, backward must run inside the block.)
     """
 
     def __init__(self, model: nn.Module, *, on_missing: str = "live") -> None:
-        """Find the layers of a patched model.
+        """Find the layers of a patched model whose routing can be recorded and replayed.
 
         Args:
-            model: a patched model, or the result of Accelerate's `prepare`.
-            on_missing: "live" lets the router choose for tokens without routes (-1), "error"
-                refuses them.
+            model: a patched model, or the result of Accelerate's `prepare` for it.
+            on_missing: for tokens without routes (-1), "live" lets the router choose, and "error"
+                raises an error.
 
         Raises:
             ValueError: the model is not patched, or is compiled; its routers do not choose by one
-                `torch.topk` over their experts, or its experts do not see every token.
+                `torch.topk` over the experts; a layer has several experts modules.
         """
         if on_missing not in ("live", "error"):
             raise ValueError(f"on_missing={on_missing!r} is neither 'live' nor 'error'")
@@ -74,13 +74,14 @@ class RoutingReplay:
     def record(self) -> Iterator[Routes]:
         """Record the experts of each token: `with replay.record() as routes: model(...)`.
 
-        `routes` contains the choices of the last forward, [B, S, L, K], in uint8 up to 256 experts
-        and in int16 above; all tokens, on every rank of an sp group. The tensor is on the host, and
-        complete when the block ends. A recomputed checkpointed layer repeats its choice.
+        Each forward replaces `routes.ids` by its choices, [B, S, L, K], in uint8 for up to 256
+        experts, otherwise in int16. On every rank of an sp group the ids contain all tokens. The
+        tensor is on the host, and complete when the block ends. A recompute of a checkpointed layer
+        repeats the recorded choice.
 
         Raises:
-            ValueError: no forward ended in the block; another block is open; the experts do not see
-                every token.
+            ValueError: no forward ended in the block; another block is open; an experts module did
+                not receive each token once.
         """
         session = Recording(self._state, self._layers)
         with self._open(session):
@@ -89,36 +90,36 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, routes: Routes | None, *, strict: bool = True) -> Iterator[None]:
-        """Make every forward in the block choose `routes`; its batch must be that of the routes.
+        """Make every forward in the block choose the experts of `routes`.
 
         Args:
             routes: the routes of the batch with which the model is called: whole sequences, with
-                the same padding. Under sp every rank of the group passes the same routes. A rank
-                passes None if it has no routes (it got no sample, and runs some other batch) while
-                other ranks replay theirs.
+                the same padding. With sp_size > 1 every rank of an sp group passes the same routes.
+                A rank that has no routes (it has no sample, and runs a batch that does not count)
+                passes None, while other ranks replay their routes.
             strict: check every id on entry; otherwise only the shapes.
 
-        Without ep and sp a rank raises an error on entry. Where ranks exchange tokens, the error is
-        raised in the next exchange, on all ranks of the group. Ranks that replay and ranks that do
-        not, in one group, raise there as well. (DeepEP cannot compare ranks: there the other ranks
-        raise an error at DeepEP's time-out.)
+        Without ep and sp, wrong routes raise an error on entry. With ep or sp, all ranks of a group
+        raise an error when they next compare their routes, in a forward; they also raise an error
+        if only some ranks of the group replay. (With DeepEP ranks are not compared, so the other
+        ranks raise an error at DeepEP's time-out.)
 
         Raises:
             ValueError: the model was unpatched or compiled in the meantime; the routes belong to
                 another model or batch, or have another K or L; with `strict`, an id is out of
-                range, a row has -1 for some of its ids but not all, or a row has an expert twice;
-                the routes have weights, layers are checkpointed and `experts_backend="eager"`
-                computes the experts, whose recompute could not use these weights.
+                range, or the K ids of a token contain an expert twice, or -1 and an expert; the
+                routes have weights, but layers are checkpointed and `experts_backend="eager"`
+                computes the experts, whose recompute cannot use these weights.
         """
         session = Replaying(self._state, self._layers, _adapters_off_test(self._root))
         try:
-            self._give(session, routes, strict)
+            self._set_routes(session, routes, strict)
         except ValueError as error:
             session.refuse(error)
         with self._open(session):
             yield
         self._last = session
-        if session.refusal is not None:  # no forward has raised it
+        if session.refusal is not None:  # no forward has raised this error
             raise session.refusal
 
     @property
@@ -132,39 +133,39 @@ class RoutingReplay:
             raise ValueError("no replay() block has ended yet")
         return self._last.counts.report()
 
-    def _give(self, session: Replaying, routes: Routes | None, strict: bool) -> None:
-        may_be_live = self._on_missing == "live"
+    def _set_routes(self, session: Replaying, routes: Routes | None, strict: bool) -> None:
+        allow_live = self._on_missing == "live"
         if routes is None:
-            if not may_be_live:
-                raise ValueError("no routes to replay, and on_missing='error'")
+            if not allow_live:
+                raise ValueError("no routes to replay, but on_missing='error' needs them")
             return
         ids, weights = select_layers(routes, self._layers)
-        check_ids(ids, self._layers, allow_live=may_be_live, strict=strict)
-        session.give(ids, weights)
+        check_ids(ids, self._layers, allow_live=allow_live, strict=strict)
+        session.set_routes(ids, weights)
 
     @contextmanager
     def _open(self, session: Recording | Replaying) -> Iterator[None]:
         if vars(self._root).get(STATE) is not self._state:
             raise ValueError(
-                "this RoutingReplay was made before the model was unpatched; patch the model, and "
-                "make a new RoutingReplay"
+                "this RoutingReplay was created before the model was unpatched; patch the model, "
+                "and create a new RoutingReplay"
             )
         _check_not_compiled(self._root)
-        # ForwardGuard wraps checkpointing functions only with ep; here they are always wrapped.
+        # ForwardGuard wraps checkpointing functions only with ep, so they are wrapped here.
         self._watch.look(self._root)
-        with hooked(self._root, self._state, self._layers, session):
+        with session_hooks(self._root, self._state, self._layers, session):
             yield
 
 
 def _check_not_compiled(model: nn.Module) -> None:
     if any(is_compiled(module) for module in model.modules()):
         raise ValueError(
-            "routing of a compiled model cannot be recorded or replayed: its topk is compiled "
-            "already; leave torch.compile out"
+            "routing of a compiled model cannot be recorded or replayed, because its topk cannot "
+            "be replaced; leave torch.compile out"
         )
 
 
 def _adapters_off_test(model: nn.Module) -> Callable[[], bool]:
-    """Return a function that returns whether PEFT has switched the adapters off (all or none)."""
+    """Return a function that tests if the adapters are off; PEFT switches all of them together."""
     first = next((layer for _, layer in adapter_layers(model)), None)
     return lambda: first is not None and bool(first.disable_adapters)

@@ -1,4 +1,4 @@
-"""Replay routes: the router gets recorded indices, and keeps its own scores and gradients."""
+"""`Replaying`: replay routes. topk returns their ids; the router keeps its scores and gradients."""
 
 from __future__ import annotations
 
@@ -30,24 +30,29 @@ class Replaying(Session):
         self.counts = Counts(layers.keys, layers.top_k)
         self._ids_BSLK: Tensor | None = None
         self._weights_BSLK: Tensor | None = None
-        # The present forward, or the last one: true if it is not replayed; its routes by layer.
+        # True during a forward that is not replayed.
         self._live = False
+        # The routes of this rank in the current forward, by layer.
         self._ids_LTK: Tensor | None = None
         self._weights_LTK: Tensor | None = None
-        # The present layer: the number of its replaced topks, what the last one returned (the
-        # choice), what the router would have chosen, and which tokens have routes.
+        # In the current layer: the mode that replaces topk, the number of calls that it replaced,
+        # the experts that the last call returned, the experts that the router would have chosen,
+        # and a mask of the tokens that have routes.
         self._mode: ChosenTopK | None = None
         self._num_topks = 0
         self._replayed_TK: Tensor | None = None
         self._live_TK: Tensor | None = None
         self._given_T1: Tensor | None = None
 
-    def give(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
-        """Set the routes, which contain the routed layers only."""
+    def set_routes(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
+        """Set the routes to replay; their layers are the routed layers."""
         self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
 
     def refuse(self, error: ValueError) -> None:
-        """Raise the error; if ranks meet in the forward, store it until the others know of it."""
+        """Raise `error`, or store it if ranks compare their routes in a forward.
+
+        After that comparison every rank raises an error.
+        """
         if not ranks_compare_routes(self._state):
             raise error
         self.refusal = error
@@ -64,30 +69,31 @@ class Replaying(Session):
         if self.refusal is not None or self._ids_BSLK is None:
             name = "no routes" if self.refusal is None else "refused routes"
             return {name: torch.ones(1, dtype=torch.int64, device=device)}
-        found = {"routes": self._ids_BSLK.to(device)}
+        tensors = {"routes": self._ids_BSLK.to(device)}
         if self._weights_BSLK is not None:
-            found["weights of routes"] = self._weights_BSLK.to(device)
-        return found
+            tensors["weights of routes"] = self._weights_BSLK.to(device)
+        return tensors
 
     def begin(self, forward: Forward) -> None:
         """Slice the routes as the inputs of this forward are sliced."""
-        # A forward with adapters switched off (a reference model) is not replayed.
+        # If the adapters were switched on or off inside the block, this forward computes another
+        # model (the reference), and is not replayed.
         self._live = self._adapters_off() != self._were_off
         if self._live:
             return
         if self._ids_BSLK is not None and self.refusal is None:
-            given = tuple(self._ids_BSLK.shape[:2])
-            if given != (forward.batch, forward.sequence):
+            rows, tokens = self._ids_BSLK.shape[:2]
+            if (rows, tokens) != (forward.batch, forward.sequence):
                 self.refuse(
                     ValueError(
-                        f"routes of {given[0]} rows of {given[1]} tokens cannot be replayed in a "
+                        f"routes of {rows} rows of {tokens} tokens cannot be replayed in a "
                         f"forward of {forward.batch} rows of {forward.sequence}: one replay() is "
-                        f"for one batch, as the model is called with it"
+                        f"for the whole batch of one call of the model"
                     )
                 )
         if self.refusal is None:
             if self._ids_BSLK is not None:
-                self._cut(forward)
+                self._slice_routes(forward)
         elif self._state.meshes is None or self._state.meshes.ep_size == 1:
             raise self.refusal
 
@@ -95,13 +101,13 @@ class Replaying(Session):
         self._live = False
 
     def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
-        """Replace topk from here to the experts."""
-        if not self._replays():
+        """Replace topk until the experts of this layer run."""
+        if not self._must_replay():
             return
         if self._ids_LTK is None:  # only the decoder was called, with whole sequences
             assert self._ids_BSLK is not None
             batch, sequence = self._ids_BSLK.shape[:2]
-            self._cut(Forward(batch, sequence, None, args[0].device))
+            self._slice_routes(Forward(batch, sequence, None, args[0].device))
         assert self._ids_LTK is not None
         ids_TK = self._ids_LTK[self._position(layer)].long()
         given_T1 = ids_TK[:, :1] != LIVE
@@ -124,20 +130,20 @@ class Replaying(Session):
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Check that these are the replayed experts; return the weights of the routes, if any."""
         self.leave()
-        if not self._replays():
+        if not self._must_replay():
             return weights_TK
-        wrong = self._what_is_wrong(layer, ids_TK)
-        if wrong is not None:
+        error = self._find_error(layer, ids_TK)
+        if error is not None:
             if not exchanges_rows(self._state):
-                raise wrong
-            self.refusal = wrong  # the exchange of this layer tells the other ranks
+                raise error
+            self.refusal = error  # the exchange of this layer informs the other ranks
             return weights_TK
         assert self._replayed_TK is not None and self._given_T1 is not None
         with hidden_from_modes():
             if ids_TK is not self._replayed_TK:
                 assert_later(
                     (ids_TK == self._replayed_TK).all(),
-                    f"{layer.name} was given routes, but passed other experts to its layer",
+                    f"{layer.name} chose by topk, but the experts got other ids than topk returned",
                 )
             self._count(layer)
             frame: Frame | None = self._state.frame
@@ -150,23 +156,23 @@ class Replaying(Session):
                 frame.keep_weights(layer.index, given_TK, self._given_T1)
         return torch.where(self._given_T1, given_TK, weights_TK)
 
-    def _what_is_wrong(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
-        """Return the error of a layer whose choice cannot be a replayed one; None if it can."""
+    def _find_error(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
+        """Return an error if routes cannot be replayed in this layer, otherwise None."""
         if self._replayed_TK is None or self._replayed_TK.shape != ids_TK.shape:
             assert self._ids_LTK is not None
             return ValueError(
                 f"{layer.name} did not choose by one torch.topk for the {self._ids_LTK.shape[1]} "
-                f"tokens of the routes (its experts got {list(ids_TK.shape)}): its routes cannot "
-                f"be replayed"
+                f"tokens of the routes (its experts got ids {list(ids_TK.shape)}), so its routes "
+                f"cannot be replayed"
             )
         computes = self._state.config.experts_backend != "eager"
         if self._weights_LTK is None or self._state.frame is None or computes:
             return None
         return ValueError(
-            f"weights of routes cannot be replayed where layers are checkpointed and "
-            f"experts_backend='eager': recomputed in backward, the experts of {layer.name} would "
-            f"use the router's weights; use experts_backend='torch', or replay without weights, or "
-            f"train without checkpointing"
+            f"weights of routes cannot be replayed if layers are checkpointed and "
+            f"experts_backend='eager': in the recompute of backward, the experts of {layer.name} "
+            f"would use the router's weights; use experts_backend='torch', or replay without "
+            f"weights, or train without checkpointing"
         )
 
     def _count(self, layer: RoutedLayer) -> None:
@@ -180,13 +186,14 @@ class Replaying(Session):
     def _position(self, layer: RoutedLayer) -> int:
         return self._layers.keys.index(layer.decoder_layer)
 
-    def _replays(self) -> bool:
+    def _must_replay(self) -> bool:
         """Return True if the current layer must replay recorded expert ids."""
         if self._ids_BSLK is None or self._live or self.refusal is not None:
             return False
         return self._state.frame is None or not self._state.frame.replaying
 
-    def _cut(self, forward: Forward) -> None:
+    def _slice_routes(self, forward: Forward) -> None:
+        """Copy the routes to the device of the forward, and keep this rank's part of them."""
         assert self._ids_BSLK is not None
         ids = self._ids_BSLK.to(forward.device, non_blocking=True)
         self._ids_LTK = _by_layer(
@@ -198,13 +205,13 @@ class Replaying(Session):
 
 
 def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
-    """Slice the part of this rank, and move the layers to the first dim."""
+    """Take this rank's part of the sequences, and make the layers the first dim."""
     if forward.part is not None:
         x_BSLK = forward.part.take(x_BSLK, 1, fill=fill)
     return x_BSLK.flatten(0, 1).movedim(1, 0).contiguous()
 
 
 def ranks_compare_routes(state: ModelState) -> bool:
-    """Return whether ranks compare their sources of routes before any other exchange."""
+    """Return True if ranks compare their routes, or their sources of routes, in a forward."""
     meshes = state.meshes
     return meshes is not None and (meshes.ep_size > 1 or meshes.sp_size > 1)

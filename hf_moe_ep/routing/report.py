@@ -1,4 +1,4 @@
-"""The report of a replay: counted on the device, and copied to the host when it is read."""
+"""`ReplayReport`: the counts of a replay, which are on the device until the report is read."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ReplayReport:
     def agreement(self) -> float:
         """The share of replayed (token, expert) pairs that the live router would choose as well.
 
-        NaN if nothing was replayed.
+        It is NaN if nothing was replayed.
         """
-        return _share(*(sum(column) for column in zip(*self.pairs.values(), strict=True)))
+        return _ratio(*(sum(column) for column in zip(*self.pairs.values(), strict=True)))
 
     @property
     def by_layer(self) -> dict[int, float]:
         """The agreement of each decoder layer."""
-        return {layer: _share(*pairs) for layer, pairs in self.pairs.items()}
+        return {layer: _ratio(*pairs) for layer, pairs in self.pairs.items()}
 
     def over_ranks(self) -> ReplayReport:
         """Add up the reports of all ranks; every rank calls this."""
@@ -50,12 +50,12 @@ class ReplayReport:
         return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), pairs)
 
 
-def _share(agreed: int, of: int) -> float:
-    return agreed / of if of else math.nan
+def _ratio(agreed: int, replayed: int) -> float:
+    return agreed / replayed if replayed else math.nan
 
 
 class Counts:
-    """The counts of one replay block by layer; only `report` is a host sync."""
+    """The counts of one replay block, by layer. Only `report` is a host sync."""
 
     def __init__(self, layers: tuple[int, ...], top_k: int) -> None:
         self._layers, self._top_k = layers, top_k
@@ -63,19 +63,22 @@ class Counts:
         self._rows = 0
 
     def add(self, layer: int, ids_TK: Tensor, live_TK: Tensor, given_T1: Tensor) -> None:
-        """Count a layer's tokens with routes, and their experts that the live router chose too."""
-        alike_TK = (ids_TK.unsqueeze(2) == live_TK.unsqueeze(1)).any(2)
-        found = torch.stack([given_T1.sum(), (alike_TK & given_T1).sum()])
-        before = self._given_and_agreed.get(layer)
-        self._given_and_agreed[layer] = found if before is None else before + found
+        """Count a layer's tokens with routes, and their experts that the live router chose too.
+
+        `given_T1` is the mask of the tokens with routes, `live_TK` the live router's choice.
+        """
+        agrees_TK = (ids_TK.unsqueeze(2) == live_TK.unsqueeze(1)).any(2)
+        counts = torch.stack([given_T1.sum(), (agrees_TK & given_T1).sum()])
+        earlier = self._given_and_agreed.get(layer)
+        self._given_and_agreed[layer] = counts if earlier is None else earlier + counts
         self._rows += ids_TK.shape[0]
 
     def report(self) -> ReplayReport:
-        """Copy the counts to the host."""
-        read = {layer: counts.tolist() for layer, counts in self._given_and_agreed.items()}
-        replayed = sum(given for given, _ in read.values())
+        """Copy the counts to the host and return the report."""
+        counts = {layer: both.tolist() for layer, both in self._given_and_agreed.items()}
+        replayed = sum(given for given, _ in counts.values())
         pairs = {
-            layer: (read[layer][1], read[layer][0] * self._top_k) if layer in read else (0, 0)
+            layer: (counts[layer][1], counts[layer][0] * self._top_k) if layer in counts else (0, 0)
             for layer in self._layers
         }
         return ReplayReport(replayed, self._rows - replayed, pairs)

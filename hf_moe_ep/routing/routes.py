@@ -1,13 +1,13 @@
-"""`Routes`: the experts of each token of a batch, in each layer.
+"""`Routes`: the experts of each token of a batch, in each layer, [B, S, L, K].
 
-    recorded       [B, S, L, K] as a forward chose (`RoutingReplay.record`)
-    from_engine    arrays of an inference engine, one per sequence, put into a padded batch:
+Routes are recorded in a forward (`RoutingReplay.record`), or `Routes.from_engine` copies the arrays
+of an inference engine, one per sequence, into a padded batch:
 
-        tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
-        rows of its array            r0 r1 r2            t3 was sampled last and never forwarded
-        routes               -1  -1  r0 r1 r2 -1         -1: routes live
+    tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
+    rows of its array            r0 r1 r2            t3 was sampled last and never forwarded
+    routes               -1  -1  r0 r1 r2 -1         -1: the router chooses ("routes live")
 
-Row s of a sequence contains the experts of input token s.
+Row s of a sequence has the experts of input token s.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Routes:
 
     Attributes:
         ids: [B, S, L, K], integers. If all K ids of a token and layer are -1, the router chooses
-            there itself ("routes live"). B and S are those of the `input_ids` with which the model
-            is called. Pinned CPU memory is best.
+            ("routes live"). B and S are those of the `input_ids` with which the model is called.
+            From pinned CPU memory the ids are copied without a host sync.
         layers: the decoder layer of each of the L entries.
-        weights: [B, S, L, K], which replace the router's weights of tokens with ids; None keeps the
-            router's own weights, which are differentiable.
+        weights: [B, S, L, K], which replace the router's weights of tokens that have ids; None
+            keeps the router's own weights, which are differentiable.
         num_experts: the number of experts of the model that chose the routes, if known.
     """
 
@@ -52,17 +52,18 @@ class Routes:
         layers: str | Sequence[int] = "all",
         starts: Sequence[int] | None = None,
     ) -> Routes:
-        """Make routes of a padded batch from the arrays that an inference engine returned.
+        """Create the routes of a padded batch from the arrays that an inference engine returned.
 
         vLLM (`enable_return_routed_experts`) and SGLang (`return_routed_experts`) return logical
-        expert ids, [tokens - 1, layers, K]: the token that was sampled last was never forwarded,
-        and routes live. `CompletionOutput.routed_experts` of vLLM is such an array. From servers:
+        expert ids, [tokens - 1, layers, K]. The last token was sampled but never forwarded, so it
+        routes live. `CompletionOutput.routed_experts` of vLLM is such an array. Decode the response
+        of a server:
 
             vLLM    np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
             SGLang  np.frombuffer(base64.b64decode(meta_info["routed_experts"]), np.int32)
                       .reshape(-1, layers, K)
 
-        vLLM 0.21 returns the prompt's rows in a separate array: concatenate both.
+        vLLM 0.21 returns the prompt's rows in a separate array: concatenate both arrays.
 
         Args:
             arrays: one array per row of the batch, numpy or torch, with n - 1 or n rows for n
@@ -71,15 +72,18 @@ class Routes:
             padded_to: the number of tokens of each row with padding, S.
             pad_side: "left" or "right", or the number of padding tokens before each row.
             layers: the decoder layers of an array's entries. "all" means all decoder layers (the
-                entries of dense ones are not read), or all MoE layers, whichever number fits.
+                entries of dense layers are not read), or all MoE layers, whichever number fits.
             starts: the token of each array's first row, if the engine left out a prefix that it had
-                cached; that prefix routes live.
+                cached; the tokens of this prefix route live.
 
         Raises:
-            ValueError: the numbers of rows, layers or tokens do not fit; the message has both.
+            ValueError: the numbers of rows, layers or tokens do not fit; the message has both
+                numbers.
         """
         if len(arrays) != len(input_lengths):
-            raise ValueError(f"{len(arrays)} arrays of routes for {len(input_lengths)} lengths")
+            raise ValueError(
+                f"there are {len(arrays)} arrays of routes, but {len(input_lengths)} input_lengths"
+            )
         tensors = [_as_tensor(array, row) for row, array in enumerate(arrays)]
         if not tensors:
             raise ValueError("no arrays of routes; a batch has at least one row")
@@ -92,9 +96,9 @@ class Routes:
             start = 0 if starts is None else starts[row]
             if start + len(tensor) not in (length - 1, length):
                 raise ValueError(
-                    f"array {row} has {len(tensor)} rows from token {start} on, and its sequence "
-                    f"{length} tokens; engines return {length - 1 - start} (the last token was "
-                    f"sampled, not forwarded) or {length - start}"
+                    f"array {row} has {len(tensor)} rows from token {start} on, but its sequence "
+                    f"has {length} tokens; engines return {length - 1 - start} rows (the last "
+                    f"token was sampled, not forwarded) or {length - start}"
                 )
             first = _padding_in_front(pad_side, row, padded_to - length)
             if first < 0 or first + length > padded_to:
@@ -103,13 +107,13 @@ class Routes:
                     f"padded_to={padded_to}"
                 )
             ids[row, first + start : first + start + len(tensor)] = tensor
-        named = tuple(range(num_layers)) if layers == "all" else _layers(layers, num_layers)
-        return cls(ids, named)
+        all_layers = tuple(range(num_layers))
+        return cls(ids, all_layers if layers == "all" else _check_layers(layers, num_layers))
 
     def pack(
         self, lengths_or_positions: Sequence[int] | Tensor, *, pad_side: str = "right"
     ) -> Routes:
-        """Concatenate all rows into one, as a collator without padding does with the tokens.
+        """Concatenate all rows into one row without padding, as a packing collator does.
 
         Args:
             lengths_or_positions: the number of tokens of each row, or the position_ids [1, tokens]
@@ -119,7 +123,7 @@ class Routes:
         Raises:
             ValueError: there is not one length per row, or a length exceeds S.
         """
-        lengths = _lengths(lengths_or_positions)
+        lengths = _lengths_of_rows(lengths_or_positions)
         batch, sequence = self.ids.shape[:2]
         if len(lengths) != batch or max(lengths) > sequence:
             raise ValueError(
@@ -166,20 +170,21 @@ def _padding_in_front(pad_side: str | Sequence[int], row: int, padding: int) -> 
     return padding if pad_side == "left" else 0
 
 
-def _layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
+def _check_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
     if isinstance(layers, str):
         raise ValueError(f"layers={layers!r} is neither 'all' nor numbers of decoder layers")
     if len(layers) != num_layers:
-        raise ValueError(f"layers names {len(layers)} and the arrays have {num_layers}")
+        raise ValueError(f"layers names {len(layers)} layers, but the arrays have {num_layers}")
     return tuple(layers)
 
 
-def _lengths(given: Sequence[int] | Tensor) -> list[int]:
-    if not isinstance(given, Tensor):
-        return list(given)
-    if given.ndim == 1:
-        return [int(length) for length in given.tolist()]
-    if given.ndim != 2 or given.shape[0] != 1:
-        raise ValueError(f"position_ids of a packed row are [1, tokens], not {tuple(given.shape)}")
-    begins = (given[0] == 0).nonzero().flatten().tolist()
-    return [end - begin for begin, end in zip(begins, [*begins[1:], given.shape[1]], strict=True)]
+def _lengths_of_rows(lengths_or_positions: Sequence[int] | Tensor) -> list[int]:
+    if not isinstance(lengths_or_positions, Tensor):
+        return list(lengths_or_positions)
+    if lengths_or_positions.ndim == 1:
+        return [int(length) for length in lengths_or_positions.tolist()]
+    shape = tuple(lengths_or_positions.shape)
+    if len(shape) != 2 or shape[0] != 1:
+        raise ValueError(f"position_ids of a packed row are [1, tokens], not {shape}")
+    begins = (lengths_or_positions[0] == 0).nonzero().flatten().tolist()
+    return [end - begin for begin, end in zip(begins, [*begins[1:], shape[1]], strict=True)]

@@ -1,11 +1,12 @@
-"""The hooks of an open `record` or `replay`, and the base class of both sessions.
+"""`Session`, the base class of an open `record` or `replay`, and the hooks that call its methods.
 
-    the model      before its forward: the batch and how it is split; behind it: the end
-    the owner      the module that contains a router and its experts: from its beginning until the
-                   experts run, topk may be replaced
-    the experts    the choice that they are given is recorded, or compared with the replayed one
+    hooks on       call
+    the model      `begin` before its forward, with the shape of the batch; `end` after it
+    the owners     `enter` and `leave`, before and after the forward of each module that contains a
+                   router and its experts; after `enter` topk may be replaced
+    the experts    `at_experts` before their forward, with the choice that they receive
 
-The session ignores a recompute in backward: there the frame of the checkpointed layer repeats the
+A session ignores a recompute in backward, because the `Frame` of the checkpointed layer repeats the
 choice.
 """
 
@@ -28,7 +29,7 @@ _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class Forward(NamedTuple):
-    """One call of the model, with B rows of S tokens; `part` is this rank's slice of them."""
+    """The input of one call of the model; `part` is this rank's slice of each sequence, or None."""
 
     batch: int
     sequence: int
@@ -37,17 +38,17 @@ class Forward(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens per row in this rank's layers, including the padding of its slice."""
+        """The number of tokens per sequence in this rank's layers, with the slice's padding."""
         return self.sequence if self.part is None else self.part.local
 
     @property
     def rows(self) -> int:
-        """The tokens of all rows in this rank's layers."""
+        """The number of tokens of all sequences in this rank's layers."""
         return self.batch * self.tokens
 
 
 class Session(RoutingSession):
-    """The calls that the hooks make during a forward."""
+    """The methods that the hooks call during a forward."""
 
     def begin(self, forward: Forward) -> None:
         """Begin a forward of the whole model."""
@@ -62,22 +63,22 @@ class Session(RoutingSession):
         """End the forward of a layer's owner, even after an error."""
 
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Take the choice that the experts are given, and return the routing weights to use."""
+        """Record or check the experts of each token, and return the routing weights to use."""
         raise NotImplementedError
 
 
 @contextmanager
-def hooked(
+def session_hooks(
     root: nn.Module, state: ModelState, layers: RoutedLayers, session: Session
 ) -> Iterator[None]:
-    """Call the session's methods in every forward of the model inside the block.
+    """Register the hooks that call the session's methods, and remove them after the block.
 
     Raises:
         ValueError: another session is open.
     """
     if state.routing is not None:
         raise ValueError(
-            "a record or replay of this model's routing is open already; leave its block first"
+            "a record() or replay() block of this model is open already; leave that block first"
         )
     head = output_head(root)
     owners = (module for module in root.modules() if head in own_children(module))
@@ -104,12 +105,12 @@ def hooked(
 
 
 def exchanges_rows(state: ModelState) -> bool:
-    """Return whether MoE layers exchange rows; then frames store the choice for that anyway."""
+    """Return True if MoE layers exchange rows; such layers store their choices in the `Frame`."""
     return state.meshes is not None and state.meshes.ep_size > 1
 
 
 class _Hook(Ours):
-    """A hook of a session; in a copy of the model it has no session, and does nothing."""
+    """A hook of a session. In a deep copy of the model it has no session, and does nothing."""
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session
@@ -130,14 +131,14 @@ class _Begin(_Hook):
                 "routing cannot be recorded or replayed within torch.compile; inside the block "
                 "call the original model, not its compiled wrapper"
             )
-        given = bind_forward(model, args, kwargs)
-        tokens = given.get("input_ids")
+        arguments = bind_forward(model, args, kwargs)
+        tokens = arguments.get("input_ids")
         if tokens is None:
-            tokens = given.get("inputs_embeds")
+            tokens = arguments.get("inputs_embeds")
         if tokens is None:
-            return  # the model itself raises an error for a call without both
+            return  # without both, the model itself raises an error
         batch, sequence = tokens.shape[:2]
-        self._session.begin(Forward(batch, sequence, given.get(SLICE), tokens.device))
+        self._session.begin(Forward(batch, sequence, arguments.get(SLICE), tokens.device))
 
 
 class _End(_Hook):
@@ -164,7 +165,9 @@ class _AtExperts(_HookOfLayer):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._session is None:
             return None
-        given = dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)) | kwargs
-        weights = given["top_k_weights"]
-        used = self._session.at_experts(self._layer, given["top_k_index"], weights)
-        return None if used is weights else ((), given | {"top_k_weights": used})
+        arguments = dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)) | kwargs
+        weights = arguments["top_k_weights"]
+        new_weights = self._session.at_experts(self._layer, arguments["top_k_index"], weights)
+        if new_weights is weights:
+            return None
+        return (), arguments | {"top_k_weights": new_weights}

@@ -286,9 +286,9 @@ def test_a_save_that_fails_leaves_the_config_of_the_weights_that_stay(tmp_path: 
 
 def _saved_otherwise(rank: int, world: int, folder: str) -> None:
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
-    with pytest.raises(ValueError, match=r"another max_shard_size: .*'5GB', rank 1 with '50KB'"):
+    with pytest.raises(ValueError, match=r"values of max_shard_size: .*'5GB', rank 1 with '50KB'"):
         save_pretrained(model, folder, max_shard_size="50KB" if rank else "5GB")
-    with pytest.raises(ValueError, match=r"another dtype: rank 0 with None, rank 1 .*bfloat16"):
+    with pytest.raises(ValueError, match=r"values of dtype: rank 0 with None, rank 1 .*bfloat16"):
         save_pretrained(model, folder, dtype=torch.bfloat16 if rank else None)
     with pytest.raises(ValueError, match=r"max_shard_size 'five' is no size"):
         save_pretrained(model, folder, max_shard_size="five")

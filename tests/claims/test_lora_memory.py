@@ -139,7 +139,7 @@ def saving_on_one_rank_is_an_error_and_no_hang(rank: int, world: int, folder: st
     with mock.patch.object(meet, "PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             for save in (model.save_pretrained, partial(save_pretrained, model)):
-                with pytest.raises(RuntimeError, match=r"called on 1 of 2 ranks only.*every rank"):
+                with pytest.raises(RuntimeError, match=r"called on only 1 of 2 ranks.*every rank"):
                     save(folder)
     dist.barrier()
     for _ in range(2):  # the failed ones are forgotten

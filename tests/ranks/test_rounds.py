@@ -128,7 +128,9 @@ def _meet(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def test_ranks_that_differ_say_who(tmp_path: Any) -> None:
     """Any rank may be the one that differs. All ranks raise the same error and stay in step."""
-    called = "ranks called save with another directory: rank 0 with 'x', rank {} with 'y'"
+    called = (
+        "ranks called save with different values of directory: rank 0 with 'x', rank {} with 'y'"
+    )
     shared = {
         "differ": [("a", 0), ("a", 0), ("a", 1)],
         "equal": None,

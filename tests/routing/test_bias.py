@@ -187,7 +187,7 @@ def test_a_rate_that_is_none(rate: Any) -> None:
 def test_what_has_no_bias_to_update() -> None:
     with pytest.raises(ValueError, match=r"no router of qwen3_moe has a correction bias"):
         patch(tiny_qwen(), bias_update_rate=RATE)
-    with pytest.raises(ValueError, match=r"has 9 entries and the layer 8 experts"):
+    with pytest.raises(ValueError, match=r"has 9 entries, but the layer has 8 experts"):
         patch(tiny("zaya"), bias_update_rate=RATE)
     with pytest.raises(ValueError, match=r"bias_update_rate=0.0625 has no counts.*'eager'"):
         patch(tiny(KIND), bias_update_rate=RATE, experts_backend="eager")
@@ -245,7 +245,7 @@ def test_every_type_with_a_bias_is_balanced_by_it(model_type: str) -> None:
             patch(model, bias_update_rate=RATE)
         return
     if model_type in NOT_ONLY_EXPERTS:
-        with pytest.raises(ValueError, match=r"entries and the layer"):
+        with pytest.raises(ValueError, match=r"entries, but the layer has"):
             patch(model, bias_update_rate=RATE)
         return
     patch(model, bias_update_rate=RATE)

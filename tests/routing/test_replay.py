@@ -394,7 +394,7 @@ def test_no_routes_at_all_are_no_replay() -> None:
         assert torch.equal(got, model(**inputs).logits)
     assert replay.last.replayed == 0 and np.isnan(replay.last.agreement)
     with (
-        pytest.raises(ValueError, match="no routes to replay, and on_missing='error'"),
+        pytest.raises(ValueError, match="no routes to replay, but on_missing='error'"),
         RoutingReplay(model, on_missing="error").replay(None),
     ):
         pass
@@ -494,9 +494,9 @@ IDS = random_ids(2, 6, 2, EXPERTS, TOP_K)
 WRONG: dict[str, tuple[Routes, str]] = {
     "shape": (Routes(IDS[0], (0, 2)), r"\[B, S, L, K\], not \[6, 2, 2\]"),
     "floats": (Routes(IDS.double(), (0, 2)), "float64, not integers"),
-    "K": (Routes(IDS[..., :1], (0, 2)), "K=1 experts a token, and routers of qwen3_moe choose 2"),
-    "experts of another": (Routes(IDS, (0, 2), num_experts=16), "16 experts .* in one with 8"),
-    "names and L": (Routes(IDS, (0,)), "name 1 layers and have L=2"),
+    "K": (Routes(IDS[..., :1], (0, 2)), "K=1 experts per token, but routers of qwen3_moe choose 2"),
+    "experts of another": (Routes(IDS, (0, 2), num_experts=16), "16 experts .* in a model with 8"),
+    "names and L": (Routes(IDS, (0,)), "name 1 layers, but ids have L=2"),
     "L": (
         Routes(random_ids(2, 6, 4, EXPERTS, TOP_K), (0, 1, 2, 3)),
         r"L=4 layers \(0, 1, 2, 3\), and this qwen3_moe has 3 decoder layers, 2 of them with",
@@ -507,7 +507,7 @@ WRONG: dict[str, tuple[Routes, str]] = {
     "in part": (Routes(_deep(IDS, -1, 0, 3, 0, 1), (0, 2)), "has -1 for some of its experts"),
     "twice": (
         Routes(torch.zeros_like(IDS), (0, 2)),
-        r"an expert twice; .* \(24 such rows of 24\)",
+        r"an expert twice; .* \(24 of 24 choices\)",
     ),
     "weights": (Routes(IDS, (0, 2), torch.ones(2, 6, 2)), r"weights of routes .* \[2, 6, 2\]"),
     "weights of integers": (Routes(IDS, (0, 2), IDS), "weights of routes are torch.int16"),
@@ -564,7 +564,7 @@ def test_misuse_is_refused() -> None:
     ):
         model.model(input_ids=inputs["input_ids"])
     with (
-        pytest.raises(ValueError, match=r"routes live and on_missing='error' .1 such rows of 24"),
+        pytest.raises(ValueError, match=r"has no experts .*on_missing='error' .*\(1 of 24 choices"),
         RoutingReplay(model, on_missing="error").replay(_routes(_deep(IDS, -1, 0, 0, 0))),
     ):
         pass

@@ -353,7 +353,7 @@ RIGHT = on_ranks(
 )
 # What the ranks say.
 WRONG: dict[Callable[..., str], list[str]] = {
-    wrong_routes_without_a_forward: ["K=3 experts a token", "K=3 experts a token"],
+    wrong_routes_without_a_forward: ["K=3 experts per token", "K=3 experts per token"],
     wrong_routes_of_one_rank: [
         "RuntimeError: ranks of one ep group are at different places",
         "ValueError: row 1, token 2, decoder layer 2 of the routes, [7, 7], has an expert twice",
@@ -412,15 +412,15 @@ def _put(routes: Routes, **fields: Any) -> None:
 KINDS: list[tuple[Callable[[Routes], Any], str]] = [
     (lambda r: _put(r, ids=r.ids[0]), "are [B, S, L, K], not [7, 2, 2]"),
     (lambda r: _put(r, ids=r.ids.double()), "are torch.float64, not integers"),
-    (lambda r: _put(r, ids=r.ids[..., :1]), "K=1 experts a token"),
+    (lambda r: _put(r, ids=r.ids[..., :1]), "K=1 experts per token"),
     (lambda r: _put(r, num_experts=9), "a model with 9 experts"),
-    (lambda r: _put(r, layers=(0,)), "name 1 layers and have L=2"),
+    (lambda r: _put(r, layers=(0,)), "name 1 layers, but ids have L=2"),
     (lambda r: _put(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([8, 1])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([1, -2])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([-1, 3])), "has -1 for some of its experts"),
     (lambda r: r.ids[1, 2, 0].fill_(3), "has an expert twice"),
-    (lambda r: r.ids[1, 2, 0].fill_(-1), "routes live and on_missing='error'"),
+    (lambda r: r.ids[1, 2, 0].fill_(-1), "has no experts (-1), but on_missing='error'"),
     (lambda r: _put(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
     (lambda r: _put(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
 ]
@@ -433,7 +433,7 @@ def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
     assert len(own) == len(KINDS)
     for told, said, (_, wanted) in zip(others, own, KINDS, strict=True):
         assert wanted in said and "ValueError" in said, f"{said}, want {wanted}"
-        assert "routes that it refuses" in told, told
+        assert "refused routes" in told, told
 
 
 def every_expert_on_each_rank(rank: int, world: int) -> None:

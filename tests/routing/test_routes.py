@@ -51,12 +51,16 @@ def test_all_tokens_or_those_behind_a_cached_prefix() -> None:
 @pytest.mark.parametrize(
     ("arrays", "options", "message"),
     [
-        ([LONG, SHORT], {"input_lengths": [4]}, "2 arrays of routes for 1 lengths"),
-        ([LONG], {"input_lengths": [6]}, "has 3 rows from token 0 on, and its sequence 6 tokens"),
+        ([LONG, SHORT], {"input_lengths": [4]}, "2 arrays of routes, but 1 input_lengths"),
+        (
+            [LONG],
+            {"input_lengths": [6]},
+            "3 rows from token 0 on, but its sequence has 6",
+        ),
         ([LONG], {"padded_to": 3}, "4 tokens after -1 of padding|4 tokens after 0 of padding"),
         ([LONG], {"pad_side": "both"}, "pad_side='both'"),
         ([LONG], {"layers": "moe"}, "layers='moe'"),
-        ([LONG], {"layers": (1,)}, "layers names 1 and the arrays have 2"),
+        ([LONG], {"layers": (1,)}, "layers names 1 layers, but the arrays have 2"),
         ([LONG[0]], {}, r"array 0 of routes is torch.int64 \(2, 1\)"),
         ([LONG, SHORT[:, :1]], {"input_lengths": [4, 2]}, r"differ in \[layers, K\]"),
         ([], {"input_lengths": []}, "no arrays of routes"),
