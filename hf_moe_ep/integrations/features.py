@@ -46,7 +46,7 @@ def _has_sharded_model(*args: Any, **kwargs: Any) -> bool:
     return any(state.meshes is not None for state in states)
 
 
-def _prepares_unsharded_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+def _prepares_unsharded(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
     """Return True if this call of `Accelerator.prepare` would shard a patched model."""
     states = [state for value in args for state in _states_of(value)]
     return accelerator.num_processes > 1 and any(state.meshes is None for state in states)
@@ -60,7 +60,7 @@ def _trains_sp_model(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
     return any((state.config.sp_size or 1) > 1 for state in _states_of(trainer))
 
 
-def _prepares_biased_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
     states = [state for value in args for state in _states_of(value)]
     return any(state.config.bias_update_rate is not None for state in states)
 
@@ -105,9 +105,7 @@ _CALLS = {
     "tuner_forward": "peft.tuners.tuners_utils:BaseTuner.forward",
 }
 
-SHARDING = _feature(
-    "sharding a patched model in accelerator.prepare", prepare=_prepares_unsharded_model
-)
+SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_unsharded)
 CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is created before patch()")
 EVALUATED = _feature("sharding models that are evaluated and never trained")
 HUB_LAYOUT = _feature(
@@ -135,9 +133,7 @@ SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_sp_model)
 TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_sp_model)
 TRACKERS = _feature("the error that names a failing tracker")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
-BIASES = _feature(
-    "bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biased_model
-)
+BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)
 CLIP = _feature("Accelerator.clip_grad_norm_ over experts and all other parameters")
 ADAPTERS_ON_EXPERTS = _feature("LoRA on stacked experts", tuner_forward=_adapts_experts)
 ADAPTERS = _feature("adapters in a sharded model")
