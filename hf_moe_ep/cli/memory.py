@@ -211,7 +211,7 @@ def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
         _line("sum", _gib(step.peak), width=32),
         "",
         f"The peak is in: {step.where}.",
-        f"{run} of {step.layers} layers ran on tensors without memory, with equally loaded experts.",
+        f"{run} of {step.layers} layers ran on tensors without memory, all experts equally loaded.",
         f"Not counted: {', '.join(STEP_NOT_COUNTED)}",
     ]
 
