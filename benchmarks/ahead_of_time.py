@@ -97,7 +97,7 @@ def record(reports: list[dict[str, Any]], when: str = "now") -> None:
         for name in report["names"]:
             key = (version(), report["arch"], name)
             old_line = old.get(key, {})
-            old_pair = {name: x for name, x in old_line.items() if name in ("before", "now")}
+            old_pair = {label: x for label, x in old_line.items() if label in ("before", "now")}
             line = {"triton": key[0], "arch": key[1], "name": name} | old_pair
             if when == "now" or name.split(" | ")[0] in IN_TABLE:
                 line[when] = old_figures or figures(report)

@@ -1,21 +1,23 @@
-"""A training step over two nodes with a slow link: hierarchical dispatch against all_to_all.
+"""Time training steps over two nodes with a slow link: hierarchical dispatch and all_to_all.
 
-    python benchmarks/nodes.py                              the table, to the terminal
-    python benchmarks/nodes.py --write benchmarks/results   also as Markdown
-    python benchmarks/nodes.py --single                     four ranks on one node alone
+    python benchmarks/nodes.py                              prints the table
+    python benchmarks/nodes.py --write benchmarks/results   also writes it as Markdown
+    python benchmarks/nodes.py --single                     runs only the case of one node
 
-Nodes are network namespaces of this machine with two ranks each (`tests/support/namespaces.py`), so
-it needs root and iproute2. What a node sends goes through `tc tbf` at --rate; between ranks of a
-node nothing is slowed. Every rank has both models, of the same weights; their steps take turns.
+The nodes are network namespaces of this machine with two ranks each
+(`tests/support/namespaces.py`), so the benchmark needs root and iproute2. The traffic between nodes
+is limited to --rate by `tc tbf`; the traffic within a node is not. Every rank holds two models with
+the same weights, one per dispatcher, whose steps take turns.
 
     step           forward, backward and AdamW, until the slowest rank is done
-    ratio          of the two steps of a turn
-    sent           bytes that a node's interface sent in a step, headers, FSDP2's gradients and all
-    one node       four ranks without a link: there hierarchical has nothing to do, and both columns
-                   run the same exchange
+    ratio          hierarchical / all_to_all, turn by turn
+    sent           all bytes that a node's interface sends in a step, such as headers and FSDP2's
+                   gradients
+    one node       four ranks on one node. Hierarchical dispatch is all_to_all there, so both
+                   columns run the same exchange
 
-It measures no GPU. Ranks of both nodes share the cores of one machine, which makes the part of a
-step that is not the link's larger than it would be on machines of their own.
+No GPU is measured. The ranks of both nodes share the cores of one machine, so computation takes a
+larger part of a step than it would on two machines.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the tokens of a rank, in sequences of `seq`."""
+    """The sizes of the model, and the tokens of a rank, in sequences of `seq`."""
 
     tokens: int = 2048
     seq: int = 128
@@ -70,7 +72,7 @@ def build(sizes: Sizes, kind: str) -> nn.Module:
 
 
 def measure(sizes: Sizes) -> Found:
-    """Take a step of each in turn; the first turn is not counted."""
+    """Run steps of both models in turn, and drop the first turn."""
     models = {kind: build(sizes, kind) for kind in KINDS}
     optimizers = {
         kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()
@@ -80,7 +82,7 @@ def measure(sizes: Sizes) -> Found:
     batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
     found: Found = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
     for turn in range(1 + sizes.steps):
-        # Who goes first changes too.
+        # The order within a turn alternates.
         for kind in KINDS if turn % 2 else KINDS[::-1]:
             dist.barrier()
             before, began = _sent(), time.perf_counter()
@@ -98,12 +100,12 @@ def measure(sizes: Sizes) -> Found:
 
 
 def _sent() -> int:
-    """Count for a node whose interface is that of `support.namespaces`."""
+    """Return the bytes that this node's interface has sent, or 0 outside a network namespace."""
     return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
 
 
 def rank_main(file: Path) -> None:
-    """Be one rank of a launcher; rank 0 writes what it found."""
+    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = measure(Sizes(**json.loads(os.environ["SIZES"])))
@@ -113,7 +115,7 @@ def rank_main(file: Path) -> None:
 
 
 def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Found:
-    """Measure on so many nodes."""
+    """Measure on `num_nodes` nodes, whose link is limited to `rate`."""
     with (
         tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
         namespaces.Nodes(num_nodes, rate=rate) as nodes,
@@ -157,9 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc takes it")
-    parser.add_argument("--single", action="store_true", help="the case of one node alone")
-    parser.add_argument("--write", type=Path, help="also write nodes-cpu.md there")
+    parser.add_argument("--rate", default="200mbit", help="bandwidth of the link, in tc's format")
+    parser.add_argument("--single", action="store_true", help="run only the case of one node")
+    parser.add_argument("--write", type=Path, help="also write nodes-cpu.md to this folder")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
