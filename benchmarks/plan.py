@@ -285,8 +285,8 @@ def report(
         "| / measured | peak in | busiest rank / mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for index, configuration in enumerate(configurations):
-        evenly, loaded = plans[index]
+    pairs = zip(configurations, plans, strict=True)
+    for index, (configuration, (evenly, loaded)) in enumerate(pairs):
         ranks = [rank[index] for rank in measured]
         largest = max(rank.peak for rank in ranks)
         cells = [spread([rank.peak / 2**20 for rank in ranks])]

@@ -61,7 +61,7 @@ LAUNCHED = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the models, and the pairs of a rank; a prompt plus an answer has `seq` tokens."""
+    """The sizes of the models, and the pairs of a rank; prompt and answer together have `seq`."""
 
     pairs: int = 2
     seq: int = 256
