@@ -63,7 +63,8 @@ from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 SIDES = ("ours", "theirs")
 KINDS = ("rows", "routing", "counts")
 FP32, INT64 = 4, 8
-HERE = (0, 0, True, True, False, False)  # the first fields of a Header: training with gradients
+# The first fields of a Header: training with gradients.
+TRAINING_HEADER = (0, 0, True, True, False, False)
 
 # Bandwidths of the computed table: bytes per second that leave a GPU (see the module docstring).
 NVLINK, RDMA = 153e9 * 7 / 8, 50e9 * 7 / 8
@@ -143,7 +144,7 @@ class Problem:
         return out_TH, *torch.autograd.grad(out_TH, (self.x_TH, self.weights_TK), self.upstream_TH)
 
     def _ours(self, identity: bool) -> Tensor:
-        header = Header(*HERE, self.ids_TK.shape[1], self.x_TH.element_size())
+        header = Header(*TRAINING_HEADER, self.ids_TK.shape[1], self.x_TH.element_size())
         group, num_experts = self.mesh["ep"].get_group(), len(self.scale_E)
         (exchange,) = AllToAll(group, num_experts).plan(self.ids_TK, header)
         arrived = exchange.start(self.x_TH, self.weights_TK, self.ids_TK)

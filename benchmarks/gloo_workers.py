@@ -66,34 +66,34 @@ def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, floa
 
 def measure(sizes: Sizes) -> dict[int, list[float]]:
     """Return the seconds of a step by number of workers, one value per turn."""
-    taken: dict[int, list[float]] = {1: [], 2: []}
+    seconds: dict[int, list[float]] = {1: [], 2: []}
     losses = set()
     for _ in range(sizes.turns):
-        for workers in taken:
+        for workers in seconds:
             ranks = spawn(seconds_per_step, WORLD, workers, sizes, timeout=300.0)
             assert {num_workers for _, _, num_workers in ranks} == {workers}
             losses.add(tuple(loss for _, loss, _ in ranks))
-            taken[workers].append(max(seconds for seconds, _, _ in ranks))
+            seconds[workers].append(max(rank_seconds for rank_seconds, _, _ in ranks))
     assert len(losses) == 1, f"both sides must have the same losses, but they are {losses}"
-    return taken
+    return seconds
 
 
-def report(sizes: Sizes, taken: dict[int, list[float]], machine: list[str]) -> str:
+def report(sizes: Sizes, seconds: dict[int, list[float]], machine: list[str]) -> str:
     lines = [
         *machine,
         f"- {sizes}",
         "",
         "| | one worker | two workers | one / two |",
         "|---|---|---|---|",
-        f"| {row('seconds of a step', taken[1], taken[2])} |",
+        f"| {row('seconds of a step', seconds[1], seconds[2])} |",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
     sizes, load = Sizes(), os.getloadavg()[0]
-    taken = measure(sizes)
-    print(report(sizes, taken, setting("benchmarks/gloo_workers.py", load, WORLD)))
+    seconds = measure(sizes)
+    print(report(sizes, seconds, setting("benchmarks/gloo_workers.py", load, WORLD)))
 
 
 if __name__ == "__main__":

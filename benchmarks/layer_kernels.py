@@ -426,7 +426,7 @@ def _compile(candidate: tuple[str, Blocks]) -> None:
                 call.run(blocks)
 
 
-def compile_all(layer: Layer, row: Blocks, found: list, workers: int, until: float) -> None:
+def compile_all(layer: Layer, row: Blocks, changed_rows: list, workers: int, until: float) -> None:
     """Compile candidates into Triton's cache until the time `until`, in worker processes.
 
     All other candidates are compiled when they are timed.
@@ -434,7 +434,7 @@ def compile_all(layer: Layer, row: Blocks, found: list, workers: int, until: flo
     small = replace(layer.sizes, tokens=256, experts=min(16, layer.sizes.experts))
     context = multiprocessing.get_context("spawn")
     with context.Pool(workers, _open_worker, (small, row)) as pool:
-        pool.map_async(_compile, found, chunksize=1).wait(max(until - time.monotonic(), 0))
+        pool.map_async(_compile, changed_rows, chunksize=1).wait(max(until - time.monotonic(), 0))
         pool.terminate()
 
 

@@ -63,7 +63,7 @@ class Sizes:
     steps: int = 7
 
 
-Found = dict[str, dict[str, list[float]]]
+Figures = dict[str, dict[str, list[float]]]
 
 
 def build(sizes: Sizes, kind: str) -> nn.Module:
@@ -71,7 +71,7 @@ def build(sizes: Sizes, kind: str) -> nn.Module:
     return apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), ep_size=RANKS, dispatcher=kind).train()
 
 
-def measure(sizes: Sizes) -> Found:
+def measure(sizes: Sizes) -> Figures:
     """Run steps of both models in turn, and drop the first turn."""
     models = {kind: build(sizes, kind) for kind in KINDS}
     optimizers = {
@@ -80,7 +80,7 @@ def measure(sizes: Sizes) -> Found:
     generator = torch.Generator().manual_seed(dist.get_rank())
     input_ids = torch.randint(VOCAB, (sizes.tokens // sizes.seq, sizes.seq), generator=generator)
     batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
-    found: Found = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
+    figures: Figures = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
     for turn in range(1 + sizes.steps):
         # The order within a turn alternates.
         for kind in KINDS if turn % 2 else KINDS[::-1]:
@@ -93,10 +93,10 @@ def measure(sizes: Sizes) -> Found:
             dist.barrier()
             seconds = time.perf_counter() - began
             if turn:
-                found[kind]["seconds"].append(seconds)
-                found[kind]["sent"].append((_sent() - before) / 2**20)
-                found[kind]["loss"].append(float(loss.detach()))
-    return found
+                figures[kind]["seconds"].append(seconds)
+                figures[kind]["sent"].append((_sent() - before) / 2**20)
+                figures[kind]["loss"].append(float(loss.detach()))
+    return figures
 
 
 def _sent() -> int:
@@ -108,13 +108,13 @@ def rank_main(file: Path) -> None:
     """Run one rank under a launcher; rank 0 writes its figures to `file`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = measure(Sizes(**json.loads(os.environ["SIZES"])))
+    figures = measure(Sizes(**json.loads(os.environ["SIZES"])))
     if dist.get_rank() == 0:
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
-def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Found:
+def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Figures:
     """Measure on `num_nodes` nodes, whose link is limited to `rate`."""
     with (
         tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
@@ -127,11 +127,11 @@ def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) 
             torchrun(nodes, node, *script, ranks=RANKS // num_nodes) for node in range(num_nodes)
         ]
         run_agents(nodes, commands, Path(folder), timeout=timeout)
-        found: Found = json.loads(file.read_text())
-    return found
+        figures: Figures = json.loads(file.read_text())
+    return figures
 
 
-def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -> str:
+def report(sizes: Sizes, rate: str, cases: dict[str, Figures], about: list[str]) -> str:
     lines = [
         "# A step over two nodes: hierarchical dispatch against all_to_all\n",
         *about,
@@ -143,8 +143,8 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -
         "| | hierarchical | all_to_all | ratio |",
         "|---|---|---|---|",
     ]
-    for name, found in cases.items():
-        ours, theirs = (found[kind] for kind in KINDS)
+    for name, figures in cases.items():
+        ours, theirs = (figures[kind] for kind in KINDS)
         lines.append(f"| {row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
         if max(theirs["sent"]) >= 0.01:
             lines.append(f"| {row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")

@@ -171,26 +171,26 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, routes
     return float(loss.detach())
 
 
-def busiest_rank(found: list[Measured], side: str) -> list[float]:
+def busiest_rank(ranks: list[Measured], side: str) -> list[float]:
     """Return for each turn the largest CPU seconds of any rank."""
-    return [max(turn) for turn in zip(*(rank.own[side] for rank in found), strict=True)]
+    return [max(turn) for turn in zip(*(rank.own[side] for rank in ranks), strict=True)]
 
 
-def slowest_rank(found: list[Measured], side: str) -> list[float]:
+def slowest_rank(ranks: list[Measured], side: str) -> list[float]:
     """Return for each turn the seconds until the last rank was done."""
-    return [max(turn) for turn in zip(*(rank.wall[side] for rank in found), strict=True)]
+    return [max(turn) for turn in zip(*(rank.wall[side] for rank in ranks), strict=True)]
 
 
-def report(found: list[Measured], sizes: Sizes) -> str:
+def report(ranks: list[Measured], sizes: Sizes) -> str:
     """Return the table, and for each figure whether it reaches its target."""
     hub, balanced = SIDES
-    load = found[0].load
+    load = ranks[0].load
     times = {
-        "wall, seconds": [slowest_rank(found, side) for side in SIDES],
-        "own work, CPU seconds": [busiest_rank(found, side) for side in SIDES],
+        "wall, seconds": [slowest_rank(ranks, side) for side in SIDES],
+        "own work, CPU seconds": [busiest_rank(ranks, side) for side in SIDES],
     }
     ratios = {name: [b / h for h, b in zip(*sides, strict=True)] for name, sides in times.items()}
-    most_mib = max(rank.moved_bytes for rank in found) / 2**20
+    most_mib = max(rank.moved_bytes for rank in ranks) / 2**20
     lines = [
         f"{WORLD} ranks, ep {WORLD}, {sizes.tokens} tokens each, hidden {sizes.hidden}, experts "
         f"{sizes.expert} wide, fp32; {sizes.pairs} pairs, the ratio that of each pair.",
@@ -201,9 +201,9 @@ def report(found: list[Measured], sizes: Sizes) -> str:
         f"{load[balanced] / load[hub]:.2f} |",
         *(f"| {row(name, sides[1], sides[0])} |" for name, sides in times.items()),
         "",
-        f"To move: {max(rank.move_seconds for rank in found):.2f} s, at most {most_mib:.1f} MiB "
+        f"To move: {max(rank.move_seconds for rank in ranks):.2f} s, at most {most_mib:.1f} MiB "
         f"from a rank, AdamW's moments among them; once. Losses differ by at most "
-        f"{max(rank.error for rank in found):.0e}.",
+        f"{max(rank.error for rank in ranks):.0e}.",
         "",
         f"The busiest rank is {'at most' if load[balanced] <= TARGET_LOAD else 'NOT at most'} "
         f"{TARGET_LOAD} of the mean.",
@@ -224,14 +224,14 @@ def main() -> None:
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     sizes = Sizes(pairs=options.pairs)
-    found = spawn(measure, WORLD, sizes, timeout=1200, environment=KEEP_FREED_MEMORY)
+    ranks = spawn(measure, WORLD, sizes, timeout=1200, environment=KEEP_FREED_MEMORY)
     text = "\n".join(
         [
             "# A step with one busy rank, before and after balance_experts",
             "",
             *setting("benchmarks/placement.py", load_before, WORLD),
             "",
-            report(found, sizes),
+            report(ranks, sizes),
         ]
     )
     print(text)

@@ -359,14 +359,14 @@ def _size(number: int) -> str:
     return f"{number:,} B" if number < 10_000 else f"{number / 2**20:.2f} MiB"
 
 
-def report(found: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> str:
+def report(figures: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> str:
     """Return the table as Markdown."""
-    worlds = list(found)
+    worlds = list(figures)
 
     def line(name: str, cells: list[str]) -> str:
         return f"| {name} | " + " | ".join(cells) + " |"
 
-    rows = [found[world] for world in worlds]
+    rows = [figures[world] for world in worlds]
     text = [
         line("of one rank", [f"{world} ranks" for world in worlds]),
         "|---|" + "---|" * len(worlds),
@@ -404,17 +404,17 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write scale-cpu.md to this folder")
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
-    found = run_all(tuple(args.worlds), LAYERS)
+    figures = run_all(tuple(args.worlds), LAYERS)
     hub = measured(find_on_hub, LAYERS, 128)
     text = "\n".join(
         [
             "# Start-up and checkpoints on 8 to 1,024 ranks\n",
             *setting("benchmarks/scale.py", load_before, 1),
-            f"- {found[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
+            f"- {figures[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
             f"AdamW where it is sharded and planned, {LAYERS * KINDS * COPIES:,} where files are "
             f"read; ep 8; one run of each; `before` is torch's own way, run beside it (DCP's up to "
             f"{DCP_PLANS} and {DCP_FILES} ranks), and counted from pickled sizes in bytes\n",
-            report(found, hub),
+            report(figures, hub),
             "What the rows are is told at the top of `benchmarks/scale.py`. MiB: peak of resident "
             "memory above what the process held before.\n",
         ]

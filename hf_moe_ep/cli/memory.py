@@ -107,9 +107,9 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong or missing, or `plan_memory` or `plan_step` raised it.
     """
     _check_options(options)
-    asked = vars(options) | {"batch": _batch_per_rank(options)}
-    plan = plan_memory(options.model, **_layout_arguments(asked))
-    step = None if options.seq is None else _plan_asked_step(asked)
+    settings = vars(options) | {"batch": _batch_per_rank(options)}
+    plan = plan_memory(options.model, **_layout_arguments(settings))
+    step = None if options.seq is None else _plan_one_step(settings)
     if options.json:
         print(json.dumps(as_json(plan, options.gpu_memory, step), indent=2))
         return 0
@@ -117,9 +117,9 @@ def run(options: argparse.Namespace) -> int:
     if step is None:
         print("\n".join(table + _footer(plan, options.gpu_memory)))
         return 0
-    print("\n".join(table + _step_table(step, asked)))
+    print("\n".join(table + _step_table(step, settings)))
     if options.gpu_memory is not None:
-        _print_fit(step, asked)
+        _print_fit(step, settings)
     return 0
 
 
@@ -173,37 +173,40 @@ def _batch_per_rank(options: argparse.Namespace) -> int:
     return int(options.batch) // data_ranks
 
 
-def _layout_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that `plan_memory` and `plan_step` have in common."""
     parallel = ParallelConfig(
-        ep_size=asked["ep"],
-        sp_size=asked["sp"],
-        dp_replicate_size=asked["dp_replicate"],
-        experts_dtype=asked["experts_dtype"],
-        experts_double_quant=asked["double_quant"],
+        ep_size=settings["ep"],
+        sp_size=settings["sp"],
+        dp_replicate_size=settings["dp_replicate"],
+        experts_dtype=settings["experts_dtype"],
+        experts_double_quant=settings["double_quant"],
     )
     return {
         "parallel": parallel,
-        "world_size": asked["gpus"],
-        "dtype": getattr(torch, asked["dtype"]),
-        **{name: asked[name] for name in ("masters", "optimizer", "lora_rank", "lora_targets")},
+        "world_size": settings["gpus"],
+        "dtype": getattr(torch, settings["dtype"]),
+        **{name: settings[name] for name in ("masters", "optimizer", "lora_rank", "lora_targets")},
     }
 
 
-def _plan_asked_step(asked: Mapping[str, Any]) -> StepPlan:
+def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
     batch = Batch(
-        asked["seq"], asked["batch"], asked["checkpointing"], fused_head=asked["fused_head"]
+        settings["seq"],
+        settings["batch"],
+        settings["checkpointing"],
+        fused_head=settings["fused_head"],
     )
-    return plan_step(asked["model"], batch=batch, **_layout_arguments(asked))
+    return plan_step(settings["model"], batch=batch, **_layout_arguments(settings))
 
 
-def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
+def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
     run = " and ".join(map(str, step.layers_run))
-    checkpointing = ", checkpointing" if asked["checkpointing"] else ""
-    checkpointing += ", TRL's fused head" if asked["fused_head"] else ""
+    checkpointing = ", checkpointing" if settings["checkpointing"] else ""
+    checkpointing += ", TRL's fused head" if settings["fused_head"] else ""
     return [
         "",
-        f"One training step; micro-batch per data rank: {asked['batch']} x {asked['seq']} tokens"
+        f"One training step; micro-batch per data rank: {settings['batch']} x {settings['seq']} tokens"
         f"{checkpointing}",
         "",
         _line("GiB at the peak of the step", "rank 0", width=32),
@@ -216,8 +219,8 @@ def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _print_fit(step: StepPlan, asked: Mapping[str, Any]) -> None:
-    memory = asked["gpu_memory"]
+def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
+    memory = settings["gpu_memory"]
     limit = int(memory * _GIB)
     left = limit - step.peak
     if left >= 0:
@@ -226,13 +229,13 @@ def _print_fit(step: StepPlan, asked: Mapping[str, Any]) -> None:
     print(f"\ndoes not fit in {memory:g} GiB: {_gib(-left)} GiB are missing. Options that help:")
 
     def peak_of(changed: Mapping[str, Any]) -> int:
-        return step.peak if dict(changed) == dict(asked) else _plan_asked_step(changed).peak
+        return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
 
     # TRL's chunked loss needs a causal language model of transformers.
-    has_head = has_fused_head() and is_causal_lm(find_config(asked["model"]))
+    has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     without = () if has_head else ("fused_head",)
-    data_ranks = asked["gpus"] // asked["sp"]
-    for change, peak in shrink(asked, limit, peak_of, without=without):
+    data_ranks = settings["gpus"] // settings["sp"]
+    for change, peak in shrink(settings, limit, peak_of, without=without):
         fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
         flag = f"--batch {change.value * data_ranks}" if change.name == "batch" else change.flag
         print(f"  {flag:<28}{_gib(peak):>9} GiB, {fits}", flush=True)

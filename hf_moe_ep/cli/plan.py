@@ -134,10 +134,10 @@ def run(options: argparse.Namespace) -> int:
     """
     _check_nothing_is_missing(options)
     for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
-        given = getattr(options, name)
-        if given is not None and not given > 0:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} ({given:g}) must be more than 0")
+            raise ValueError(f"{flag} ({value:g}) must be more than 0")
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
-    asked = Asked(
+    request = Asked(
         options.model,
         options.gpus,
         int(options.gpu_memory * _GIB),
@@ -165,20 +165,20 @@ def run(options: argparse.Namespace) -> int:
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
     )
-    found = find_layouts(asked)
+    result = find_layouts(request)
     if options.json:
-        print(json.dumps(as_json(found, asked), indent=2))
+        print(json.dumps(as_json(result, request), indent=2))
     else:
-        print("\n".join(_format_result(found, options, asked)))
+        print("\n".join(_format_result(result, options, request)))
     if draw is not None:
-        drawn = (found.fit or found.too_large)[0]
+        drawn = (result.fit or result.too_large)[0]
         title = f"{options.model}, {options.gpus} GPUs: {_describe(drawn.layout, extra)}"
-        draw(drawn.step, options.plot, title=title, limit=asked.limit)
-    if not found.fit:
+        draw(drawn.step, options.plot, title=title, limit=request.limit)
+    if not result.fit:
         return 1
     if options.write is not None:
-        best = found.fit[0].layout
-        text = launch_config(best, options.gpus, asked.node, offload=options.offload, **extra)
+        best = result.fit[0].layout
+        text = launch_config(best, options.gpus, request.node, offload=options.offload, **extra)
         options.write.write_text(text)
     return 0
 
@@ -232,20 +232,20 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
     return calibrated(hardware, options.calibrate)
 
 
-def as_json(found: Found, asked: Asked) -> dict[str, Any]:
+def as_json(result: Found, request: Asked) -> dict[str, Any]:
     """Return the result of a search as plain data, with sizes in bytes."""
 
     def to_plain(planned: Planned) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
-        plain |= {"peak": step.peak, "why": _why(planned, found, asked)}
+        plain |= {"peak": step.peak, "why": _why(planned, result, request)}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
 
     return {
-        "hardware": None if asked.hardware is None else asdict(asked.hardware),
-        "fit": [to_plain(planned) for planned in found.fit],
-        "too_large": [to_plain(planned) for planned in found.too_large],
-        "illegal": [asdict(layout) | {"reason": why} for layout, why in found.illegal.items()],
+        "hardware": None if request.hardware is None else asdict(request.hardware),
+        "fit": [to_plain(planned) for planned in result.fit],
+        "too_large": [to_plain(planned) for planned in result.too_large],
+        "illegal": [asdict(layout) | {"reason": why} for layout, why in result.illegal.items()],
     }
 
 
@@ -290,8 +290,8 @@ def launch_config(
     )
 
 
-def _format_result(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]:
-    timed = asked.hardware is not None
+def _format_result(result: Found, options: argparse.Namespace, request: Asked) -> list[str]:
+    timed = request.hardware is not None
     heading = (
         f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens a step"
@@ -299,38 +299,38 @@ def _format_result(found: Found, options: argparse.Namespace, asked: Asked) -> l
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
-    shown = [*found.fit[:_BEST], *found.too_large[:_BEST]]
+    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
     rows = [tuple(names), *(_row(planned) for planned in shown)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
-    reasons = ["", *(_why(planned, found, asked) for planned in shown)]
+    reasons = ["", *(_why(planned, result, request) for planned in shown)]
     for row, why in zip(rows, reasons, strict=True):
         cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{cells}   {why}".rstrip())
     lines += ["", *_legend(names), ""]
-    more_fit = len(found.fit) - _BEST
+    more_fit = len(result.fit) - _BEST
     if more_fit > 0:
         lines.append(f"{more_fit} more layouts fit and come after the first {_BEST}")
-    if found.illegal:
-        why = next(iter(found.illegal.values()))
+    if result.illegal:
+        why = next(iter(result.illegal.values()))
         lines.append(
-            f"training would refuse {len(found.illegal)} layouts, the first with the error: {why}"
+            f"training would refuse {len(result.illegal)} layouts, the first with the error: {why}"
         )
     lines.append(f"memory that is not counted: {', '.join(NOT_COUNTED)}")
-    if asked.hardware is None:
+    if request.hardware is None:
         lines += [
             "Add --gpu NAME to plan seconds as well.",
             "Order: layers run once, then more sequences per forward, then more GiB left.",
         ]
     else:
-        lines += _about_seconds(asked.hardware)
+        lines += _about_seconds(request.hardware)
     if options.offload:
-        node_peak = max(planned.step.host_peak for planned in shown) * asked.node / _GIB
+        node_peak = max(planned.step.host_peak for planned in shown) * request.node / _GIB
         lines.append(
             f"on the host of each GPU: parameters, gradients, optimizer state; up to "
             f"{node_peak:,.1f} GiB per node"
         )
-    if not found.fit:
+    if not result.fit:
         offload = "" if options.offload else ", or add --offload"
         return [
             *lines,
@@ -338,8 +338,8 @@ def _format_result(found: Found, options: argparse.Namespace, asked: Asked) -> l
             f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
             f"help{offload}.",
         ]
-    best = found.fit[0]
-    lines += ["", f"Best layout: {best.layout.patch_line(**asked.parallel)}"]
+    best = result.fit[0]
+    lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600
@@ -398,11 +398,11 @@ def _row(planned: Planned) -> tuple[str, ...]:
     return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
 
 
-def _why(planned: Planned, found: Found, asked: Asked) -> str:
+def _why(planned: Planned, result: Found, request: Asked) -> str:
     """Return why a layout is not the best: its memory, or the part of the step that is slower."""
     if planned.left < 0:
         return f"does not fit by {-planned.left / _GIB:.1f} GiB"
-    best, time = found.fit[0], planned.time
+    best, time = result.fit[0], planned.time
     if planned is best or time is None or best.time is None:
         return ""
     longer = {
@@ -412,6 +412,6 @@ def _why(planned: Planned, found: Found, asked: Asked) -> str:
     slower = time.seconds / best.time.seconds - 1
     if longer[part] <= 0:
         return "as fast"
-    assert asked.hardware is not None
-    crosses = part in PURPOSES and planned.step.work.sent(part, asked.hardware.node_size)[1] > 0
+    assert request.hardware is not None
+    crosses = part in PURPOSES and planned.step.work.sent(part, request.hardware.node_size)[1] > 0
     return f"{slower:.1%} slower: {_PART_NAMES.get(part, part)}{' between nodes' * crosses}"

@@ -7,11 +7,11 @@ from datetime import datetime, timezone
 from hf_moe_ep.checkpoints.verify import Found
 
 
-def print_found(folder: str, found: Found) -> None:
+def print_found(folder: str, checkpoint: Found) -> None:
     """Print what kind of checkpoint a folder holds, then one fact per line."""
-    print(f"{folder}: {found.what}")
-    width = max(map(len, found.facts), default=0)
-    for name, value in found.facts.items():
+    print(f"{folder}: {checkpoint.what}")
+    width = max(map(len, checkpoint.facts), default=0)
+    for name, value in checkpoint.facts.items():
         if name == "time":
             written = datetime.fromtimestamp(float(value), timezone.utc)
             value = f"{written:%Y-%m-%d %H:%M:%S} UTC"

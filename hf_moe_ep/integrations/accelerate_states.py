@@ -121,8 +121,8 @@ def load_state(
     def choose() -> tuple[Path, bool]:
         if input_dir is None:
             return newest_resumable(_automatic_parent(self), _AUTOMATIC_NAME)
-        given = Path(input_dir).expanduser()
-        return given, is_verifiable(given)
+        named_folder = Path(input_dir).expanduser()
+        return named_folder, is_verifiable(named_folder)
 
     folder, verifiable = on_first("load_state", choose)
     check_resumable(folder, verifiable)

@@ -91,16 +91,16 @@ def save_in_hub_layout(
         original(self, save_directory, *args, **kwargs)
         return
     options = _bind_options(original, self, save_directory, args, kwargs)
-    given = options.get("state_dict")
+    state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
-    if given is None:
+    if state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, **size)
     elif options.get("push_to_hub"):
         original(self, save_directory, *args, **kwargs)
-    elif not isinstance(given, _SavedAlready) and options.get("is_main_process", True):
-        save_state_dict(self, save_directory, given, **size)
+    elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
+        save_state_dict(self, save_directory, state_dict, **size)
 
 
 def _bind_options(
@@ -141,14 +141,15 @@ def save_adapters(
 ) -> None:
     """Wrap `PeftModel.save_pretrained`: pack the adapters of a sharded model as PEFT does."""
     state = find_state(self)
-    given = kwargs.get("state_dict")
+    state_dict = kwargs.get("state_dict")
     if state is None or state.meshes is None:
         original(self, save_directory, *args, **kwargs)
-    elif given is not None:
-        kwargs["state_dict"] = pack_factors(self, given)
+    elif state_dict is not None:
+        kwargs["state_dict"] = pack_factors(self, state_dict)
         if learns_prompts(self):
             if kwargs.get("is_main_process", True):
-                save_prompts(self, given, partial(original, self, save_directory, *args, **kwargs))
+                save = partial(original, self, save_directory, *args, **kwargs)
+                save_prompts(self, state_dict, save)
             return
         with canonical_modules(self):
             original(self, save_directory, *args, **kwargs)

@@ -234,8 +234,8 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
     """Wrap `Trainer._track_num_input_tokens`: count input tokens once per data rank."""
     before = self.state.num_input_tokens_seen
     original(self, inputs)
-    seen = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + seen // sharing(self.accelerator)
+    new_tokens = self.state.num_input_tokens_seen - before
+    self.state.num_input_tokens_seen = before + new_tokens // sharing(self.accelerator)
 
 
 class _EveryNthStep:

@@ -144,8 +144,8 @@ def train(
     def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
             return newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
-        given = Path(os.fspath(resume_from_checkpoint))
-        return given, is_verifiable(given)
+        named_folder = Path(os.fspath(resume_from_checkpoint))
+        return named_folder, is_verifiable(named_folder)
 
     folder, verifiable = on_first("resuming", choose)
     check_resumable(folder, verifiable)
