@@ -206,8 +206,8 @@ def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
     checkpointing += ", TRL's fused head" if settings["fused_head"] else ""
     return [
         "",
-        f"One training step; micro-batch per data rank: {settings['batch']} x {settings['seq']} tokens"
-        f"{checkpointing}",
+        f"One training step; micro-batch per data rank: {settings['batch']} x {settings['seq']} "
+        f"tokens{checkpointing}",
         "",
         _line("GiB at the peak of the step", "rank 0", width=32),
         *(_line(name, _gib(size), width=32) for name, size in step.parts.items()),

@@ -1,4 +1,4 @@
-"""Accelerate's own checkpoints of a patched model: `save_state` and `load_state`.
+"""Make the checkpoints of Accelerate's `save_state` safe: only complete ones can be loaded.
 
 A save writes a marker first and a manifest last, as the Trainer and `save_checkpoint` do
 (`checkpoints/storage/manifest.py`). If the job is killed in between, `load_state` refuses the
@@ -71,7 +71,7 @@ def save_state(
     """Wrap `Accelerator.save_state`: save between a marker and a manifest, experts in hub order.
 
     Raises:
-        ValueError: on every rank: the folder of an automatic name exists already.
+        ValueError: on every rank, with automatic names: the next folder exists already.
         RuntimeError: on every rank if one rank fails. The error names this rank and the cause, and
             the folder counts as unfinished.
     """
@@ -149,7 +149,7 @@ def _is_written_by_accelerate(name: str) -> bool:
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove `folder` if a killed job left it unfinished; raise if it is any other old folder."""
+    """Remove `folder` if a killed job left it unfinished; raise if it exists but is not such."""
     if _is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():

@@ -1,4 +1,4 @@
-"""Weight transfer from a patched model to a generation engine (vLLM) in TRL.
+"""Send the weights of a patched model from TRL to a generation engine (vLLM).
 
 Stock TRL gathers one parameter at a time and sends it under its transformers name. Transformers
 stacks the experts of a layer in one parameter, which vLLM's loaders of MoE models cannot read. With

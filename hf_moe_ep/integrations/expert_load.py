@@ -111,7 +111,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             count_anew(patched, _BALANCER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move experts every `rebalance_every` steps, by the load since the previous move."""
+        """Move experts every `rebalance_every` steps, based on the load since the previous call."""
         if self.rebalance_every is None or state.global_step % self.rebalance_every:
             return
         model = kwargs["model"]

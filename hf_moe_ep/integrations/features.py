@@ -1,4 +1,4 @@
-"""The features that depend on wrapped functions, and the calls that use each feature.
+"""Define the features that depend on wrapped functions, and the calls that use each feature.
 
 Every row of the table in `install.py` belongs to one feature. If an installed version lacks the
 function of a row, a warning names the function and the feature when the row is installed. Calls

@@ -1,4 +1,4 @@
-"""The table of all functions of Accelerate, transformers, PEFT and TRL that are wrapped.
+"""Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
 
 `import hf_moe_ep` replaces no function, and neither does `patch` in a hand-written loop. `patch`
 sets `save_pretrained` of its model, and registers the groups of the table below. Each group is

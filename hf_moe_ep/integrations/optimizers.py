@@ -1,4 +1,4 @@
-"""Optimizer steps and gradient clipping of patched models under Accelerate.
+"""Run optimizer steps and clip gradients of patched models under Accelerate.
 
 FSDP2's parameters are DTensors. Some optimizers cannot train them: their state consists of plain
 tensors, or they use operators that DTensor does not support. torch's error names only the operator;
@@ -100,7 +100,7 @@ def clip_grad_norm(
 ) -> Any:
     """Wrap `Accelerator.clip_grad_norm_`: clip a sharded patched model over all its meshes.
 
-    Since 1.15 Accelerate's own function accepts gradients on several meshes; then it is called.
+    If Accelerate's own function accepts gradients on several meshes (since 1.15), it is called.
     """
     if clips_over_meshes(self) or isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
@@ -116,7 +116,7 @@ def clip_grad_norm(
     if not all_meshes:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
-    # One model's meshes have a process group over both axes of the experts: one all-reduce less.
+    # With the meshes of one model, a group over both axes of the experts saves an all-reduce.
     meshes = all_meshes[0] if len(all_meshes) == 1 else None
     return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 

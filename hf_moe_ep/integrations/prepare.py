@@ -82,7 +82,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in args:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    plugin = getattr(self.state, "fsdp_plugin", None)  # accelerate 1.15 has none on one CPU
+    plugin = getattr(self.state, "fsdp_plugin", None)  # missing on one CPU (accelerate 1.15)
     if state.meshes is None or plugin is None:
         prepared = original(self, *args, **kwargs)
     else:

@@ -1,4 +1,4 @@
-"""PEFT's prompt encoders (prompt tuning, prefix tuning) of a sharded model.
+"""Let PEFT call the prompt encoders (prompt tuning, prefix tuning) of a sharded model.
 
 Inside the model's forward FSDP2 has gathered the parameters of the encoder. PEFT also calls the
 encoder outside the forward, when it saves and in `generate`. There the parameters are DTensor

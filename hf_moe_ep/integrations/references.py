@@ -1,4 +1,4 @@
-"""Models that are evaluated but not trained: reference models and teachers.
+"""Shard models that are evaluated but not trained: reference models and teachers.
 
 TRL's trainers compare a policy with a reference model. Stock TRL calls `fully_shard` once, on the
 root of the reference, so every forward gathers the whole model on every rank. Here the reference is

@@ -116,7 +116,7 @@ def _bind_options(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise on options of `save_pretrained` that a sharded save would ignore."""
+    """Raise if an option of `save_pretrained` is given that a sharded save would ignore."""
     remedies = {
         "push_to_hub": "save, then upload_folder of huggingface_hub on rank 0",
         "variant": "save, then rename the files on rank 0",

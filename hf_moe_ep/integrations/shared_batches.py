@@ -1,4 +1,4 @@
-"""Batches that several ranks share, under Accelerate and the Trainer (sequence parallelism).
+"""Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
 
 4 processes with sp_size 2 are 2 data ranks: each pair of processes works on the same batch.
 `share_batches` stores the number of ranks per batch on one Accelerator, and `sharing` returns it.

@@ -1,4 +1,4 @@
-"""The Trainer's own checkpoints of a patched model, which are complete or marked as unfinished.
+"""Write and load the Trainer's own checkpoints, which are complete or marked as unfinished.
 
 A save writes a marker first and a manifest last (`checkpoints/storage/manifest.py`):
 
