@@ -115,9 +115,9 @@ def draw(case: Case, sizes: Sizes, rank: int) -> Tensor:
 
 
 class Problem:
-    """One rank's tokens, and three computations with experts that only multiply: both sides, truth.
+    """One rank's tokens, and the computations of both sides and of the truth.
 
-    `truth` needs no communication.
+    Each expert only multiplies by a number, so `truth` needs no communication.
     """
 
     def __init__(self, ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh) -> None:
@@ -248,10 +248,7 @@ def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def ranks_met(ep: int, experts: int, top_k: int) -> float:
-    """Return the expected number of ranks that a token needs, its own rank included.
-
-    The routing is uniform.
-    """
+    """Return the expected number of ranks that a token needs, its own included (uniform routing)."""
     return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/gloo_workers.py
 
 `upstream/gloo.py` explains why this package creates its groups with one worker. Both sides train
-the same model on the same batch; the processes of one side run after those of the other. Two
+the same model on the same batch. Each side has its own processes, and the sides take turns. Two
 all-to-alls of rows overlap (`dispatch_chunks=2`), because one worker can only be slower if
 collectives of one group overlap.
 """

@@ -61,7 +61,10 @@ LAUNCHED = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the models, and the pairs of a rank; prompt and answer together have `seq`."""
+    """The sizes of the models and of the data.
+
+    Each rank has `pairs` pairs of answers. A prompt and an answer together have `seq` tokens.
+    """
 
     pairs: int = 2
     seq: int = 256

@@ -51,7 +51,7 @@ WAYS = ("live", "replayed")
 
 @dataclass(frozen=True)
 class Computed:
-    """The results of one forward and backward: log-probabilities of the next tokens and so on."""
+    """The results of one forward and backward: log-probabilities, loss and gradients by name."""
 
     logps: Tensor
     loss: float

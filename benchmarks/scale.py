@@ -1,4 +1,4 @@
-"""Measure start-up and checkpoints of one rank of 8 to 1,024: seconds, memory, bytes received.
+"""Measure start-up and checkpoints on one of 8 to 1,024 ranks: seconds, memory, bytes received.
 
     python benchmarks/scale.py                              prints the tables
     python benchmarks/scale.py --write benchmarks/results   also writes scale-cpu.md

@@ -149,7 +149,7 @@ def _is_written_by_accelerate(name: str) -> bool:
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove `folder` if a killed job left it unfinished; raise if it exists but is not such."""
+    """Remove `folder` if a killed job left it unfinished; any other existing folder is an error."""
     if _is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():
