@@ -248,7 +248,7 @@ def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def ranks_met(ep: int, experts: int, top_k: int) -> float:
-    """Return the expected number of ranks that a token needs, its own included (uniform routing)."""
+    """Return the expected number of ranks that a token needs, with its own (uniform routing)."""
     return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
 
 
