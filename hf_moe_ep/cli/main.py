@@ -43,7 +43,7 @@ _INTERRUPTED = 130  # the exit code of shells: 128 + SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (default: `sys.argv`) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _build_parser(arguments[0] if arguments else "")
+    parser = _parser(arguments[0] if arguments else "")
     if not arguments:
         parser.print_help()
         return 0
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _build_parser(used_command: str) -> argparse.ArgumentParser:
+def _parser(used_command: str) -> argparse.ArgumentParser:
     """Build the parser of all commands. Only the used command gets its options."""
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",
