@@ -2,8 +2,9 @@
 
 `results/ahead_of_time.json` has one line per version of Triton, architecture and launch;
 `ahead_of_time.md` shows the launches of two models as tables. `compile_kernels.py --write` writes
-both: it replaces the figures of the installed version of Triton and keeps `before`, the figures of
-an earlier state of the kernels. `compile_kernels.py --check` compares with them.
+both files: it replaces the figures of the installed version of Triton and keeps `before`, the
+figures of an earlier state of the kernels. `compile_kernels.py --check` compares freshly compiled
+kernels with the recorded figures.
 """
 
 from __future__ import annotations
@@ -60,42 +61,46 @@ def version() -> str:
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """Select the figures of a report that are recorded; those of a loop are None without a loop."""
+    """Select the figures of a report to record. Figures of a loop are None if there is no loop."""
     loops = report["loops"]
     longest = max(loops, key=lambda loop: loop["loads"] * loop["products"]) if loops else {}
     return {name: report.get(name, longest.get(name)) for name in FIGURES}
 
 
 def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Return the lines of the file by (version of Triton, architecture, name)."""
+    """Return the recorded lines by (version of Triton, architecture, name)."""
     path = RESULTS / "ahead_of_time.json"
-    lines = path.read_text().splitlines() if path.exists() else []
-    read = [json.loads(line) for line in lines]
-    return {(x["triton"], x["arch"], x["name"]): x for x in read}
+    texts = path.read_text().splitlines() if path.exists() else []
+    lines = [json.loads(text) for text in texts]
+    return {(line["triton"], line["arch"], line["name"]): line for line in lines}
 
 
 def on_file(names: list[str], arch: int) -> dict[str, Any] | None:
-    """Return the figures of launches that are compiled alike, if one of them is recorded."""
+    """Return the recorded figures of the first of `names`, launches that compile to the same code.
+
+    The result is None if no figures are recorded for any of the launches.
+    """
     lines = recorded()
-    found = (lines.get((version(), arch, name), {}).get("now") for name in names)
-    return next((figures for figures in found if figures is not None), None)
+    figures_now = (lines.get((version(), arch, name), {}).get("now") for name in names)
+    return next((figures for figures in figures_now if figures is not None), None)
 
 
 def record(reports: list[dict[str, Any]], when: str = "now") -> None:
     """Write both files; `when` is "before" for figures of kernels that are about to change.
 
-    A report with nothing but names and an architecture keeps the figures that are on file.
+    If a report has only names and an architecture, the recorded figures stay as they are.
     """
     lines = recorded()
-    was = [on_file(x["names"], x["arch"]) if "loops" not in x else None for x in reports]
+    on_disk = [on_file(x["names"], x["arch"]) if "loops" not in x else None for x in reports]
     old = {key: lines.pop(key) for key in list(lines) if key[0] == version()}
-    for report, known in zip(reports, was, strict=True):
+    for report, old_figures in zip(reports, on_disk, strict=True):
         for name in report["names"]:
             key = (version(), report["arch"], name)
-            kept = {x: y for x, y in old.get(key, {}).items() if x in ("before", "now")}
-            line = {"triton": key[0], "arch": key[1], "name": name} | kept
+            old_line = old.get(key, {})
+            old_pair = {label: x for label, x in old_line.items() if label in ("before", "now")}
+            line = {"triton": key[0], "arch": key[1], "name": name} | old_pair
             if when == "now" or name.split(" | ")[0] in IN_TABLE:
-                line[when] = known or figures(report)
+                line[when] = old_figures or figures(report)
             lines[key] = line
     text = "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines))
     (RESULTS / "ahead_of_time.json").write_text(text)
@@ -122,13 +127,13 @@ def table(lines: list[dict[str, Any]]) -> str:
 def _row(line: dict[str, Any]) -> list[str]:
     before = line.get("before", {})
     now = line.get("now", {})
-    pairs = [(_shown(name, before), _shown(name, now)) for name in FIGURES]
+    pairs = [(_format_figure(name, before), _format_figure(name, now)) for name in FIGURES]
     cells = [now if now == before else f"{before} > {now}" for before, now in pairs]
     return [line["name"].replace(" | ", ", "), *cells]
 
 
-def _shown(name: str, of: dict[str, Any]) -> str:
-    value = of.get(name)
+def _format_figure(name: str, values: dict[str, Any]) -> str:
+    value = values.get(name)
     if value in (None, ""):
         return "-"
     return f"{value / 1024:.0f}" if name == "shared" else str(value)

@@ -1,27 +1,29 @@
-"""Balance of experts by each method, on the demo's data: worst layer's load and held-out loss.
+"""Compare methods that balance experts, on the demo's data: load of the worst layer, and loss.
 
-    python benchmarks/balance.py                                    the table, to the terminal
-    python benchmarks/balance.py --write benchmarks/results         with a plot, beside the others
-    python benchmarks/balance.py --kept out/balance.jsonl           go on where a run was stopped
-    python benchmarks/balance.py --overhead                         what counting costs a step
+    python benchmarks/balance.py                                    prints the table
+    python benchmarks/balance.py --write benchmarks/results         also writes it, with a plot
+    python benchmarks/balance.py --kept out/balance.jsonl           continues an interrupted run
+    python benchmarks/balance.py --overhead                         times the counting of tokens
 
-Two models of the demo's size are trained as the demo trains its own, 160 steps of 16 x 128 tokens
-with the stock Trainer in one process, without any balance and with the methods that the
-architecture has:
+Two models of the demo's size are trained like the demo's model, for 160 steps of 16 x 128 tokens
+with the stock Trainer in one process. Each model is trained without balancing and with every method
+that its architecture supports:
 
-    Qwen3-MoE    the router's loss, of all layers together       router_aux_loss_coef
-                 the mean of each layer's, for routers alone     and aux_loss_per_layer
-    GLM-4-MoE    its correction bias, after every step           bias_update_rate
+    Qwen3-MoE    one auxiliary loss over all layers        router_aux_loss_coef
+                 the mean of one auxiliary loss per layer  the same with aux_loss_per_layer
+    GLM-4-MoE    a bias that is updated after every step   bias_update_rate
 
-    held-out        tokens of the busiest expert over the mean, of the layer where that is greatest,
-                    on text that was not trained on, without gradients
-    last 20 steps   the same of the tokens of the last 20 steps, as `expert_load` counts them
-    one of them     the same of that step of these 20 where it is greatest
-    all layers      the same of the last 20 steps, but of the sum of an expert's tokens over layers:
-                    what the loss of stock's formula knows of (`hf_moe_ep/moe/aux_loss.py`)
-    loss            nats per token on the held-out text, without the router's loss
+The load in a layer is the number of tokens of its busiest expert, divided by the mean over experts.
+The columns of the table:
 
-A GLM-4-MoE has one shared expert per layer besides; it has no part in the load.
+    worst layer, held-out        largest load of any layer, on text that was not trained on
+    worst layer, last 20 steps   the same for the tokens of the last 20 steps (`expert_load`)
+    in one of them               the same in the worst of these 20 steps
+    all layers                   load in the last 20 steps after the counts of all layers were added
+                                 up. Stock's loss balances only this sum (`moe/aux_loss.py`)
+    loss                         nats per token on the held-out text, without the auxiliary loss
+
+GLM-4-MoE also has one shared expert per layer, which the load does not include.
 """
 
 from __future__ import annotations
@@ -68,15 +70,15 @@ BLOCK = 128
 BATCH = 16
 LAST_STEPS = 20
 TARGET = 1.5
-# Trained again without balance, its first weights changed by 1e-4 of themselves, the Qwen3-MoE
-# ended up to 0.0063 above or 0.0033 below (six pairs, three seeds).
+# If the Qwen3-MoE is trained a second time without balancing, from initial weights that differ by
+# 1e-4 (relative), its loss is up to 0.0063 higher or 0.0033 lower (six pairs, three seeds).
 NOISE = 0.01
 Blocks = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How one model is balanced; `aux` and `rate` of 0 are none."""
+    """A model, and how it is balanced; `aux` or `rate` of 0 switches that method off."""
 
     model: str
     aux: float = 0.0
@@ -86,13 +88,13 @@ class Method:
     @property
     def name(self) -> str:
         if self.aux:
-            how = f"router_aux_loss_coef {self.aux:g}"
-            return f"{how}, aux_loss_per_layer" if self.per_layer else how
+            name = f"router_aux_loss_coef {self.aux:g}"
+            return f"{name}, aux_loss_per_layer" if self.per_layer else name
         return f"bias_update_rate {self.rate:g}" if self.rate else "none"
 
 
 def methods_with(aux: float, rate: float) -> tuple[Method, ...]:
-    """Make the rows of the table: each model without balance comes before its methods."""
+    """Return the rows of the table: each model without balancing, followed by its methods."""
     qwen, glm = "Qwen3-MoE", "GLM-4-MoE"
     stock, per_layer = Method(qwen, aux=aux), Method(qwen, aux=aux, per_layer=True)
     return Method(qwen), stock, per_layer, Method(glm), Method(glm, rate=rate)
@@ -103,7 +105,10 @@ METHODS = methods_with(aux=0.2, rate=0.01)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training led to; counts by layer and expert, `last_steps` by step before that."""
+    """The result of one training run.
+
+    `held_out` counts tokens as [layer][expert], `last_steps` as [step][layer][expert].
+    """
 
     held_out: list[list[int]]
     last_steps: list[list[list[int]]]
@@ -112,13 +117,13 @@ class Outcome:
 
     @property
     def of_last_steps(self) -> list[list[int]]:
-        """Counts of these steps, added up."""
+        """The sum of the counts of the last steps, as [layer][expert]."""
         summed: list[list[int]] = torch.tensor(self.last_steps).sum(0).tolist()
         return summed
 
     @property
     def worst_step(self) -> float:
-        """The worst layer of the worst one of these steps."""
+        """The load of the worst layer in the worst of the last steps."""
         return max(map(worst, self.last_steps))
 
 
@@ -126,7 +131,7 @@ Outcomes = dict[tuple[Method, int], Outcome]
 
 
 def load_data(vocab_size: int = 384) -> tuple[int, Blocks, Blocks]:
-    """Make the demo's data: size of the vocabulary, training blocks, held-out blocks."""
+    """Return the demo's data: size of the vocabulary, training blocks, held-out blocks."""
     train_text, held_out_text = split_text()
     tokenizer = train_tokenizer(train_text, vocab_size)
     held_out = pack(tokenizer, held_out_text, BLOCK, 160, 32)
@@ -134,7 +139,7 @@ def load_data(vocab_size: int = 384) -> tuple[int, Blocks, Blocks]:
 
 
 def build(method: Method, vocab_size: int, seed: int) -> PreTrainedModel:
-    """Make a patched model as `examples/make_small_model.py` makes the demo's."""
+    """Build and patch a model of the size and initialisation of `examples/make_small_model.py`."""
     set_seed(seed)
     config: Any = small_config(vocab_size)
     model: PreTrainedModel
@@ -146,16 +151,16 @@ def build(method: Method, vocab_size: int, seed: int) -> PreTrainedModel:
         names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         names += ("num_key_value_heads", "head_dim", "moe_intermediate_size", "initializer_range")
         names += ("num_experts_per_tok", "max_position_embeddings", "eos_token_id", "pad_token_id")
-        same = {name: getattr(config, name) for name in names}
+        shared = {name: getattr(config, name) for name in names}
         experts = {"n_routed_experts": config.num_experts, "first_k_dense_replace": 0}
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**same, **experts, use_qk_norm=True))
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**shared, **experts, use_qk_norm=True))
     nn.init.normal_(model.get_input_embeddings().weight)
     balance = {"bias_update_rate": method.rate or None, "aux_loss_per_layer": method.per_layer}
     return patch(model, **balance)
 
 
 class _LastSteps(TrainerCallback):
-    """Keeps the load of each of the last steps."""
+    """Record the token counts of each of the last steps."""
 
     def __init__(self) -> None:
         self.counts: list[list[list[int]]] = []
@@ -166,8 +171,8 @@ class _LastSteps(TrainerCallback):
 
 
 def layer_state(experts: nn.Module) -> MoELayer:
-    found: MoELayer = vars(experts)[STATE]
-    return found
+    state: MoELayer = vars(experts)[STATE]
+    return state
 
 
 def train(method: Method, seed: int, steps: int, data: tuple[int, Blocks, Blocks]) -> Outcome:
@@ -192,17 +197,17 @@ def train(method: Method, seed: int, steps: int, data: tuple[int, Blocks, Blocks
             report_to="none",
             disable_tqdm=True,
         )
-        kept_steps = _LastSteps()
-        Trainer(model=model, args=args, train_dataset=blocks, callbacks=[kept_steps]).train()
+        last_steps = _LastSteps()
+        Trainer(model=model, args=args, train_dataset=blocks, callbacks=[last_steps]).train()
     loss, counts = score(model, held_out)
     seconds = time.perf_counter() - begin
-    # The first of them are all steps before.
-    return Outcome(counts.tolist(), kept_steps.counts[1:], loss, seconds)
+    # The first entry counts all steps before the last ones.
+    return Outcome(counts.tolist(), last_steps.counts[1:], loss, seconds)
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, held_out: Blocks) -> tuple[float, Tensor]:
-    """Return the mean loss per token, and how many tokens each expert of each layer had."""
+    """Return the mean loss per token, and the number of tokens of each expert in each layer."""
     model.eval()
     experts = find_parts(model).experts.values()
     num_experts = find_parts(model).num_experts
@@ -224,17 +229,17 @@ def score(model: PreTrainedModel, held_out: Blocks) -> tuple[float, Tensor]:
 
 
 def worst(counts: list[list[int]]) -> float:
-    """Busiest expert over the mean, of the layer where that is greatest."""
+    """Return the largest load of any layer: tokens of the busiest expert / mean over experts."""
     return max(max(row) * len(row) / sum(row) for row in counts)
 
 
 def summed(counts: list[list[int]]) -> list[int]:
-    """Add up what an expert of each number had in all layers."""
+    """Add up the counts of all layers, expert index by expert index."""
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) -> str:
-    """Make the table, and a line for each method that says whether it does what it is for."""
+    """Return the table, and a line for each method that says if it reaches TARGET."""
     lines = [
         "| model | method | worst layer, held-out | worst layer, last 20 steps | in one of them "
         "| all layers | loss | loss - that without balance, seed by seed |",
@@ -242,33 +247,35 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
     ]
     verdicts = []
     for method in methods:
-        found = [outcomes[method, seed] for seed in seeds]
-        plain = [outcomes[Method(method.model), seed].loss for seed in seeds]
-        held_out = [worst(outcome.held_out) for outcome in found]
-        last = [worst(outcome.of_last_steps) for outcome in found]
-        one = [outcome.worst_step for outcome in found]
-        losses = [outcome.loss for outcome in found]
-        together = [worst([summed(outcome.of_last_steps)]) for outcome in found]
-        apart = [loss - other for loss, other in zip(losses, plain, strict=True)]
-        beside = ", ".join(f"{value:+.4f}" for value in apart) if method.aux or method.rate else ""
+        runs = [outcomes[method, seed] for seed in seeds]
+        losses = [run.loss for run in runs]
+        plain_losses = [outcomes[Method(method.model), seed].loss for seed in seeds]
+        held_out = [worst(run.held_out) for run in runs]
+        last = [worst(run.of_last_steps) for run in runs]
+        worst_steps = [run.worst_step for run in runs]
+        all_layers = [worst([summed(run.of_last_steps)]) for run in runs]
+        deltas = [loss - plain for loss, plain in zip(losses, plain_losses, strict=True)]
+        is_balanced = bool(method.aux or method.rate)
+        delta_cell = ", ".join(f"{value:+.4f}" for value in deltas) if is_balanced else ""
         lines.append(
             f"| {method.model} | {method.name} | {spread(held_out)} | {spread(last)} | "
-            f"{spread(one)} | {spread(together)} | "
-            f"{statistics.median(losses):.4f} ({min(losses):.4f} .. {max(losses):.4f}) | {beside} |"
+            f"{spread(worst_steps)} | {spread(all_layers)} | {statistics.median(losses):.4f} "
+            f"({min(losses):.4f} .. {max(losses):.4f}) | {delta_cell} |"
         )
-        if beside:
+        if is_balanced:
             below = max(held_out + last) < TARGET
             verdicts.append(
                 f"{method.model}, {method.name}: the worst layer is "
                 f"{'below' if below else 'NOT below'} {TARGET} with every seed; the held-out loss "
-                f"is {statistics.mean(apart):+.4f} beside none on the mean of {len(seeds)} seeds, "
-                f"which by themselves make {max(plain) - min(plain):.4f} of difference."
+                f"is {statistics.mean(deltas):+.4f} beside none on the mean of {len(seeds)} seeds, "
+                f"which by themselves make {max(plain_losses) - min(plain_losses):.4f} of "
+                f"difference."
             )
     return "\n".join([*lines, "", *verdicts])
 
 
-def kept(path: Path | None) -> Outcomes:
-    """Read what an earlier run has kept."""
+def read_outcomes(path: Path | None) -> Outcomes:
+    """Read the outcomes that an earlier run has written."""
     outcomes: Outcomes = {}
     if path is not None and path.exists():
         for line in path.read_text().splitlines():
@@ -280,8 +287,8 @@ def kept(path: Path | None) -> Outcomes:
 def run_all(
     methods: tuple[Method, ...], seeds: list[int], steps: int, path: Path | None
 ) -> Outcomes:
-    """Train whatever is not there yet."""
-    outcomes, data = kept(path), load_data()
+    """Train with every method and seed, except for those whose outcome is in the file `path`."""
+    outcomes, data = read_outcomes(path), load_data()
     for seed in seeds:
         for method in methods:
             if (method, seed) in outcomes:
@@ -307,9 +314,9 @@ def plot(outcomes: Outcomes, methods: tuple[Method, ...], seed: int, path: Path)
 
 
 def overhead(pairs: int) -> str:
-    """Time a training step of a rank of the demo with counting and without, by turns.
+    """Time a training step of one rank of the demo, alternately with and without counting.
 
-    In CPU time of the process, one thread: what a busy machine disturbs least.
+    The unit is CPU time of the process with one thread, which a busy machine disturbs least.
     """
     torch.set_num_threads(1)
     vocab_size, blocks, _ = load_data()
@@ -339,7 +346,7 @@ def overhead(pairs: int) -> str:
             without.append(step_without())
             with_counts.append(step())
     ratios = sorted(a / b for a, b in zip(with_counts, without, strict=True))
-    middle = statistics.median(ratios)
+    median_ratio = statistics.median(ratios)
     moe_layer = layer_state(next(iter(find_parts(model).experts.values())))
     ids = torch.randint(16, (input_ids.numel(), 4))
     times, calls = [], 200
@@ -354,7 +361,7 @@ def overhead(pairs: int) -> str:
         [
             f"A step of one rank of the demo, 4 x 128 tokens, {pairs} pairs of steps in one "
             f"process: {spread(with_counts)} ms of CPU time with counting, {spread(without)} ms "
-            f"without; ratio of a pair, median: {middle:.4f} (quartiles "
+            f"without; ratio of a pair, median: {median_ratio:.4f} (quartiles "
             f"{ratios[len(ratios) // 4]:.4f} .. {ratios[3 * len(ratios) // 4]:.4f}).",
             "",
             f"Counting alone, four layers of 512 tokens, top-4 of 16: {per_step:.3f} ms, "
@@ -370,9 +377,9 @@ def main() -> None:
     parser.add_argument("--aux", type=float, default=METHODS[1].aux)
     parser.add_argument("--rate", type=float, default=METHODS[-1].rate)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--kept", type=Path, help="one line for each training that is done")
-    parser.add_argument("--overhead", action="store_true", help="what counting costs, alone")
-    parser.add_argument("--pairs", type=int, default=100, help="of steps, for --overhead")
+    parser.add_argument("--kept", type=Path, help="file of finished runs, which are not repeated")
+    parser.add_argument("--overhead", action="store_true", help="only time the counting of tokens")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of steps with --overhead")
     parser.add_argument("--write", type=Path, help="folder for the table and the plot")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,7 +1,8 @@
-"""Blocks that may be faster than those of the kernels' table (`hf_moe_ep/ops/kernels/blocks.py`).
+"""Candidates for faster kernel blocks than those in TABLE (`hf_moe_ep/ops/kernels/blocks.py`).
 
-`layer_kernels.py --sweep` times them on a GPU; `compile_kernels.py --check` compiles them without
-one and fails if their loops spill, wait for their loads, or need too much shared memory.
+`layer_kernels.py --sweep` times the candidates on a GPU. `compile_kernels.py --check` compiles them
+without a GPU, and fails if a loop spills registers, waits for the loads that it has just started,
+or needs too much shared memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from hf_moe_ep.ops.kernels.blocks import TABLE, Block, Blocks, OuterBlock
 
 @dataclass(frozen=True)
 class Candidate:
-    """Another block for one field of one row of the table."""
+    """Another block for one field of one row of TABLE."""
 
     row: tuple[str, int, str]
     field: str
     block: Block
 
     def blocks(self) -> Blocks:
-        """Return the row of the table with this block in it."""
+        """Return the row of TABLE with this block in place of the table's block."""
         changed: dict[str, Any] = {self.field: self.block}
         return replace(TABLE[self.row], **changed)
 
@@ -30,8 +31,9 @@ _MANY = ("sm_90", 2, "many")
 _FEW = ("sm_90", 2, "few")
 _A100 = ("sm_80", 2, "many")
 CANDIDATES: tuple[Candidate, ...] = (
-    # One more stage; or smaller blocks, so that two programs share a multiprocessor. Their first
-    # and last steps overlap, but they read 1.3 times as much from the L2 cache.
+    # These have one more stage, or they are smaller, so that two programs share a multiprocessor.
+    # The first and last steps of two such programs overlap, but they read 1.3 times as many bytes
+    # from the L2 cache.
     Candidate(_MANY, "up", Block(n=128, k=64, warps=8, stages=4)),
     Candidate(_MANY, "up", Block(n=64, k=64, warps=8, stages=3)),
     Candidate(_MANY, "up", Block(n=64, k=64, warps=4, stages=3)),

@@ -1,10 +1,11 @@
-"""What the card does at best: one large product, a copy in its memory, reads that hit its L2.
+"""Measure a GPU's highest rates: FLOP/s of a matrix product, bytes/s of its memory and L2 cache.
 
-    python benchmarks/ceilings.py         one line of JSON; on a CPU small sizes, and no L2
+    python benchmarks/ceilings.py         prints one line of JSON; on a CPU small sizes, and no L2
 
-A kernel of matrix products is bound by the largest of three times: operations over the first rate,
-bytes of device memory over the second, bytes its tiles load over the third. A tile of 128 x 256
-loads 48 KB of bf16 for 4.2 million operations, whatever the matrices: 85 operations a byte.
+A matrix-product kernel takes at least the largest of three times: its operations over the FLOP/s,
+its bytes of device memory over the memory's bytes/s, and the bytes that its tiles load over the
+bytes/s of the L2 cache. With 64 values of the inner dimension, a tile of 128 x 256 loads 48 KB of
+bf16 for 4.2 million operations, whatever the matrices: 85 operations per byte.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from timing import milliseconds
 
 PROGRAMS_PER_SM = 4
 BLOCK = 4096
-# Of 50 (H100) and 60 MB (H200): what fits with room to spare.
+# The L2 cache has 50 MB (H100) or 60 MB (H200), so this buffer fits easily.
 L2_BYTES = 20 * 2**20
 
 
 @triton.jit
 def _read_kernel(x, out, size, REPEAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Every program reads the whole buffer, each from a place of its own on."""
+    """Read the buffer `x` in every program, block by block; each starts at another offset."""
     total = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0) * 131 * BLOCK
     for step in range(REPEAT):
         start = (first + step * BLOCK) % size
-        # Past the first level of cache.
+        # ".cg" bypasses the L1 cache.
         total += tl.load(x + start + tl.arange(0, BLOCK), cache_modifier=".cg")
     tl.store(out + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), total)
 
@@ -43,21 +44,21 @@ def median_ms(run: Callable[[], Any], cuda: bool, repeats: int = 20) -> float:
 
 
 def product(device: torch.device, size: int) -> float:
-    """TFLOP/s of a square product of random numbers: zeros take less power, and less time."""
+    """Return the TFLOP/s of a square product of random numbers (zeros take less power and time)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / median_ms(lambda: a @ b, device.type == "cuda") / 1e9
 
 
 def copy(device: torch.device, numel: int) -> float:
-    """TB/s of a copy, what is read and what is written."""
+    """Return the TB/s of a copy; bytes that are read and bytes that are written both count."""
     x = torch.randn(numel, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / median_ms(lambda: y.copy_(x), device.type == "cuda") / 1e9
 
 
 def l2_read(device: torch.device, repeat: int = 2000) -> float:
-    """TB/s that all multiprocessors read together from a buffer that lies in L2."""
+    """Return the TB/s at which all multiprocessors read a buffer that fits into the L2 cache."""
     properties: Any = torch.cuda.get_device_properties(device)
     programs = PROGRAMS_PER_SM * properties.multi_processor_count
     size = L2_BYTES // 4 // BLOCK * BLOCK

@@ -1,29 +1,31 @@
-"""Loading and saving a checkpoint of the hub on four CPU ranks: the memory that it takes.
+"""Measure the memory for loading and saving a checkpoint in hub layout, on four CPU ranks.
 
-    python benchmarks/checkpoint.py                              the tables, to the terminal
-    python benchmarks/checkpoint.py --write benchmarks/results   also as Markdown and a plot
+    python benchmarks/checkpoint.py                              prints the tables
+    python benchmarks/checkpoint.py --write benchmarks/results   also writes Markdown and a plot
 
-One Qwen3-MoE with a key per expert, as the hub has it, in a page cache that is warm:
+The checkpoint is a Qwen3-MoE with one key per expert, as on the hub. Its files are in the page
+cache. Three sides load it, and two of them save it:
 
     ours      `hf_moe_ep.from_pretrained(folder, ep_size=..)`, then our `save_pretrained`
     native    transformers' `from_pretrained(.., distributed_config=DistributedConfig(fsdp_size=4,
               ep_size=..))`, then its `model.save_pretrained`
     whole     transformers' `from_pretrained` on every rank, then `apply_ep_fsdp2(ep_size=..)`
 
-Every row comes from fresh processes, with malloc's defaults, that have loaded and saved a tiny
-model before, so that neither imports nor connections count. What ours and native save must be the
-checkpoint again, byte for byte, or no figures are printed.
+Every row comes from new processes with malloc's defaults. They load and save a tiny model first, so
+that imports and connections are not measured. The checkpoints that `ours` and `native` save must
+equal the original byte for byte, or the benchmark raises and prints no figures.
 
-    above shards     the peak, above what the process held before and its local shards: anonymous
-                     and shared memory, looked at every millisecond; in MiB, and in sizes of the
-                     largest tensor, which is the stacked weight of one layer's experts
-    with file pages  the same of all resident memory, mapped pages of the checkpoint included
-                     (VmHWM, exact); the system may take those back
-    read             by a rank: bytes of its read calls, and the mapped pages that it touched
-    seconds          until the slowest rank is done; saving includes our fsync and sha256, which
-                     transformers does without
+    above shards     peak memory minus the memory of the process before and its local shards. The
+                     anonymous and shared memory is sampled every millisecond. The units are MiB,
+                     and the size of the largest tensor, the stacked weight of one layer's experts
+    with file pages  the same for all resident memory, with mapped pages of the checkpoint (VmHWM,
+                     exact). The system can reclaim these pages
+    read             bytes that a rank reads: by read calls and from mapped pages
+    seconds          time until the slowest rank is done. Our save includes fsync and sha256;
+                     transformers' save does neither
 
-Promised of ours on every rank: at most 1.5 of the largest tensor to load, at most 2 to save.
+hf_moe_ep promises peaks above shards of at most 1.5 (load) and 2 (save) times the largest tensor,
+on every rank.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ PROMISED = {"load": 1.5, "save": 2.0}  # sizes of the largest tensor
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model; 1.0 GiB unless told otherwise."""
+    """The sizes of the model, which by default has 1.0 GiB."""
 
     hidden: int = 512
     layers: int = 8
@@ -73,7 +75,7 @@ class Sizes:
 
     @property
     def largest(self) -> int:
-        """Bytes of gate_up_proj of one layer, in fp32."""
+        """The bytes of one layer's gate_up_proj in fp32."""
         return self.experts * 2 * self.intermediate * self.hidden * 4
 
 
@@ -82,7 +84,11 @@ TINY = Sizes(hidden=32, layers=2, intermediate=16, vocab=64)
 
 @dataclass(frozen=True)
 class Figures:
-    """One rank's load or save; bytes, `peak` and `resident` above shards and what was before."""
+    """One rank's load or save.
+
+    `peak` (anonymous and shared memory) and `resident` (all memory) are bytes above the memory of
+    the process before, without its shards.
+    """
 
     seconds: float
     peak: int
@@ -92,7 +98,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank, in one process."""
+    """The figures of one rank in one process; `shards` is the size of its shards in bytes."""
 
     shards: int
     load: Figures
@@ -135,12 +141,12 @@ def save(side: str, model: Any, directory: str, sizes: Sizes) -> None:
 
 
 def shard_bytes(model: nn.Module) -> int:
-    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held.values())
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors.values())
 
 
 class Watch:
-    """Time, peak memory and bytes read between entering and leaving; every rank does both."""
+    """Measure time, peak memory and bytes read inside the block, which every rank enters."""
 
     def __enter__(self) -> Watch:
         dist.barrier()
@@ -155,9 +161,9 @@ class Watch:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self._samples += self._look()[-1]
+            self._samples += self._update_peak()[-1]
 
-    def _look(self) -> tuple[int, ...]:
+    def _update_peak(self) -> tuple[int, ...]:
         now = _memory()
         self._highest = tuple(max(pair) for pair in zip(now, self._highest, strict=True))
         return now
@@ -171,28 +177,27 @@ class Watch:
         self._read = _bytes_read() - self._read
         self._stop.set()
         self._thread.join()
-        self._look()
+        self._update_peak()
         self._resident = int(peak_mib() * MIB)
 
     def figures(self, shards: int) -> Figures:
-        """`shards`: bytes that stay, and are not to be counted."""
-        (own, mapped, _), (peak, mapped_peak, _) = self._before, self._highest
+        """Return the figures; `shards` is the size of the local shards, which are not counted."""
+        (private, mapped, _), (peak, mapped_peak, _) = self._before, self._highest
         read = self._read - self._samples + mapped_peak - mapped
-        return Figures(
-            self._seconds, peak - own - shards, self._resident - own - mapped - shards, read
-        )
+        resident = self._resident - private - mapped - shards
+        return Figures(self._seconds, peak - private - shards, resident, read)
 
 
 def _memory() -> tuple[int, ...]:
-    """Bytes: anonymous and shared memory, pages of files, and what it took to read this."""
+    """Return bytes: anonymous and shared memory, pages of files, and the size of this reading."""
     text = Path("/proc/self/status").read_text()
     kib = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if "Rss" in line}
-    own, mapped = int(kib["RssAnon"]) + int(kib["RssShmem"]), int(kib["RssFile"])
-    return 1024 * own, 1024 * mapped, len(text)
+    private, mapped = int(kib["RssAnon"]) + int(kib["RssShmem"]), int(kib["RssFile"])
+    return 1024 * private, 1024 * mapped, len(text)
 
 
 def _bytes_read() -> int:
-    """Of read calls, also those that the page cache serves; not of sockets."""
+    """Return the bytes of all read calls so far, from disk and page cache but not from sockets."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -216,19 +221,20 @@ def measure_rank(
 
 
 def check_equal(directory: str, saved: str) -> None:
-    """Raise where two checkpoints differ in a key or in a byte."""
-    wanted, got = read_index(directory), read_index(saved)
-    if wanted.keys() != got.keys():
-        raise RuntimeError(f"saved checkpoints differ in keys {sorted(wanted.keys() ^ got.keys())}")
+    """Raise if two checkpoints differ in a key or in a byte."""
+    index, saved_index = read_index(directory), read_index(saved)
+    if index.keys() != saved_index.keys():
+        different = sorted(index.keys() ^ saved_index.keys())
+        raise RuntimeError(f"the saved checkpoint and the loaded one differ in keys {different}")
     with Reader() as reader:
-        for key, entry in wanted.items():
+        for key, entry in index.items():
             box = tuple((0, size) for size in entry.shape)
-            if not torch.equal(reader.read(entry, box), reader.read(got[key], box)):
-                raise RuntimeError(f"{key} was not saved as it was loaded")
+            if not torch.equal(reader.read(entry, box), reader.read(saved_index[key], box)):
+                raise RuntimeError(f"the saved values of {key} differ from the loaded ones")
 
 
 def measure(sizes: Sizes, timeout: float = 600.0) -> Results:
-    """All figures, the sides in turns."""
+    """Measure all figures; the sides take turns."""
     results: Results = {(ep, side): [] for ep in sizes.ep for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_") as folder:
         directories = f"{folder}/tiny", f"{folder}/model"
@@ -245,24 +251,24 @@ def measure(sizes: Sizes, timeout: float = 600.0) -> Results:
 
 
 def worst(sizes: Sizes, results: Results, what: str, side: str = "ours") -> float:
-    """The highest peak of any rank, in sizes of the largest tensor."""
-    ranks = [
+    """Return the highest peak of any rank, in multiples of the largest tensor."""
+    peaks = [
         getattr(rank, what).peak
         for (_, name), repeats in results.items()
         for repeat in repeats
         for rank in repeat
         if name == side
     ]
-    return max(ranks) / sizes.largest
+    return max(peaks) / sizes.largest
 
 
 def broken(sizes: Sizes, results: Results) -> list[str]:
-    """The promises that ours does not keep."""
-    found = {what: worst(sizes, results, what) for what in PROMISED}
+    """List the promises that hf_moe_ep does not keep."""
+    peaks = {what: worst(sizes, results, what) for what in PROMISED}
     return [
-        f"{what}: {found[what]:.2f} of the largest tensor, promised {promised}"
+        f"{what}: {peaks[what]:.2f} of the largest tensor, promised {promised}"
         for what, promised in PROMISED.items()
-        if found[what] > promised
+        if peaks[what] > promised
     ]
 
 
@@ -302,14 +308,15 @@ def report(sizes: Sizes, results: Results, about: list[str]) -> str:
 
 
 def _cells(sizes: Sizes, repeats: list[list[Measured]], what: str) -> str:
-    both = [[repeat[0] for repeat in repeats], [rank for repeat in repeats for rank in repeat[1:]]]
-    rows = [[getattr(rank, what) for rank in ranks] for ranks in both]
-    cells = [spread([one.peak / sizes.largest for one in row]) for row in rows]
-    cells += [spread([one.peak / MIB for one in row]) for row in rows]
-    cells += [spread([one.resident / MIB for one in row]) for row in rows]
-    everyone = [one for row in rows for one in row]
-    cells.append(spread([rank.shards / MIB for ranks in both for rank in ranks]))
-    cells.append(spread([one.read / MIB for one in everyone]) if what == "load" else "")
+    first = [repeat[0] for repeat in repeats]
+    others = [rank for repeat in repeats for rank in repeat[1:]]
+    columns = [[getattr(rank, what) for rank in ranks] for ranks in (first, others)]
+    cells = [spread([figures.peak / sizes.largest for figures in column]) for column in columns]
+    cells += [spread([figures.peak / MIB for figures in column]) for column in columns]
+    cells += [spread([figures.resident / MIB for figures in column]) for column in columns]
+    cells.append(spread([rank.shards / MIB for rank in (*first, *others)]))
+    read = [figures.read / MIB for column in columns for figures in column]
+    cells.append(spread(read) if what == "load" else "")
     cells.append(spread([getattr(repeat[0], what).seconds for repeat in repeats]))
     return " | ".join(cells)
 
@@ -328,8 +335,8 @@ def plot(sizes: Sizes, results: Results, path: Path) -> None:
                 max(getattr(repeat[rank], what).peak for repeat in results[ep, side]) / MIB
                 for rank in range(WORLD)
             ]
-            places = [rank + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for rank in range(4)]
-            axis.bar(places, heights, 0.8 / len(bars), label=f"{SIDES[side]}, ep {ep}")
+            x = [rank + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for rank in range(4)]
+            axis.bar(x, heights, 0.8 / len(bars), label=f"{SIDES[side]}, ep {ep}")
         line = promised * sizes.largest / MIB
         axis.axhline(line, color="black", linestyle=":", label="promised of hf_moe_ep")
         axis.set(title=what, xlabel="rank", xticks=range(WORLD))
@@ -344,7 +351,7 @@ def main() -> None:
         if type(default) is int:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--ep", type=int, nargs="+", default=Sizes.ep)
-    parser.add_argument("--write", type=Path, help="also write checkpoint-cpu.md and .png there")
+    parser.add_argument("--write", type=Path, help="folder for checkpoint-cpu.md and its plot")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())} | {"ep": tuple(args.ep)})
     load_before = os.getloadavg()[0]

@@ -1,37 +1,39 @@
-"""What one MoE layer sends between ranks, and how long it takes: ours against transformers' own.
+"""Measure the bytes that one MoE layer sends, and its time: hf_moe_ep and transformers' own.
 
-    python benchmarks/dispatch.py                             the tables, to the terminal
-    python benchmarks/dispatch.py --write benchmarks/results  and as dispatch-cpu.md with a plot
+    python benchmarks/dispatch.py                             prints the tables
+    python benchmarks/dispatch.py --write benchmarks/results  also writes dispatch-cpu.md and a plot
 
-Four gloo ranks, forward + backward, no model and no matrix product around it:
+Four gloo ranks run dispatch and combine, forward and backward, without a model and without matrix
+products:
 
     ours      AllToAll.plan, start, finish, start_combine, finish
-              (hf_moe_ep/moe/dispatch/all_to_all.py): one row per token and rank, weighted
-              where the experts are
-    theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly: what a
-              model trained with DistributedConfig(ep_size=...) runs; one row per token and expert,
-              weighted at home
+              (hf_moe_ep/moe/dispatch/all_to_all.py): sends one row per token and rank; the rank
+              of the experts applies the routing weights
+    theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly, as models
+              do that are trained with DistributedConfig(ep_size=...): sends one row per token and
+              expert; the rank of the token applies the routing weights
 
-Each case first runs with experts that multiply by a number each: output and gradients (x, weights)
+Each case first runs with experts that each multiply by a number: output and gradients (x, weights)
 of both sides must be within 1e-5 of a formula that needs no communication. Bytes and seconds are
-those of identity experts, the sides taking turns (A B A B ...).
+measured with identity experts; the sides take turns (A B A B ...).
 
-    rows           hidden states sent to other ranks; what a rank keeps is not sent
-    lower bound    a row for each distinct (token, other rank) pair, out and back, forward and
-                   backward: the least where whole rows go straight to the ranks that need them.
-                   Ours must equal it to the byte, or the benchmark raises
-    routing        expert ids and weights beside the rows, and the weights' gradient
-    counts         the small exchange that says how much will come
-    ms             until the slowest rank is done, with the barrier that finds out
-    skewed         experts drawn by a Zipf law, the busy ones scattered over the ranks
+    rows           hidden states sent to other ranks; rows that stay on their rank do not count
+    lower bound    one row for each distinct pair of token and other rank, out and back, forward and
+                   backward: the minimum if whole rows go directly to the ranks that need them. Our
+                   bytes must equal this bound exactly, or the benchmark raises
+    routing        expert ids and routing weights of the rows, and the weights' gradient
+    counts         the small exchange of the numbers of rows to receive
+    ms             time until the slowest rank is done, including the final barrier
+    skewed         experts are drawn by a Zipf law; the busy ones are spread over the ranks
 
-The last table is a model, not a measurement. A token with k distinct experts of E, drawn uniformly,
-meets ep * (1 - C(E - E/ep, k) / C(E, k)) ranks; (ep - 1) / ep of that are not its own. Time is
-bytes over bandwidth, the slower of NVLink (8 GPUs a node) and RDMA: no latency, no imbalance.
-Bandwidths are from what DeepEP V1 publishes for H800 (docs/legacy.md, lower of dispatch and
-combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA. Its tests count rows that stay on their GPU or
-node as sent (DeepEP issues 51, 285), so links carry 7/8 of that: 134 and 44. Its other figures, 57
-for EP32 and 43 for EP16, are 43 and 22 on the link, the latter held up by forwarding within nodes.
+The last table is computed, not measured. A token with k distinct experts of E, drawn uniformly,
+needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these are other ranks.
+The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and RDMA, without latency
+and imbalance. The bandwidths are those that DeepEP V1 publishes for H800 (docs/legacy.md, the lower
+of dispatch and combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA. DeepEP's tests also count rows
+that stay on their GPU or node (DeepEP issues 51, 285), so the links carry 7/8 of that: 134 and 44.
+DeepEP's figures for EP32 (57) and EP16 (43) are 43 and 22 on the link; forwarding within nodes
+limits the latter.
 """
 
 from __future__ import annotations
@@ -61,9 +63,10 @@ from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 SIDES = ("ours", "theirs")
 KINDS = ("rows", "routing", "counts")
 FP32, INT64 = 4, 8
-HERE = (0, 0, True, True, False, False)  # a Header's place: training with gradients
+# The first fields of a Header: training with gradients.
+TRAINING_HEADER = (0, 0, True, True, False, False)
 
-# The model; bytes per second that leave a GPU, see above.
+# Bandwidths of the computed table: bytes per second that leave a GPU (see the module docstring).
 NVLINK, RDMA = 153e9 * 7 / 8, 50e9 * 7 / 8
 GPUS, GPUS_PER_NODE, GPU_TOKENS = (8, 16, 32, 64, 128, 256, 512), 8, 4096
 # Name, experts, top-k, hidden; bf16.
@@ -80,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens are those of each rank."""
+    """The sizes of a measurement; `tokens` are those of each rank."""
 
     tokens: int = 512
     hidden: int = 512
@@ -90,7 +93,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured in one case; `sent` by side and kind, `seconds` of each turn."""
+    """The figures of one rank in one case: bytes `sent[side][kind]`, `seconds[side]` per turn."""
 
     tokens: int
     sent: dict[str, dict[str, int]]
@@ -100,19 +103,22 @@ class Measured:
 
 
 def draw(case: Case, sizes: Sizes, rank: int) -> Tensor:
-    """Draw expert_ids_TK of one rank."""
-    everywhere = torch.Generator().manual_seed(sizes.seed)
-    here = torch.Generator().manual_seed(1000 * sizes.seed + rank + 1)
+    """Draw the expert ids [T, K] of one rank."""
+    common = torch.Generator().manual_seed(sizes.seed)
+    per_rank = torch.Generator().manual_seed(1000 * sizes.seed + rank + 1)
     likelihood_E = torch.ones(case.experts)
     if case.routing == "skewed":
-        likelihood_E = 1 / (1.0 + torch.randperm(case.experts, generator=everywhere))
-    # The top-k of scores disturbed by Gumbel noise: k draws without replacement.
-    noise_TE = -torch.empty(sizes.tokens, case.experts).exponential_(generator=here).log()
+        likelihood_E = 1 / (1.0 + torch.randperm(case.experts, generator=common))
+    # The top-k of log-likelihoods plus Gumbel noise are k draws without replacement.
+    noise_TE = -torch.empty(sizes.tokens, case.experts).exponential_(generator=per_rank).log()
     return (likelihood_E.log() + noise_TE).topk(case.top_k, dim=1).indices
 
 
 class Problem:
-    """One rank's tokens, and the three ways to send them through experts that only multiply."""
+    """One rank's tokens, and the computations of both sides and of the truth.
+
+    Each expert only multiplies by a number, so `truth` needs no communication.
+    """
 
     def __init__(self, ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank() + 1)
@@ -138,13 +144,13 @@ class Problem:
         return out_TH, *torch.autograd.grad(out_TH, (self.x_TH, self.weights_TK), self.upstream_TH)
 
     def _ours(self, identity: bool) -> Tensor:
-        header = Header(*HERE, self.ids_TK.shape[1], self.x_TH.element_size())
+        header = Header(*TRAINING_HEADER, self.ids_TK.shape[1], self.x_TH.element_size())
         group, num_experts = self.mesh["ep"].get_group(), len(self.scale_E)
         (exchange,) = AllToAll(group, num_experts).plan(self.ids_TK, header)
         arrived = exchange.start(self.x_TH, self.weights_TK, self.ids_TK)
         rows_RH, weights_RK, ids_RK = arrived.finish()
         scale_L = torch.ones(self.local) if identity else self.scale_L
-        # Id L is "not here".
+        # Id L stands for experts of other ranks.
         weights_RK = weights_RK * torch.cat([scale_L, torch.zeros(1)])[ids_RK]
         return arrived.start_combine(rows_RH * weights_RK.sum(1, keepdim=True)).finish()
 
@@ -158,12 +164,12 @@ class Problem:
 
 
 def check_equal(problem: Problem) -> float:
-    """Find the largest relative difference of a side to the truth; raise above TOLERANCE."""
+    """Return the largest relative difference of a side from the truth; raise above TOLERANCE."""
     names, worst = ("output", "gradient of x", "gradient of the weights"), 0.0
     for side in SIDES:
-        pairs = zip(names, problem.run(side, identity=False), problem.truth(), strict=True)
-        for name, got, true in pairs:
-            error = float((got - true).detach().abs().max() / true.detach().abs().max())
+        tensors = zip(names, problem.run(side, identity=False), problem.truth(), strict=True)
+        for name, actual, true in tensors:
+            error = float((actual - true).detach().abs().max() / true.detach().abs().max())
             if not error <= TOLERANCE:
                 raise RuntimeError(f"{side}: {name} is off by {error:.1e}, allowed {TOLERANCE:.0e}")
             worst = max(worst, error)
@@ -171,18 +177,19 @@ def check_equal(problem: Problem) -> float:
 
 
 def lower_bound(ids: list[list[list[int]]], rank: int, local: int, row_bytes: int) -> int:
-    """Count the bytes of rows that `rank` has to send, both ways; ids as [rank][token][k]."""
-    met = [[{expert // local for expert in token} for token in tokens] for tokens in ids]
-    out = sum(len(ranks - {rank}) for ranks in met[rank])
-    back = sum(rank in ranks for ranks in itertools.chain(*met[:rank], *met[rank + 1 :]))
-    # Rows leave in dispatch and in combine's gradient, and return in combine and in dispatch's.
+    """Count the bytes of rows that `rank` has to send, out and back; ids are [rank][token][k]."""
+    needed = [[{expert // local for expert in token} for token in tokens] for tokens in ids]
+    out = sum(len(ranks - {rank}) for ranks in needed[rank])
+    back = sum(rank in ranks for ranks in itertools.chain(*needed[:rank], *needed[rank + 1 :]))
+    # Rows go out in dispatch and in the backward of combine, and go back in combine and in the
+    # backward of dispatch.
     return 2 * (out + back) * row_bytes
 
 
 def measure_case(
     ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh, repeats: int
 ) -> Measured:
-    """Check, count, then time; `mesh` has the axes ep and tp, the latter of size 1."""
+    """Check both sides, count bytes, then time; the axis tp of `mesh` has size 1."""
     problem = Problem(ids_TK, num_experts, hidden, mesh)
     error = check_equal(problem)
     sent = {}
@@ -190,9 +197,9 @@ def measure_case(
         with SentBytes(hidden) as wire:
             problem.run(side, identity=True)
         sent[side] = dict(wire.sent)
-    everyone: list[list[list[int]]] = [[]] * mesh["ep"].size()
-    dist.all_gather_object(everyone, ids_TK.tolist(), group=mesh["ep"].get_group())
-    bound = lower_bound(everyone, mesh["ep"].get_local_rank(), problem.local, hidden * FP32)
+    all_ids: list[list[list[int]]] = [[]] * mesh["ep"].size()
+    dist.all_gather_object(all_ids, ids_TK.tolist(), group=mesh["ep"].get_group())
+    bound = lower_bound(all_ids, mesh["ep"].get_local_rank(), problem.local, hidden * FP32)
     if sent["ours"]["rows"] != bound:
         raise RuntimeError(f"ours sent {sent['ours']['rows']} bytes of rows, the bound is {bound}")
     return Measured(len(ids_TK), sent, bound, error, _time_in_turns(problem, repeats))
@@ -224,14 +231,14 @@ def measure_rank(rank: int, cases: list[Case], sizes: Sizes) -> list[Measured]:
 
 
 def measure(cases: list[Case], sizes: Sizes, timeout: float = 900.0) -> dict[Case, list[Measured]]:
-    """Measure the figures of all ranks, by case."""
-    kept = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
-    by_rank = spawn(measure_rank, WORLD, cases, sizes, **kept)
+    """Measure all cases; returns the figures of all ranks by case."""
+    options = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
+    by_rank = spawn(measure_rank, WORLD, cases, sizes, **options)
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
-    """Divide bytes by tokens, by side and kind, all ranks together; and the bound's rows."""
+    """Return the bytes per token over all ranks, by side and kind, and those of the lower bound."""
     tokens = sum(rank.tokens for rank in ranks)
     sent = {
         side: {kind: sum(rank.sent[side][kind] for rank in ranks) / tokens for kind in KINDS}
@@ -241,22 +248,22 @@ def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def ranks_met(ep: int, experts: int, top_k: int) -> float:
-    """Expect so many ranks to hold an expert of one token, its own counted; uniform routing."""
+    """Return the expected number of ranks that a token needs, with its own (uniform routing)."""
     return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
 
 
 def expected(
     ep: int, experts: int, top_k: int, *, hidden: int, itemsize: int, tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Compute `per_token` under uniform routing, by the formula."""
+    """Compute the expected result of `per_token` under uniform routing."""
     others, row = ranks_met(ep, experts, top_k) * (ep - 1) / ep, 4 * hidden * itemsize
-    told = len(fields(Header)) + ep + experts
+    num_counts = len(fields(Header)) + ep + experts
     return {
         "ours": {
             "rows": others * row,
-            # Weights and ids forward, the weights' gradient backward.
+            # Forward sends the weights and the ids, backward sends the weights' gradient.
             "routing": others * 3 * top_k * FP32,
-            "counts": (ep - 1) * told * INT64 / tokens,
+            "counts": (ep - 1) * num_counts * INT64 / tokens,
         },
         "theirs": {
             "rows": top_k * (ep - 1) / ep * row,
@@ -268,9 +275,9 @@ def expected(
 
 
 def milliseconds(bytes_per_token: float, ep: int, tokens: int) -> float:
-    """Compute the time of one layer on the slower link; ep <= 8 is one node."""
-    near = (min(ep, GPUS_PER_NODE) - 1) / (ep - 1)
-    return 1e3 * max(near / NVLINK, (1 - near) / RDMA) * bytes_per_token * tokens
+    """Compute the time of one layer on the slower link; up to ep 8 all ranks are in one node."""
+    in_node = (min(ep, GPUS_PER_NODE) - 1) / (ep - 1)
+    return 1e3 * max(in_node / NVLINK, (1 - in_node) / RDMA) * bytes_per_token * tokens
 
 
 MEASURED_HEADER = (
@@ -341,7 +348,7 @@ def report(results: dict[Case, list[Measured]], sizes: Sizes, about: list[str]) 
 
 
 def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
-    """Plot bytes per token over ep by top-k: lines by the formula, points as measured."""
+    """Plot bytes per token over ep for each top-k: computed lines and measured points."""
     from matplotlib import pyplot
 
     experts = max(case.experts for case in results)
@@ -349,10 +356,10 @@ def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
     size = (4.2 * len(panels), 3.8)
     figure, axes = pyplot.subplots(ncols=len(panels), figsize=size, squeeze=False)
     ep_sizes = [ep for ep in (2, 4, 8, 16, 32, 64) if experts % ep == 0]
-    given = {"hidden": sizes.hidden, "itemsize": FP32, "tokens": sizes.tokens}
+    options = {"hidden": sizes.hidden, "itemsize": FP32, "tokens": sizes.tokens}
     styles = {"theirs": ("C1", "-"), "ours": ("C0", "-"), "lower bound": ("black", "--")}
     for top_k, axis in zip(panels, axes[0], strict=True):
-        lines = [expected(ep, experts, top_k, **given) for ep in ep_sizes]
+        lines = [expected(ep, experts, top_k, **options) for ep in ep_sizes]
         for side, (color, style) in styles.items():
             totals = [sum(line[side].values()) / 1024 for line in lines]
             axis.plot(ep_sizes, totals, style, color=color, label=f"{side}, by the formula")

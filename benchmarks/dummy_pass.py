@@ -1,17 +1,18 @@
-"""What text-only steps pay for a vision tower that is sharded over all ranks.
+"""Measure what a vision tower, sharded over all ranks, costs in steps on text alone.
 
-    python benchmarks/dummy_pass.py                            the table, to the terminal
+    python benchmarks/dummy_pass.py                            prints the table
     python benchmarks/dummy_pass.py --write benchmarks/results
 
-Every rank trains on text alone, on the model of `make demo-vision`. One step, three ways, in turns:
+Every rank trains on text alone, on the model of `make demo-vision`. The benchmark runs three kinds
+of steps in turn:
 
-    bare      nobody asks whether there are pictures: what the language model alone costs
-    rests     as it is: ranks ask each other, nobody has any, the tower rests
-    dummy     as if another rank had a picture: every rank runs the tower once on one patch of
-              zeros, its collectives and AdamW's update of it included. In training it runs beside
-              ranks that run the tower on their pictures, which takes longer
+    bare      no rank checks if a batch has pictures: the cost of the language model alone
+    rests     the default: ranks ask each other, no rank has pictures, and the tower does not run
+    dummy     as if another rank had a picture: every rank runs the tower once, on one patch of
+              zeros. The step includes the tower's collectives and its update by AdamW. In training
+              other ranks would run the tower on their pictures at that time, which takes longer
 
-It measures no GPU and no network: four processes on one machine.
+The ranks are four processes on one machine, so no GPU and no network is measured.
 """
 
 from __future__ import annotations
@@ -73,18 +74,18 @@ def build(frozen: bool) -> nn.Module:
 
 
 def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
-    """Seconds of each step, by the way it is done."""
+    """Return the seconds of each step, by kind of step."""
     model = build(frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
     input_ids = torch.randint(VOCAB - 2, (ROWS, LENGTH), generator=generator)
-    asks = TowerOnce._seen_anywhere
+    ask_ranks = TowerOnce._seen_anywhere
 
-    def somebody_does(*args: Any) -> list[bool]:
-        """Ask as `rests` does, and answer that another rank has an image and a video."""
-        return [True for _ in asks(*args)]
+    def pretend_pictures(*args: Any) -> list[bool]:
+        """Ask all ranks as in `rests`, but answer that another rank has an image and a video."""
+        return [True for _ in ask_ranks(*args)]
 
-    ways = {"bare": lambda *args: [], "rests": asks, "dummy": somebody_does}
+    ways = {"bare": lambda *args: [], "rests": ask_ranks, "dummy": pretend_pictures}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for step in range(WARMUP_STEPS + steps):
         for way, answer in ways.items():
@@ -104,13 +105,13 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--write", type=Path, help="also write dummy-pass-cpu.md there")
+    parser.add_argument("--write", type=Path, help="also write dummy-pass-cpu.md to this folder")
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
-    kept = {"timeout": 600.0, "environment": KEEP_FREED_MEMORY}
+    options = {"timeout": 600.0, "environment": KEEP_FREED_MEMORY}
     cells = []
     for tower in ("trained", "frozen"):
-        seconds = spawn(timed_rank, WORLD, args.steps, tower == "frozen", **kept)[0]
+        seconds = spawn(timed_rank, WORLD, args.steps, tower == "frozen", **options)[0]
         for way in ("rests", "dummy"):
             cells.append(row(f"{tower} | {way}", seconds[way], seconds["bare"]))
     text = "\n".join(

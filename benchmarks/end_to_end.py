@@ -1,26 +1,27 @@
-"""Whole training steps of Qwen3-MoE: stock Transformers (and PEFT) against ours, full and LoRA.
+"""Time whole training steps of Qwen3-MoE, full and LoRA: hf_moe_ep and stock Transformers (PEFT).
 
     python benchmarks/end_to_end.py                            tiny on a CPU; six layers on a GPU
     python benchmarks/end_to_end.py --mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing
     python benchmarks/end_to_end.py --ranks 2                  CPU processes: FSDP2, ours with ep 2
 
-The model has the shape of Qwen3-30B-A3B and random weights, bf16 on a GPU. Without other sizes it
-is six of its 48 layers with an eighth of its vocabulary: head and layers in proportion.
+The model has the shape of Qwen3-30B-A3B and random weights, in bf16 on a GPU. By default it has six
+of the 48 layers and an eighth of the vocabulary, so that head and layers keep their proportion.
 
     ours             `patch(model)`; `ours_recompute` with `recompute_activations=True`
-    grouped_mm       stock, with torch's grouped matrix product: what it does by default
-    eager            stock, with its loop over experts
+    grouped_mm       stock with torch's grouped matrix product, which is its default
+    eager            stock with its loop over experts
 
-Each side is a process of its own, with an end of its own: one that dies, hangs or has no room is a
-line that says so. A line of JSON a side, and one that compares its first losses with stock's, which
-must agree: equal seeds, equal data.
+Each side runs in its own process. If the process dies, hangs or runs out of memory, the side's line
+of JSON says so, and the next side runs. All sides have the same seed and data, so their first
+losses must agree with those of stock; further lines of JSON compare them.
 
     step_s           forward, backward and AdamW, until the device is done; median and spread
-    mfu              operations of the model over what the GPU's data sheet promises: 6 a trained
-                     weight and token, 4 a frozen one, causal attention; none for recomputation
-    peak_gib         allocated at most in those steps; on a CPU the most resident memory
-    kept             bytes that autograd keeps between forward and backward per token, parameters
-                     left out
+    mfu              FLOP/s of the model / FLOP/s in the GPU's data sheet. A token has 6 FLOPs per
+                     trained weight and 4 per frozen weight, and those of causal attention.
+                     Recomputation does not count
+    peak_gib         peak of allocated memory in these steps; on a CPU, of resident memory
+    kept             bytes per token that autograd keeps between forward and backward, without the
+                     parameters
 """
 
 from __future__ import annotations
@@ -47,25 +48,27 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from hf_moe_ep import apply_ep_fsdp2, patch
 
 SIDES = ("ours", "grouped_mm", "eager", "ours_recompute")
-# What the others' losses are compared with: the first of these that ran.
+# The losses of all other sides are compared with those of the first of these sides that ran.
 STOCK = ("grouped_mm", "eager")
 MODES = ("full", "lora")
 WARMUP_STEPS = 3
 COMPARED_STEPS = 3
-# Large enough that weights of 0.02 move in bf16, small enough that roundings stay roundings.
+# This is large enough to change weights of 0.02 in bf16, and small enough that rounding differences
+# between the sides do not grow.
 LEARNING_RATE = 1e-4
-# Relative. Means over thousands of tokens, so one rounding of the dtype is plenty.
+# Relative difference of losses. A loss is a mean over thousands of tokens, so one rounding of the
+# dtype is enough.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 # TFLOP/s of dense bf16 products, from NVIDIA's data sheets.
 DATA_SHEET = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "A100": 312.0, "B200": 2250.0}
-# Imported once for all sides, which are forked from there: no import may touch a GPU.
+# The fork server imports these modules once for all sides. No import may initialise a GPU.
 PRELOADED = ["end_to_end", "transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"]
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the tokens of each process."""
+    """The sizes of the model, and the tokens of each process."""
 
     layers: int = 6
     hidden: int = 2048
@@ -86,7 +89,7 @@ TINY = Sizes(2, 64, 32, 8, 2, 4, 2, 16, 128, 2, 32, 4)
 
 @dataclass(frozen=True)
 class Cell:
-    """What one process measures, or one group of them."""
+    """One measurement, by one process or by one group of ranks."""
 
     side: str
     mode: str
@@ -97,10 +100,10 @@ class Cell:
     ranks: int = 1
 
     def line(self) -> dict[str, Any]:
-        """The beginning of its line of JSON."""
+        """Return the first entries of the measurement's line of JSON."""
         names = ("mode", "checkpointing", "ranks", "steps")
-        about = {name: getattr(self, name) for name in names}
-        return {"end_to_end": self.side, **about, "sizes": asdict(self.sizes)}
+        settings = {name: getattr(self, name) for name in names}
+        return {"end_to_end": self.side, **settings, "sizes": asdict(self.sizes)}
 
 
 def build(cell: Cell, device: torch.device) -> nn.Module:
@@ -139,7 +142,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """On attention and experts; in the model's dtype on both sides."""
+    """Attach LoRA to attention and experts, on both sides in the model's dtype."""
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(
@@ -152,7 +155,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def distribute(model: nn.Module, cell: Cell) -> nn.Module:
-    """Patch ours; over several ranks shard both."""
+    """Patch the model of our sides. On several ranks, shard the models of all sides."""
     recompute = cell.side == "ours_recompute"
     if cell.side.startswith("ours"):
         if cell.ranks == 1:
@@ -167,22 +170,22 @@ def distribute(model: nn.Module, cell: Cell) -> nn.Module:
 
 
 def model_flops(cell: Cell, model: nn.Module) -> float:
-    """Operations of one token, forward and backward."""
+    """Return the FLOPs of one token, forward and backward."""
     sizes = cell.sizes
-    active = sizes.top_k / sizes.experts
+    active_share = sizes.top_k / sizes.experts
     flops = 0.0
     for name, parameter in model.named_parameters():
         if "embed_tokens" in name:
             continue
-        used = parameter.numel() * (active if ".experts." in name else 1)
-        flops += used * (6 if parameter.requires_grad else 4)
-    # Two products of length x heads x head_dim forward, twice that backward, half of it masked.
+        num_active = parameter.numel() * (active_share if ".experts." in name else 1)
+        flops += num_active * (6 if parameter.requires_grad else 4)
+    # Forward has two products of length x heads x head_dim, backward four; half is masked.
     attention = 6 * sizes.length * sizes.heads * sizes.head_dim
     return flops + sizes.layers * attention
 
 
 def data_sheet_flops() -> float | None:
-    """Operations a second that this GPU's data sheet promises; None where we know none."""
+    """Return the FLOP/s in this GPU's data sheet; None if the GPU is not in DATA_SHEET."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         for name, tflops in DATA_SHEET.items():
@@ -192,12 +195,12 @@ def data_sheet_flops() -> float | None:
 
 
 def measure(cell: Cell, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Figures of one process; `note` hears of them as they come."""
+    """Measure one process; `note` is called with all figures as soon as they are known."""
     cuda = torch.cuda.is_available() and cell.ranks == 1
     device = torch.device("cuda" if cuda else "cpu")
     start = time.perf_counter()
     model = build(cell, device)
-    # Of a rank's own, or a sum of ranks' gradients that is no mean would not be seen.
+    # Each rank has its own data. With equal data, a sum of gradients could not be told from a mean.
     generator = torch.Generator().manual_seed(dist.get_rank() if cell.ranks > 1 else 0)
     shape = (cell.sizes.rows, cell.sizes.length)
     input_ids = torch.randint(cell.sizes.vocab, shape, generator=generator).to(device)
@@ -217,10 +220,10 @@ def measure(cell: Cell, note: Callable[[dict[str, Any]], None]) -> dict[str, Any
     else:
         line["peak_gib"] = round(peak_mib() / 1024, 3)
     note(line)
-    with saved_storages(model) as kept:
+    with saved_storages(model) as saved:
         loss = model(**batch).loss
-    line["kept_bytes_per_token"] = round(sum(kept.values()) / input_ids.numel())
-    kept.clear()
+    line["kept_bytes_per_token"] = round(sum(saved.values()) / input_ids.numel())
+    saved.clear()
     loss.backward()
     optimizer.zero_grad()
     if cell.profile:
@@ -237,7 +240,7 @@ def time_steps(
     wait: Callable[[], None],
     note: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Seconds of the steps behind the warm-up, and the loss of every step."""
+    """Time the steps after the warm-up, and record the loss of every step."""
     seconds: list[float] = []
     losses: list[float] = []
     for step in range(WARMUP_STEPS + cell.steps):
@@ -261,18 +264,18 @@ def time_steps(
         losses.append(loss.item())
         note({"first_step_s": round(seconds[0], 3), "losses": losses})
     timed = seconds[WARMUP_STEPS:]
-    middle = statistics.median(timed)
+    median = statistics.median(timed)
     return {
-        "step_s": round(middle, 5),
+        "step_s": round(median, 5),
         "step_spread_s": [round(min(timed), 5), round(max(timed), 5)],
         "tokens": cell.ranks * batch["input_ids"].numel(),
-        "tok_per_s": round(cell.ranks * batch["input_ids"].numel() / middle, 1),
+        "tok_per_s": round(cell.ranks * batch["input_ids"].numel() / median, 1),
     }
 
 
 def profile(model: nn.Module, batch: Batch, cuda: bool, most: int = 25) -> dict[str, Any]:
-    """The kernels of one forward and backward that take longest: name, ms, calls."""
-    # On a GPU its kernels alone: to note the host's operators too would make the host the slower.
+    """Return the longest kernels of one forward and backward: name, ms, calls."""
+    # On a GPU only kernels are recorded: recording the host's operators would slow down the host.
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
         start = time.perf_counter()
@@ -282,13 +285,13 @@ def profile(model: nn.Module, batch: Batch, cuda: bool, most: int = 25) -> dict[
         ms = 1e3 * (time.perf_counter() - start)
     events = profiler.key_averages()
 
-    def own(event: Any) -> float:
+    def self_ms(event: Any) -> float:
         return (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
 
-    on_device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    events = sorted((e for e in events if e.device_type == on_device), key=own, reverse=True)
-    top = [[event.key[:90], round(own(event), 3), event.count] for event in events[:most]]
-    return {"wall_ms": round(ms, 2), "busy_ms": round(sum(map(own, events)), 2), "top": top}
+    device_type = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    events = sorted((e for e in events if e.device_type == device_type), key=self_ms, reverse=True)
+    top = [[event.key[:90], round(self_ms(event), 3), event.count] for event in events[:most]]
+    return {"wall_ms": round(ms, 2), "busy_ms": round(sum(map(self_ms, events)), 2), "top": top}
 
 
 def on_rank(rank: int, cell: Cell) -> dict[str, Any]:
@@ -298,20 +301,21 @@ def on_rank(rank: int, cell: Cell) -> dict[str, Any]:
 
 
 def of_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
-    """Rank 0's figures; losses are the mean over ranks, peaks the largest."""
+    """Measure on several ranks: the figures of rank 0, mean losses, and the largest peaks."""
     try:
         lines = spawn(on_rank, cell.ranks, cell, timeout=seconds)
-    except Exception as error:  # noqa: BLE001  the next side is another set of processes
+    except Exception as error:  # noqa: BLE001  the next side runs in other processes
         return {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
-    means = [statistics.fmean(losses) for losses in zip(*(one["losses"] for one in lines))]
-    worst = {name: max(one[name] for one in lines) for name in ("peak_gib", "kept_bytes_per_token")}
-    return {**lines[0], "losses": means, **worst}
+    means = [statistics.fmean(losses) for losses in zip(*(line["losses"] for line in lines))]
+    names = ("peak_gib", "kept_bytes_per_token")
+    largest = {name: max(line[name] for line in lines) for name in names}
+    return {**lines[0], "losses": means, **largest}
 
 
 def in_own_process(
     cell: Cell, seconds: float, measure: Callable[..., Any] = measure
 ) -> dict[str, Any]:
-    """What the process sent until it ended, and how it ended where that was not well."""
+    """Return all figures that a new process sends, and an "error" if it fails or takes too long."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_and_send, args=(sender, cell, measure))
@@ -344,63 +348,63 @@ def _measure_and_send(sender: Connection, cell: Cell, measure: Callable[..., Any
 
 
 def compare(lines: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
-    """For each side the largest relative difference of its first losses to stock's."""
+    """Compare the first losses of each side with those of stock; returns a line for each side."""
     with_losses = {line["end_to_end"]: line for line in lines if line.get("losses")}
     truth = next((name for name in STOCK if name in with_losses), None)
-    found = []
+    comparisons = []
     for name, line in with_losses.items():
         if truth is None or name == truth:
             continue
         pairs = list(zip(line["losses"], with_losses[truth]["losses"]))[:COMPARED_STEPS]
-        errors = [abs(got - want) / abs(want) for got, want in pairs]
+        errors = [abs(loss - true_loss) / abs(true_loss) for loss, true_loss in pairs]
         allowed = TOLERANCE[dtype]
         equal = all(error <= allowed for error in errors)  # NaN is not equal
-        found.append(
+        comparisons.append(
             {"losses_of": name, "against": truth, "differences": errors, "allowed": allowed}
             | {"equal": equal, "mode": line["mode"]}
         )
-    return found
+    return comparisons
 
 
 def run(cells: list[Cell], seconds: float) -> int:
-    """Measure and print; 1 where a side broke or computes something else."""
+    """Measure and print all sides; return 1 if a side fails or has other losses than stock."""
     cuda = torch.cuda.is_available() and cells[0].ranks == 1
     lines = []
     for cell in cells:
         figures = of_ranks(cell, seconds) if cell.ranks > 1 else in_own_process(cell, seconds)
         lines.append({**cell.line(), **figures})
         print(json.dumps(lines[-1]), flush=True)
-    compared = compare(lines, dtype_on(torch.device("cuda" if cuda else "cpu")))
-    for line in compared:
+    comparisons = compare(lines, dtype_on(torch.device("cuda" if cuda else "cpu")))
+    for line in comparisons:
         print(json.dumps(line), flush=True)
-    broke = any(line.get("error", "out of memory") != "out of memory" for line in lines)
-    return int(broke or not all(line["equal"] for line in compared))
+    failed = any(line.get("error", "out of memory") != "out of memory" for line in lines)
+    return int(failed or not all(line["equal"] for line in comparisons))
 
 
 def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
-    """The cells, and the seconds that each may take."""
+    """Return the cells to measure, and the time limit of each in seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "grouped_mm"])
     parser.add_argument("--mode", choices=MODES, default="full")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="the kernels that take longest")
-    parser.add_argument("--ranks", type=int, default=1, help="CPU processes")
-    parser.add_argument("--steps", type=int, default=5, help="timed, behind three of warm-up")
-    parser.add_argument("--seconds", type=float, default=300.0, help="that a side may take")
-    parser.add_argument("--tiny", action="store_true", help="the sizes of a CPU")
+    parser.add_argument("--profile", action="store_true", help="print the longest kernels as well")
+    parser.add_argument("--ranks", type=int, default=1, help="number of CPU processes")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after three of warm-up")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each side")
+    parser.add_argument("--tiny", action="store_true", help="use the sizes for a CPU on a GPU too")
     for size in fields(Sizes):
         parser.add_argument(f"--{size.name.replace('_', '-')}", type=int)
     args = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available() and args.ranks == 1 and not args.tiny
-    asked = {f.name: getattr(args, f.name) for f in fields(Sizes)}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    sizes = replace(Sizes() if on_gpu else TINY, **asked)
+    options = {f.name: getattr(args, f.name) for f in fields(Sizes)}
+    options = {name: value for name, value in options.items() if value is not None}
+    sizes = replace(Sizes() if on_gpu else TINY, **options)
     flags = {"checkpointing": args.checkpointing, "profile": args.profile, "ranks": args.ranks}
     return [Cell(side, args.mode, sizes, args.steps, **flags) for side in args.sides], args.seconds
 
 
 def main() -> int:
-    """Returns 1 where a side broke or computes something else."""
+    """Run the benchmark; return 1 if a side fails or has other losses than stock."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     return run(*parse())
 

@@ -1,24 +1,24 @@
-"""One layer's experts: this package against transformers' own implementations, in one run.
+"""Time the experts of one layer: hf_moe_ep and transformers' own implementations, in one run.
 
     python benchmarks/experts.py                             CPU: one small fp32 shape
-    python benchmarks/experts.py --write benchmarks/results  and a table and plots beside the others
+    python benchmarks/experts.py --write benchmarks/results  also writes a table and a plot
     python benchmarks/experts.py --shapes qwen3-30b --tokens 4096 32768        (with a GPU: bf16)
-    python benchmarks/experts.py --json                      each row also as a line of JSON
+    python benchmarks/experts.py --json                      prints each row as JSON as well
 
-Liger's fused experts take part where that package is installed. Before a shape is timed, outputs
-and gradients must agree with transformers' eager loop (with grouped_mm, where eager has no room).
-What disagrees, crashes or runs out of memory is a row that says so; the others go on.
+Liger's fused experts are included if Liger is installed. Before a shape is timed, outputs and
+gradients must agree with transformers' eager loop (with grouped_mm if eager runs out of memory). If
+an implementation disagrees, fails or runs out of memory, its row says so, and the others are timed.
 
     ms          forward, and forward + backward with gradients of rows, router and weights; median
-                (min .. max); implementations take turns, so a busy machine slows all. On a GPU the
-                device's time alone: it spins while the host queues the work (`timing.py`)
-    TFLOP/s     6 T K H F operations forward (gate, up and down, 2 each), 18 T K H F with backward
-    saved       bytes kept for backward per token, parameters left out
-    peak        GPU memory above what inputs and weights hold; not measured on a CPU
-    ceiling     one large matrix product of the library in the same dtype, drawn into the plot
+                (min .. max). Implementations take turns, so a busy machine slows down all of them.
+                On a GPU only the time of the device counts (`timing.py`)
+    TFLOP/s     6 T K H F FLOPs forward (2 each for gate, up and down), 18 T K H F with backward
+    saved       bytes per token that are kept for backward, without parameters
+    peak        GPU memory above the inputs and weights; not measured on a CPU
+    ceiling     one large matrix product of torch in the same dtype, drawn into the plot
 
-`skewed` routing draws experts from a Zipf law (the busiest gets about a tenth of the tokens of 128
-experts); `ep8` is what one of 8 ranks computes: E / 8 experts and the rows of 8 ranks.
+`skewed` routing draws experts by a Zipf law (the busiest of 128 experts gets about a tenth of the
+tokens). `ep8` is the work of one of 8 ranks: E / 8 experts and the rows of 8 ranks.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from hf_moe_ep.moe.experts import choose_compute, run_experts
 from hf_moe_ep.state import Compute
 
 IMPLEMENTATIONS = ("ours", "eager", "grouped_mm", "liger")
-# What the others must agree with: the first of these that runs.
+# All other implementations must agree with the first of these that runs.
 TRUTHS = ("eager", "grouped_mm")
-# Largest difference to eager, relative to the largest element: roundings of the dtype.
+# Largest allowed difference, relative to the largest element; it covers roundings of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """E experts of H x F, K per token; all 2 F + F matrices of one layer."""
+    """The sizes of one layer: E experts with three matrices of H x F each, K experts per token."""
 
     name: str
     experts: int
@@ -70,12 +70,12 @@ class Shape:
 
 
 CPU_SHAPES = [Shape("small", 16, 4, 256, 128)]
-# Qwen3-VL-30B-A3B has the same.
+# Qwen3-VL-30B-A3B has the same sizes.
 _QWEN3_30B = Shape("qwen3-30b", 128, 8, 2048, 768)
 GPU_SHAPES = [
     _QWEN3_30B,
     replace(_QWEN3_30B, name="qwen3-30b-skewed", routing="skewed"),
-    # A rank's share: 16 experts, and of 8 ranks' tokens the pairs that go to them.
+    # The part of one of 8 ranks: 16 experts, and all (token, expert) pairs that choose them.
     replace(_QWEN3_30B, name="qwen3-30b-ep8", experts=16),
     Shape("qwen3-235b", 128, 8, 4096, 1536),
     Shape("mixtral", 8, 2, 4096, 14336),
@@ -85,7 +85,7 @@ GPU_SHAPES = [
 
 @dataclass
 class Problem:
-    """One shape at one number of tokens, on the device; `compute` is how ours runs it."""
+    """The tensors of one shape and number of tokens; `compute` is our way to run the experts."""
 
     shape: Shape
     experts: Any
@@ -146,11 +146,11 @@ def build(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype) -
         likelihood = torch.ones(shape.experts)
         if shape.routing == "skewed":
             likelihood = 1 / torch.arange(1.0, shape.experts + 1)
-        # The top-k of scores disturbed by Gumbel noise: k draws without replacement.
+        # The top-k of log-likelihoods plus Gumbel noise are k draws without replacement.
         noise = -torch.empty(tokens, shape.experts).exponential_().log()
         ids = (likelihood.log() + noise).topk(shape.top_k, dim=1).indices
         weights = (weights / weights.sum(1, keepdim=True)).to(dtype)
-    # Found once, as when a model is patched; the formula is searched for on the CPU.
+    # `patch` chooses once, too. The formula of the experts is detected on the CPU.
     compute = choose_compute(experts, "auto", recompute=False)
     leaves = rows.requires_grad_(), ids, weights.requires_grad_()
     return Problem(shape, experts, compute, *leaves, upstream)
@@ -158,9 +158,9 @@ def build(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype) -
 
 @dataclass
 class Row:
-    """What one implementation did at one shape; the lists are empty where `error` says why.
+    """The figures of one implementation at one shape. If it failed, `error` gives the reason.
 
-    `checked`: its numbers were compared with a truth's, or it is the truth.
+    `checked` means that its results were compared with the truth, or that it is the truth.
     """
 
     shape: Shape
@@ -175,23 +175,23 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether it was wrong or broke, rather than lacking memory or not covering the shape."""
+        """Return True if results were wrong or an unexpected error was raised."""
         return self.error not in ("", OUT_OF_MEMORY, NOT_COVERED)
 
     def line(self) -> dict[str, Any]:
-        """For a file of JSON lines."""
-        figures: dict[str, Any] = {}
-        for kind, times in (("forward", self.forward), ("both", self.both)):
-            if times:
-                middle = statistics.median(times)
-                figures[f"{kind}_ms"] = round(middle, 4)
-                figures[f"{kind}_spread_ms"] = [round(min(times), 4), round(max(times), 4)]
+        """Return the row as one line of JSON."""
+        times: dict[str, Any] = {}
+        for kind, ms in (("forward", self.forward), ("both", self.both)):
+            if ms:
+                median = statistics.median(ms)
+                times[f"{kind}_ms"] = round(median, 4)
+                times[f"{kind}_spread_ms"] = [round(min(ms), 4), round(max(ms), 4)]
                 flops = self.shape.flops(self.tokens, kind == "both")
-                figures[f"{kind}_tflops"] = round(flops / middle / 1e9, 4)
+                times[f"{kind}_tflops"] = round(flops / median / 1e9, 4)
         about = {"shape": self.shape.name, "sizes": asdict(self.shape), "tokens": self.tokens}
-        kept = {"saved_bytes_per_token": self.saved, "peak_mib": self.peak}
-        end = {"checked": self.checked, "error": self.error}
-        return {**about, "implementation": self.name, **figures, **kept, **end}
+        memory = {"saved_bytes_per_token": self.saved, "peak_mib": self.peak}
+        status = {"checked": self.checked, "error": self.error}
+        return {**about, "implementation": self.name, **times, **memory, **status}
 
 
 OUT_OF_MEMORY = "out of memory"
@@ -199,30 +199,30 @@ NOT_COVERED = "does not cover this shape"
 
 
 def why_not(error: Exception) -> str:
-    """One line for a row."""
+    """Return the error of a row, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def difference(problem: Problem, name: str, truth: list[Tensor]) -> str:
-    """Say where an implementation does not compute what the truth is, and by how much."""
+    """Name the first tensor that differs from the truth and its error; empty if all agree."""
     limit = TOLERANCE[problem.rows.dtype]
-    for index, (got, true) in enumerate(zip(problem.both(name), truth, strict=True)):
-        error = ((got - true).abs().max() / true.abs().max()).item()
+    for index, (actual, true) in enumerate(zip(problem.both(name), truth, strict=True)):
+        error = ((actual - true).abs().max() / true.abs().max()).item()
         if not error <= limit:
             return f"tensor {index} is off by {error:.1e} > {limit:.0e}"
     return ""
 
 
 def check(problem: Problem, rows: dict[str, Row]) -> None:
-    """Note in each row whether the implementation runs, and agrees with the first truth that does.
+    """Set `checked` and `error` of each row: run it, and compare it with the first truth that runs.
 
-    Where no truth runs, as none has room for a large shape, the others stay unchecked.
+    If no truth runs, as a shape is too large for all of them, the others stay unchecked.
     """
     truth: list[Tensor] = []
-    in_order = [name for name in TRUTHS if name in rows]
-    for name in in_order + [name for name in rows if name not in TRUTHS]:
+    truths_first = [name for name in TRUTHS if name in rows]
+    for name in truths_first + [name for name in rows if name not in TRUTHS]:
         row = rows[name]
         if name == "liger" and problem.shape.gpt_oss:
             row.error = NOT_COVERED
@@ -236,12 +236,12 @@ def check(problem: Problem, rows: dict[str, Row]) -> None:
                 row.checked = True
             else:
                 problem.both(name)
-        except Exception as error:  # noqa: BLE001  of whatever kind, it is this row's
+        except Exception as error:  # noqa: BLE001  the error ends only this row
             row.error = why_not(error)
 
 
 def timed(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) -> None:
-    """Note milliseconds of every repeat in the rows; they take turns."""
+    """Add the milliseconds of every repeat to the rows, whose implementations take turns."""
     run: Callable[[str], Any] = problem.both if backward else problem.forward
     for turn in range(-2, repeats):  # two to warm up
         for name, row in rows.items():
@@ -250,7 +250,7 @@ def timed(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) 
             try:
                 with torch.set_grad_enabled(backward):
                     ms = milliseconds(lambda name=name: run(name), problem.rows.is_cuda)
-            except Exception as error:  # noqa: BLE001  of whatever kind, it is this row's
+            except Exception as error:  # noqa: BLE001  the error ends only this row
                 row.error = why_not(error)
                 continue
             if turn >= 0:
@@ -258,7 +258,10 @@ def timed(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) 
 
 
 def saved_per_token(problem: Problem, name: str) -> float:
-    """Bytes kept for backward, storages counted once, parameters left out."""
+    """Return the bytes per token that are kept for backward, without the parameters.
+
+    Tensors that share a storage are counted once.
+    """
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -267,8 +270,9 @@ def saved_per_token(problem: Problem, name: str) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         problem.forward(name)
-    own = {parameter.untyped_storage().data_ptr() for parameter in problem.experts.parameters()}
-    return sum(size for at, size in saved.items() if at not in own) / problem.rows.shape[0]
+    parameters = {p.untyped_storage().data_ptr() for p in problem.experts.parameters()}
+    num_bytes = sum(size for pointer, size in saved.items() if pointer not in parameters)
+    return num_bytes / problem.rows.shape[0]
 
 
 def peak_mib(problem: Problem, name: str) -> float | None:
@@ -281,7 +285,7 @@ def peak_mib(problem: Problem, name: str) -> float | None:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of one large square product: the best this machine does."""
+    """Return the TFLOP/s of one large square product, an upper limit for this machine."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     times = [milliseconds(lambda: a @ b, device.type == "cuda") for _ in range(20)]
@@ -296,7 +300,7 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Row]:
-    """A row for each implementation, whatever happens to it."""
+    """Measure one shape and number of tokens; returns a row for every implementation."""
     rows = {name: Row(shape, tokens, name) for name in names}
     try:
         problem = build(shape, tokens, device, dtype)
@@ -312,7 +316,7 @@ def measure(
             try:
                 row.saved = saved_per_token(problem, name)
                 row.peak = peak_mib(problem, name)
-            except Exception as error:  # noqa: BLE001  of whatever kind, it is this row's
+            except Exception as error:  # noqa: BLE001  the error ends only this row
                 row.error = why_not(error)
     return list(rows.values())
 
@@ -340,13 +344,13 @@ HEADER = (
 
 
 def installed() -> list[str]:
-    """The implementations that can be asked for on this machine."""
-    liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
-    return [name for name in IMPLEMENTATIONS if name != "liger" or liger]
+    """Return the implementations that can run on this machine."""
+    has_liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+    return [name for name in IMPLEMENTATIONS if name != "liger" or has_liger]
 
 
 def plot(rows: list[Row], top: float, path: Path) -> None:
-    """TFLOP/s of forward + backward over tokens, one panel per shape, the ceiling drawn in."""
+    """Plot the TFLOP/s of forward + backward over tokens, and the ceiling; one panel per shape."""
     from matplotlib import pyplot
 
     shapes = list(dict.fromkeys(row.shape for row in rows))
@@ -371,7 +375,7 @@ def plot(rows: list[Row], top: float, path: Path) -> None:
 
 
 def write(folder: Path, machine: str, about: list[str], lines: list[str]) -> None:
-    """The table so far, whole or not at all."""
+    """Write the table so far; the file is replaced only when the new one is complete."""
     text = [
         "# One layer's experts: hf_moe_ep against transformers",
         "",
@@ -392,7 +396,7 @@ def write(folder: Path, machine: str, about: list[str], lines: list[str]) -> Non
 
 
 def all_rows(args: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of one shape and number of tokens after the other."""
+    """Yield the rows of each shape and number of tokens."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -421,7 +425,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns 1 where an implementation was wrong or broke."""
+    """Run the benchmark; return 1 if an implementation was wrong or failed."""
     args = parse()
     cuda = torch.cuda.is_available()
     load = os.getloadavg()[0]
@@ -431,7 +435,7 @@ def main() -> int:
     product = f"{machine}, {dtype}, one large product: {top:.3g} TFLOP/s"
     print(f"{product}\n{HEADER}", flush=True)
     lines: list[str] = []
-    found: list[Row] = []
+    measured: list[Row] = []
     for rows in all_rows(args):
         ours = next((row for row in rows if row.name == "ours"), None)
         for row in rows:
@@ -439,13 +443,13 @@ def main() -> int:
             print(lines[-1], flush=True)
             if args.json:
                 print(json.dumps(row.line()), flush=True)
-        found += rows
+        measured += rows
         if args.write:
             about = [*setting("benchmarks/experts.py", load, 1), f"- device: {product}"]
             write(args.write, _slug(machine), about, lines)
     if args.write:
-        plot(found, top, args.write / f"experts-{_slug(machine)}.png")
-    return int(any(row.failed for row in found))
+        plot(measured, top, args.write / f"experts-{_slug(machine)}.png")
+    return int(any(row.failed for row in measured))
 
 
 def _slug(machine: str) -> str:

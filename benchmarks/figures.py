@@ -1,4 +1,4 @@
-"""What every benchmark prints beside its numbers: spread, ratio, machine, versions, command."""
+"""Format the results of a benchmark: spreads, ratios, and its machine, versions and command."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import transformers
 
 
 def row(name: str, ours: list[float], theirs: list[float]) -> str:
-    """Table cells `name | ours | theirs | ratio`; values of both sides belong together in pairs."""
+    """Return the table cells `name | ours | theirs | ratio`; values are compared pair by pair."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
     return " | ".join([name, spread(ours), spread(theirs), spread(ratios) if ratios else "-"])
 
 
 def spread(values: list[float]) -> str:
-    """`median (min .. max)`, or one number where all print alike."""
+    """Return `median (min .. max)`, or one number if all three would be printed the same."""
     low, middle, high = min(values), statistics.median(values), max(values)
     digits = 0 if middle >= 100 else 1 if middle >= 10 else 2
     if f"{low:.{digits}f}" == f"{high:.{digits}f}":
@@ -31,7 +31,7 @@ def spread(values: list[float]) -> str:
 
 
 def setting(script: str, load_before: float, num_ranks: int) -> list[str]:
-    """Markdown list: command, machine, versions. Call it when the run is over."""
+    """Return a Markdown list of command, machine and versions. Call it after the run."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

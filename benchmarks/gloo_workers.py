@@ -1,11 +1,11 @@
-"""One training step on CPU ranks with one worker thread per gloo group, against torch's two.
+"""Time training steps on CPU ranks with one worker thread per gloo group, and with torch's two.
 
     python benchmarks/gloo_workers.py
 
-`upstream/gloo.py` says why this package creates its groups with one worker. Both sides are the same
-model on the same batch, each in processes of its own, which take turns. Two micro-batches of rows
-travel at the same time (`dispatch_chunks=2`), because only overlapping collectives of one group can
-be slower with one worker.
+`upstream/gloo.py` explains why this package creates its groups with one worker. Both sides train
+the same model on the same batch. Each side has its own processes, and the sides take turns. Two
+all-to-alls of rows overlap (`dispatch_chunks=2`), because one worker can only be slower if
+collectives of one group overlap.
 """
 
 from __future__ import annotations
@@ -52,48 +52,48 @@ def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, floa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCAB, (1, sizes.tokens), generator=generator)
-    taken = []
+    seconds = []
     for _ in range(sizes.steps + 2):
         start = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        taken.append(time.perf_counter() - start)
-    found = group._get_backend(torch.device("cpu")).options._threads
-    return median(taken[2:]), loss.item(), found
+        seconds.append(time.perf_counter() - start)
+    num_workers = group._get_backend(torch.device("cpu")).options._threads
+    return median(seconds[2:]), loss.item(), num_workers
 
 
 def measure(sizes: Sizes) -> dict[int, list[float]]:
     """Return the seconds of a step by number of workers, one value per turn."""
-    taken: dict[int, list[float]] = {1: [], 2: []}
+    seconds: dict[int, list[float]] = {1: [], 2: []}
     losses = set()
     for _ in range(sizes.turns):
-        for workers in taken:
+        for workers in seconds:
             ranks = spawn(seconds_per_step, WORLD, workers, sizes, timeout=300.0)
-            assert {found for _, _, found in ranks} == {workers}
+            assert {num_workers for _, _, num_workers in ranks} == {workers}
             losses.add(tuple(loss for _, loss, _ in ranks))
-            taken[workers].append(max(seconds for seconds, _, _ in ranks))
-    assert len(losses) == 1, f"both sides compute the same, but the losses are {losses}"
-    return taken
+            seconds[workers].append(max(rank_seconds for rank_seconds, _, _ in ranks))
+    assert len(losses) == 1, f"both sides must have the same losses, but they are {losses}"
+    return seconds
 
 
-def report(sizes: Sizes, taken: dict[int, list[float]], machine: list[str]) -> str:
+def report(sizes: Sizes, seconds: dict[int, list[float]], machine: list[str]) -> str:
     lines = [
         *machine,
         f"- {sizes}",
         "",
         "| | one worker | two workers | one / two |",
         "|---|---|---|---|",
-        f"| {row('seconds of a step', taken[1], taken[2])} |",
+        f"| {row('seconds of a step', seconds[1], seconds[2])} |",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
     sizes, load = Sizes(), os.getloadavg()[0]
-    taken = measure(sizes)
-    print(report(sizes, taken, setting("benchmarks/gloo_workers.py", load, WORLD)))
+    seconds = measure(sizes)
+    print(report(sizes, seconds, setting("benchmarks/gloo_workers.py", load, WORLD)))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""All that a stretch of time on a GPU is to show, in parts of at most ten minutes.
+"""Run all measurements and tests that need a GPU, in parts of at most ten minutes.
 
-    make gpu PART=1          right at all, ceilings, kernels, other blocks for them
-    make gpu PART=2          training on one GPU against stock, full and LoRA
-    make gpu PART=3          every GPU test, ranks that share a GPU, the sanitizer
-    make gpu PART=4          the second round: what moved since the table of blocks was changed
-    make gpu PART=5          frozen experts as bytes, nf4 and fp8: right, and how fast beside bf16
-    make gpu PART=6          the kernels compiled ahead of time: registers, shared memory, loops
-    make gpu-rehearsal       every job on the CPU with tiny sizes, part 6 as it is: 15 minutes
-    python benchmarks/gpu.py report benchmarks/results/GPU      tables and a plot of what they left
+    make gpu PART=1          smoke tests, ceilings, kernels, other blocks for the kernels
+    make gpu PART=2          training on one GPU: hf_moe_ep and stock, full and LoRA
+    make gpu PART=3          every GPU test, ranks that share a GPU, the memory sanitizer
+    make gpu PART=4          second round: the same figures after the table of blocks was changed
+    make gpu PART=5          frozen nf4 and fp8 experts: their tests, and their speed beside bf16
+    make gpu PART=6          kernels compiled ahead of time: registers, shared memory, loops
+    make gpu-rehearsal       all parts on the CPU with tiny sizes (part 6 in full), in 15 minutes
+    python benchmarks/gpu.py report benchmarks/results/GPU      writes tables and a plot
 
-A part is a table of jobs, the most valuable first. Each is a process group of its own with an end
-of its own: one that crashes, hangs or has no room is a line, and the next one runs. A job that its
-part has no time left for is a line too. All output goes to `partN.log` as it comes, and each line
-of JSON in it to `partN.jsonl`, with the job's name; so whatever ends the run, what was measured is
-on disk: under $OUT where that is set, else under benchmarks/results/GPU/raw.
+A part is a list of jobs, the most valuable first. Each job runs in its own process group. If a job
+crashes, hangs, runs out of memory, or is skipped because its part has no time left, the part
+records this in a line of JSON and goes on with the next job. All output is written to `partN.log`
+at once, and each line of JSON in the output also to `partN.jsonl`, with the name of the job. So all
+measurements are on disk, however the run ends. The folder is $OUT, or benchmarks/results/GPU/raw if
+$OUT is not set.
 
-Nothing here imports torch: a broken installation is a line as well.
+This module does not import torch, so that even a broken installation is recorded.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of the ten minutes that a command may have: the rest is for starting, and for copying results.
+# A part may take ten minutes. The other 30 s are for its start, and for copying the results.
 PART_SECONDS = 570.0
-# A job is not begun in less time than this, or a third of what it may take.
+# A job is skipped if less than this time is left, or less than a third of its time limit.
 LEAST_SECONDS = 15.0
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger_kernel", "pytest")
 ASKED = "name driver_version clocks.sm clocks.mem clocks.max.sm power.draw power.limit"
@@ -54,10 +55,14 @@ SAMPLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """One line of a part.
+    """One job of a part.
 
-    `prints` is a regular expression that the output must hold; `tool` is a program that `command`
-    runs under, with `variables` in its environment; `tiny` is what a rehearsal runs instead.
+    Attributes:
+        seconds: time limit of the job.
+        prints: regular expression that must match in the output.
+        tiny: command of the rehearsal.
+        tool: profiler or checker that runs `command`.
+        variables: further environment variables, as "NAME=value NAME=value".
     """
 
     name: str
@@ -69,11 +74,11 @@ class Job:
     variables: str = ""
 
     def line(self, rehearsal: bool) -> str:
-        """The command, as one would type it."""
+        """Return the command as a line of shell."""
         return self.tiny if rehearsal else f"{self.tool} {self.command}".strip()
 
     def words(self, rehearsal: bool) -> list[str]:
-        """What is started; `python` is this one."""
+        """Return the words of the command, with this interpreter as `python`."""
         words = shlex.split(self.line(rehearsal))
         return [sys.executable if word == "python" else word for word in words]
 
@@ -86,9 +91,10 @@ _TRAIN = "python benchmarks/end_to_end.py"
 _TINY_TRAIN = f"{_TRAIN} --tiny --steps 1"
 _LORA_48 = "--mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing"
 _LORA_24 = "--mode lora --layers 24 --vocab 75968 --rows 2 --checkpointing"
-# Adapters of rank 16 beside a frozen base, its matrices as they are or as bytes.
+# Adapters of rank 16 on a frozen base, in bf16 or quantised.
 _FROZEN = f"{_LAYER} --adapter-rank 16 --repeats 5"
-# Adapters beside bytes are in the tests: blocks of scales are large for an interpreter.
+# The rehearsal has no adapters on a quantised base: its blocks of scales are so large that the
+# interpreter would be slow. The tests cover this case.
 _TINY_FROZEN = f"{_LAYER} --tokens 4 --experts 2 --top-k 1 --repeats 1"
 _TINY_NF4 = f"{_TINY_FROZEN} --hidden 64 --ffn 64 --quantised nf4"
 _TINY_FP8 = f"{_TINY_FROZEN} --hidden 128 --ffn 128 --quantised fp8"
@@ -214,7 +220,8 @@ PARTS: dict[int, list[Job]] = {
             r"ERROR SUMMARY: 0 errors",
             _TINY_LAYER,
             tool="compute-sanitizer --tool memcheck --error-exitcode 9",
-            # Each tensor an allocation of its own: within one of the cache's, nothing is seen.
+            # Each tensor gets its own allocation: within one block of the caching allocator, the
+            # sanitizer sees no out-of-bounds access.
             variables="PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTORCH_ALLOC_CONF=backend:native",
         ),
     ],
@@ -298,7 +305,7 @@ PARTS: dict[int, list[Job]] = {
             "python benchmarks/compile_kernels.py --check",
             r"kernels compiled, 0 problems",
             "python benchmarks/compile_kernels.py --check",
-            # A rehearsal interprets all other kernels.
+            # The rehearsal runs all other jobs in Triton's interpreter.
             variables="TRITON_INTERPRET=0",
         ),
     ],
@@ -307,7 +314,7 @@ PARTS: dict[int, list[Job]] = {
 
 @dataclass
 class Ended:
-    """How a job ended; `status` is "ok" or says why not."""
+    """How a job ended; `status` is "ok" or the reason why it failed."""
 
     status: str
     seconds: float
@@ -323,31 +330,31 @@ def run_part(
     rehearsal: bool = False,
     seconds: float = PART_SECONDS,
 ) -> list[str]:
-    """Run the jobs in their order; returns the names of those that did not end well."""
+    """Run the jobs in order, and return the names of the jobs that failed or were skipped."""
     out.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     bad = []
     with (
         (out / f"part{number}.log").open("ab") as log,
         (out / f"part{number}.jsonl").open("a") as lines,
     ):
-        _note(lines, {"part": number, "rehearsal": rehearsal, **setting()})
+        _write_line(lines, {"part": number, "rehearsal": rehearsal, **setting()})
         for job in jobs:
             about = {"part": number, "job": job.name}
-            ended = _one(job, log, lines, about, until, rehearsal)
-            ends = {"ended": ended.status, "seconds": round(ended.seconds, 1)}
+            ended = _run_job(job, log, lines, about, deadline, rehearsal)
+            result = {"ended": ended.status, "seconds": round(ended.seconds, 1)}
             command = {"command": job.line(rehearsal)}
-            _note(lines, {**about, **ends, **command, "gpu": ended.gpu})
-            _tell(job, ended)
+            _write_line(lines, {**about, **result, **command, "gpu": ended.gpu})
+            _print_result(job, ended)
             if ended.status != "ok":
                 bad.append(job.name)
     return bad
 
 
-def _one(
-    job: Job, log: IO[bytes], lines: IO[str], about: dict, until: float, rehearsal: bool
+def _run_job(
+    job: Job, log: IO[bytes], lines: IO[str], about: dict, deadline: float, rehearsal: bool
 ) -> Ended:
-    left = until - time.monotonic()
+    left = deadline - time.monotonic()
     words = job.words(rehearsal)
     if left < min(LEAST_SECONDS, job.seconds) or left < job.seconds / 3:
         return Ended("skipped: no time left in this part", 0.0, "", {})
@@ -359,7 +366,7 @@ def _one(
     with tempfile.TemporaryDirectory(prefix="gpu_job_") as folder:
         env = environment(os.environ, rehearsal, folder)
         env |= dict(pair.split("=", 1) for pair in job.variables.split())
-        # A rehearsal may share its machine with other programs.
+        # Other programs may run on the machine of a rehearsal, so a job gets more time there.
         seconds = min(2 * job.seconds if rehearsal else job.seconds, left)
         status, output, gpu = run(words, env, seconds, log, lines, about)
     if status == "ok" and not rehearsal and not re.search(job.prints, output):
@@ -368,16 +375,16 @@ def _one(
 
 
 def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[str, str]:
-    """What a job finds; `folder` is empty, and gone after it."""
+    """Return the environment of a job; `folder` is an empty folder for its temporary files."""
     env = {**base, "PYTHONUNBUFFERED": "1", "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "tests"), base.get("PYTHONPATH", "")]
     )
     env |= {"PYTHONHASHSEED": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    # torch.cuda.is_available() asks the driver's library then, so that a process that was forked
-    # after it can still use the GPU.
+    # With this variable torch.cuda.is_available() asks NVML, so that processes which are forked
+    # afterwards can still use the GPU.
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # What one job compiled the next one finds, in this part and the next.
+    # All jobs of all parts share compiled kernels.
     env.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "hf_moe_ep_triton_cache")))
     if rehearsal:
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -392,9 +399,9 @@ def run(
     lines: IO[str],
     about: dict[str, Any],
 ) -> tuple[str, str, dict[str, Any]]:
-    """(how it ended, what it printed, the GPU meanwhile); its whole process group ends with it.
+    """Run a command; returns (status, output, state of the GPU), and kills its process group.
 
-    It writes into the log itself, so what it printed is on disk whatever ends this process.
+    The command writes directly to the log, so its output is on disk even if this process is killed.
     """
     with open(log.name, "rb") as reader, _process(words, env, log) as process:
         reader.seek(0, os.SEEK_END)
@@ -435,10 +442,10 @@ def _process(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and all it started: what is left of a job would keep the GPU's memory."""
+    """Kill the process and all that it has started, because they would keep the GPU's memory."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    # One that a driver holds cannot be killed, and must not hold the next job up.
+    # A process that waits in the driver cannot be killed, and must not delay the next job.
     with suppress(subprocess.TimeoutExpired):
         process.wait(20)
 
@@ -446,36 +453,36 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _copy_json(text: str, lines: IO[str], about: dict[str, Any]) -> None:
     if text.startswith("{"):
         with suppress(json.JSONDecodeError):
-            _note(lines, {**about, **json.loads(text)})
+            _write_line(lines, {**about, **json.loads(text)})
 
 
-def _note(lines: IO[str], line: dict[str, Any]) -> None:
+def _write_line(lines: IO[str], line: dict[str, Any]) -> None:
     lines.write(json.dumps(line) + "\n")
     lines.flush()
     os.fsync(lines.fileno())
 
 
-def _tell(job: Job, ended: Ended) -> None:
-    """One line, and the end of the output where it did not end well."""
+def _print_result(job: Job, ended: Ended) -> None:
+    """Print the status of a job, and its last lines of JSON or, after a failure, of output."""
     print(f"==== {job.name}: {ended.status}, {ended.seconds:.0f} s", flush=True)
-    found = [line for line in ended.output.splitlines() if line.strip()]
-    json_lines = [line for line in found if line.startswith("{")]
-    shown = json_lines[-12:] if json_lines and ended.status == "ok" else found[-12:]
+    text_lines = [line for line in ended.output.splitlines() if line.strip()]
+    json_lines = [line for line in text_lines if line.startswith("{")]
+    shown = json_lines[-12:] if json_lines and ended.status == "ok" else text_lines[-12:]
     print("\n".join(line[:300] for line in shown), flush=True)
 
 
 def ask_gpu() -> dict[str, Any]:
-    """What nvidia-smi says of the first GPU; empty without one."""
-    asked = [
+    """Query the first GPU with nvidia-smi; empty without a GPU."""
+    query = [
         "nvidia-smi",
         f"--query-gpu={','.join(ASKED.split())}",
         "--format=csv,noheader,nounits",
     ]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        text = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    first, *_ = [*said.splitlines(), ""]
+    first, *_ = [*text.splitlines(), ""]
     values = [value.strip() for value in first.split(",")]
     return {
         name: float(value) if re.fullmatch(r"[\d.]+", value) and name != "driver_version" else value
@@ -484,18 +491,18 @@ def ask_gpu() -> dict[str, Any]:
 
 
 def _summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Least, median and most of what moves while a job runs."""
-    moving = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
-    found = {name: [s[name] for s in samples if isinstance(s.get(name), float)] for name in moving}
+    """Return minimum, median and maximum of the values that change while a job runs."""
+    names = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
+    series = {name: [s[name] for s in samples if isinstance(s.get(name), float)] for name in names}
     return {
         name: [min(values), statistics.median(values), max(values)]
-        for name, values in found.items()
+        for name, values in series.items()
         if values
     }
 
 
 def setting() -> dict[str, Any]:
-    """Commit, versions, GPU: what makes a figure one that can be measured again."""
+    """Return all that is needed to repeat a measurement, such as commit, versions and GPU."""
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -511,25 +518,25 @@ def setting() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """$COMMIT, or what git says; the folder may have travelled without its history."""
+    """Return $COMMIT, or git's description of the commit. A copied folder may have no history."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with suppress(OSError):
-        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        return os.environ.get("COMMIT") or said or "unknown"
+        described = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        return os.environ.get("COMMIT") or described or "unknown"
     return os.environ.get("COMMIT", "unknown")
 
 
 def sources() -> str:
-    """A hash of the package and the benchmarks, by which a commit can be found again."""
-    found = hashlib.sha256()
+    """Return a hash of the package and the benchmarks, which identifies the measured sources."""
+    digest = hashlib.sha256()
     for folder in ("hf_moe_ep", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def machine() -> int:
-    """What torch sees; 1 where that is no GPU."""
+    """Print the machine as torch sees it."""
     if shutil.which("nvidia-smi"):
         print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
     import torch
@@ -551,7 +558,7 @@ def machine() -> int:
 
 
 def results_folder() -> Path:
-    """$OUT, or the one of this GPU."""
+    """Return $OUT, or the folder of this GPU under benchmarks/results."""
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"])
     name = str(ask_gpu().get("name", "no-gpu"))
@@ -560,28 +567,28 @@ def results_folder() -> Path:
 
 
 def rehearse(out: Path, only: list[int]) -> int:
-    """Every job with tiny sizes on the CPU; 1 where one did not end well."""
+    """Run every job with tiny sizes on the CPU; return 1 if a job failed."""
     start = time.monotonic()
     bad = []
     for number in only:
         bad += run_part(number, PARTS[number], out, rehearsal=True, seconds=1200.0)
-    print(f"rehearsal: {time.monotonic() - start:.0f} s, did not end well: {bad or 'none'}")
+    print(f"rehearsal: {time.monotonic() - start:.0f} s, failed or skipped: {bad or 'none'}")
     return int(bool(bad))
 
 
 def main() -> int:
-    """Returns 1 where a job did not end well."""
+    """Run the chosen command; return 1 if a job failed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for number, jobs in PARTS.items():
-        one = commands.add_parser(str(number), help=", ".join(job.name for job in jobs))
-        one.add_argument("--only", help="jobs whose name holds this")
+        part = commands.add_parser(str(number), help=", ".join(job.name for job in jobs))
+        part.add_argument("--only", metavar="TEXT", help="run the jobs whose names contain TEXT")
     rehearsal = commands.add_parser("rehearsal", help="every job with tiny sizes on the CPU")
     rehearsal.add_argument("parts", type=int, nargs="*", default=list(PARTS))
     rehearsal.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-rehearsal")
-    commands.add_parser("machine", help="what torch sees")
-    report = commands.add_parser("report", help="tables and a plot from raw lines")
-    report.add_argument("folder", type=Path, help="with raw/*.jsonl in it")
+    commands.add_parser("machine", help="print the machine as torch sees it")
+    report = commands.add_parser("report", help="write tables and a plot of the measured lines")
+    report.add_argument("folder", type=Path, help="folder that contains raw/*.jsonl")
     args = parser.parse_args()
     if args.command == "machine":
         return machine()
@@ -594,7 +601,7 @@ def main() -> int:
     number = int(args.command)
     jobs = [job for job in PARTS[number] if not args.only or args.only in job.name]
     bad = run_part(number, jobs, results_folder())
-    print(f"part {number}: did not end well: {', '.join(bad) or 'none'}")
+    print(f"part {number}: failed or skipped: {', '.join(bad) or 'none'}")
     return int(bool(bad))
 
 

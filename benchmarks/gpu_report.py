@@ -1,9 +1,9 @@
-"""Tables and a plot from the lines that `gpu.py` left: benchmarks/results/GPU/raw/*.jsonl.
+"""Make tables and a plot of the lines that `gpu.py` writes (benchmarks/results/GPU/raw/*.jsonl).
 
     python benchmarks/gpu.py report benchmarks/results/GPU        writes figures.md and figures.png
 
-Nothing is measured or rounded up here: a table shows the last line of its kind, errors and jobs
-that did not end well included.
+This module measures nothing. A table shows the last line for each set of sizes, also if the line
+holds an error or a failed job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-# (key of a line, head of its column)
+# (key in a line, heading of the column)
 Column = tuple[str, str]
 
 KERNEL_COLUMNS: list[Column] = [
@@ -107,30 +107,30 @@ JOB_COLUMNS: list[Column] = [
 
 
 def read(folder: Path) -> list[Line]:
-    """All lines, in the order of parts; one that a killed run left unfinished is passed over."""
-    found = []
+    """Read all lines, part by part, except for the unfinished last line of a killed run."""
+    lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text().splitlines():
             try:
-                found.append(json.loads(text))
+                lines.append(json.loads(text))
             except json.JSONDecodeError:
                 continue
-    return found
+    return lines
 
 
 def last(lines: Iterable[Line], *keys: str) -> list[Line]:
-    """The last line of each kind, in the order in which the kinds first came."""
-    found: dict[tuple[str, ...], Line] = {}
+    """Return for each combination of values of `keys` its last line, in order of first lines."""
+    last_lines: dict[tuple[str, ...], Line] = {}
     for line in lines:
-        found[tuple(str(line.get(key)) for key in keys)] = line
-    return list(found.values())
+        last_lines[tuple(str(line.get(key)) for key in keys)] = line
+    return list(last_lines.values())
 
 
 def cell(value: Any) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, list):
-        return " .. ".join(cell(one) for one in value)
+        return " .. ".join(cell(item) for item in value)
     if isinstance(value, bool) or not isinstance(value, float):
         return str(value).replace("|", "/")
     if value == 0:
@@ -139,17 +139,17 @@ def cell(value: Any) -> str:
 
 
 def table(title: str, lines: list[Line], columns: list[Column]) -> list[str]:
-    """Markdown; nothing where there are no lines. A column that no line fills is left out."""
+    """Format lines as a Markdown table without empty columns; empty if there are no lines."""
     if not lines:
         return []
-    filled = [(key, head) for key, head in columns if any(cell(x.get(key)) != "-" for x in lines)]
-    rows = ["| " + " | ".join(cell(line.get(key)) for key, _ in filled) + " |" for line in lines]
-    heads = "| " + " | ".join(head for _, head in filled) + " |"
-    return [f"## {title}", "", heads, "|" + "---|" * len(filled), *rows, ""]
+    shown = [(key, head) for key, head in columns if any(cell(x.get(key)) != "-" for x in lines)]
+    rows = ["| " + " | ".join(cell(line.get(key)) for key, _ in shown) + " |" for line in lines]
+    heads = "| " + " | ".join(head for _, head in shown) + " |"
+    return [f"## {title}", "", heads, "|" + "---|" * len(shown), *rows, ""]
 
 
 def flat(line: Line) -> Line:
-    """Sizes of a model, and clocks of a job, as columns."""
+    """Move the sizes of the model and the clocks of the job to the top level of a line."""
     gpu = line.get("gpu") or {}
     clocks = {"sm": gpu.get("clocks.sm"), "watt": gpu.get("power.draw")}
     sizes = line.get("sizes") if "end_to_end" in line else {}
@@ -157,15 +157,15 @@ def flat(line: Line) -> Line:
 
 
 def text(lines: list[Line]) -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
 
-    def having(key: str, where: Callable[[Line], bool] = lambda line: True) -> list[Line]:
+    def select(key: str, where: Callable[[Line], bool] = lambda line: True) -> list[Line]:
         return [flat(line) for line in lines if key in line and where(line)]
 
-    kernels = having("kernel", lambda line: not line.get("sweep"))
+    kernels = select("kernel", lambda line: not line.get("sweep"))
     sums = [line for line in kernels if line["kernel"] in ("sum", "whole")]
     single = [line for line in kernels if line["kernel"] not in ("sum", "whole")]
-    # Part 4 is measured beside part 1, not in its place.
+    # With "part" among the keys, part 4 gets its own rows beside those of part 1.
     sizes = ("part", "tokens", "adapter_rank", "quantised", "kernel")
     same = ("part", "tokens", "quantised", "same")
     cells = ("part", "end_to_end", "mode", "layers", "tokens", "rows", "length", "checkpointing")
@@ -174,20 +174,20 @@ def text(lines: list[Line]) -> str:
     if any(line.get("rehearsal") for line in lines):
         page += ["**A rehearsal on a CPU with tiny sizes: no figure here says anything.**", ""]
     page += [*_settings(lines), ""]
-    page += _ceilings(having("ceilings"))
+    page += _ceilings(select("ceilings"))
     page += table(
-        "One layer, against others", last(having("implementation"), *_SHAPE), LAYER_COLUMNS
+        "One layer, against others", last(select("implementation"), *_SHAPE), LAYER_COLUMNS
     )
     page += table("Its kernels, alone", last(single, *sizes), KERNEL_COLUMNS)
     page += table("Kernels together, and the layer itself", last(sums, *sizes), WHOLE_COLUMNS)
-    page += table("Bytes, against their values", last(having("same"), *same), SAME_COLUMNS)
-    page += table("Other blocks for them", last(having("best"), *best), BEST_COLUMNS)
-    page += table("Training, whole steps", last(having("end_to_end"), *cells), TRAIN_COLUMNS)
+    page += table("Bytes, against their values", last(select("same"), *same), SAME_COLUMNS)
+    page += table("Other blocks for them", last(select("best"), *best), BEST_COLUMNS)
+    page += table("Training, whole steps", last(select("end_to_end"), *cells), TRAIN_COLUMNS)
     page += table(
-        "First losses", last(having("losses_of"), "part", "job", "losses_of"), EQUAL_COLUMNS
+        "First losses", last(select("losses_of"), "part", "job", "losses_of"), EQUAL_COLUMNS
     )
-    page += _profiles(last(having("profile"), *cells))
-    page += table("Jobs", last(having("ended"), "part", "job"), JOB_COLUMNS)
+    page += _profiles(last(select("profile"), *cells))
+    page += table("Jobs", last(select("ended"), "part", "job"), JOB_COLUMNS)
     return "\n".join(page)
 
 
@@ -195,17 +195,17 @@ _SHAPE = ("shape", "tokens", "implementation")
 
 
 def _settings(lines: list[Line]) -> list[str]:
-    found = []
+    items = []
     for line in last((line for line in lines if "rehearsal" in line), "commit", "part"):
         gpu = line.get("gpu") or {}
         versions = ", ".join(f"{name} {value}" for name, value in line["versions"].items())
         card = f"{gpu.get('name', 'no GPU')}, driver {gpu.get('driver_version', '-')}"
-        found.append(
+        items.append(
             f"- part {line['part']}: `{line['command']}`, {line['date']} UTC; {card}, at most "
             f"{cell(gpu.get('clocks.max.sm'))} MHz, {cell(gpu.get('power.limit'))} W; commit "
             f"{line['commit']}, sources {line['sources']}; {versions}"
         )
-    return found
+    return items
 
 
 def _ceilings(lines: list[Line]) -> list[str]:
@@ -217,12 +217,12 @@ def _ceilings(lines: list[Line]) -> list[str]:
         "copy_tb_per_s": "copy in device memory, TB/s",
         "l2_read_tb_per_s": "reads from L2, TB/s",
     }
-    found = [f"- {head}: {cell(merged[key])}" for key, head in names.items() if key in merged]
-    return ["## Ceilings", "", *found, ""] if found else []
+    items = [f"- {head}: {cell(merged[key])}" for key, head in names.items() if key in merged]
+    return ["## Ceilings", "", *items, ""] if items else []
 
 
 def _profiles(lines: list[Line]) -> list[str]:
-    found = []
+    tables = []
     for line in lines:
         profile = line["profile"]
         if not profile:
@@ -231,12 +231,12 @@ def _profiles(lines: list[Line]) -> list[str]:
         rows = [dict(zip(("name", "ms", "calls"), row, strict=True)) for row in profile["top"]]
         title = f"Where a step goes: {line['job']}, {line['end_to_end']}"
         busy = f"{cell(profile['busy_ms'])} of {cell(profile['wall_ms'])} ms busy"
-        found += table(f"{title} ({busy})", rows[:12], heads)
-    return found
+        tables += table(f"{title} ({busy})", rows[:12], heads)
+    return tables
 
 
 def plot(lines: list[Line], path: Path) -> bool:
-    """TFLOP/s of a layer by implementation, and tokens/s of training; False without either."""
+    """Plot the TFLOP/s of a layer and the tokens/s of training; return False without any line."""
     layer = last((x for x in lines if "both_tflops" in x and "implementation" in x), *_SHAPE)
     cells = ("end_to_end", "mode", "tokens", "checkpointing", "job")
     train = last((x for x in lines if "tok_per_s" in x), *cells)
@@ -248,8 +248,8 @@ def plot(lines: list[Line], path: Path) -> bool:
     names = [f"{x['implementation']}\n{x['shape']}\n{x['tokens']}" for x in layer]
     for kind, shift in (("forward", -0.2), ("both", 0.2)):
         heights = [line.get(f"{kind}_tflops", 0.0) for line in layer]
-        where = [index + shift for index in range(len(layer))]
-        left.bar(where, heights, 0.4, label={"both": "forward + backward"}.get(kind, kind))
+        x = [index + shift for index in range(len(layer))]
+        left.bar(x, heights, 0.4, label={"both": "forward + backward"}.get(kind, kind))
     left.set_xticks(range(len(layer)), names, fontsize=7)
     product = next((x["product_tflops"] for x in lines if "product_tflops" in x), None)
     if product:
@@ -266,7 +266,7 @@ def plot(lines: list[Line], path: Path) -> bool:
 
 
 def write(folder: Path) -> int:
-    """figures.md and figures.png beside `raw`; 1 where there are no lines."""
+    """Write figures.md and figures.png beside `raw`; return 1 if there are no lines."""
     lines = read(folder / "raw" if (folder / "raw").is_dir() else folder)
     if not lines:
         print(f"{folder} has no lines: run `make gpu PART=1` first, or unpack its results there")

@@ -1,26 +1,29 @@
-"""Each Triton kernel of one MoE layer alone, as the layer calls it; and other blocks for them.
+"""Time each Triton kernel of one MoE layer separately, with the table's blocks or with others.
 
-    python benchmarks/layer_kernels.py --tokens 32768             every kernel as the table stands
-    python benchmarks/layer_kernels.py --tokens 32768 --sweep --seconds 120      and the candidates
-    python benchmarks/layer_kernels.py --adapter-rank 16          base frozen, adapters on both
-    python benchmarks/layer_kernels.py --adapter-rank 16 --quantised nf4    and the base as bytes
+    python benchmarks/layer_kernels.py --tokens 32768             every kernel, with TABLE's blocks
+    python benchmarks/layer_kernels.py --tokens 32768 --sweep --seconds 120      other blocks
+    python benchmarks/layer_kernels.py --adapter-rank 16          a frozen base with adapters
+    python benchmarks/layer_kernels.py --adapter-rank 16 --quantised nf4         a quantised base
 
-The layer runs forward and backward once and its calls are noted; each is then made again, alone, a
-few times. What is timed is therefore what runs, whatever arguments a kernel takes.
+The layer runs forward and backward once, and every call that launches a kernel is recorded. Each
+call is then repeated separately and timed, with the same arguments as in the layer.
 
-A sweep times the blocks of `block_candidates.py` and a few others. Workers
-compile them first, into Triton's cache on disk. A candidate counts if its result is the table's to
-two roundings; one that does not start is a line that says why. One JSON line per measurement,
-printed at once:
+A sweep times the blocks of `block_candidates.py` and a few others. Worker processes compile them
+first, into Triton's cache on disk. A candidate is valid if its result differs from that of the
+table's block by two roundings at most. If a candidate fails, its line gives the reason. Each
+measurement is printed at once as one line of JSON:
 
-    ms           the device's time, median of some measurements of three calls
-    tflops       operations of the product over it; gb_per_s: the least bytes it has to move
-    off          largest difference to the table's result, relative to its largest element
-    sum          all kernels of a direction, with the operations of the whole layer
-    whole        the layer itself: beside the sum it shows what is between the kernels
-    same         of bytes: each tensor against the same kernels over the values of the bytes
+    ms           time on the device, the median of several measurements of three calls each
+    tflops       FLOPs of the product / time
+    gb_per_s     minimum bytes to move / time
+    off          largest difference from the result with the table's block, relative to the largest
+                 element
+    sum          the sum over all kernels of a direction, with the FLOPs of the whole layer
+    whole        the layer itself; it exceeds the sum by the time between the kernels
+    same         for quantised experts: each tensor is compared with the result of the same kernels
+                 on the dequantised values
 
-Without a GPU it needs TRITON_INTERPRET=1 and shows that it runs, no more.
+Without a GPU the benchmark needs TRITON_INTERPRET=1, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -57,11 +60,11 @@ from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.self_check import some_bytes
 
 KERNELS = "hf_moe_ep.ops.kernels."
-# Two roundings of bf16, of the largest element.
+# Allowed difference, relative to the largest element: two roundings of bf16.
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
-# Faster by less than this is a tie, and the table stays.
+# A block replaces the table's block only if it needs less than this fraction of its time.
 TIE = 0.985
-# What the n-th call of a launching function is; with adapters the products of `outer` are others.
+# Labels of the n-th call of each launching function. With adapters `outer` has other products.
 LABELS = {
     ("sort_pairs", 0): "sort",
     ("up", 0): "up",
@@ -74,7 +77,7 @@ LABELS = {
     ("outer", 0): "dW down",
     ("outer", 1): "dW up",
 }
-# The field of a row of the table that each of them reads.
+# The field of a row of TABLE from which a labelled call takes its block.
 FIELDS = {
     "up": "up",
     "down": "down",
@@ -87,7 +90,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """One layer: those of Qwen3-30B-A3B."""
+    """The sizes of one layer, by default those of Qwen3-30B-A3B."""
 
     tokens: int = 32768
     experts: int = 128
@@ -99,37 +102,42 @@ class Sizes:
 
     @property
     def frozen(self) -> bool:
-        """Whether the matrices get no gradient."""
+        """Return True if the expert matrices are frozen."""
         return bool(self.adapter_rank or self.quantised)
 
     def flops(self) -> float:
-        """Of one product of all pairs with one matrix of hidden x ffn."""
+        """Return the FLOPs of one product of all pairs with one matrix of hidden x ffn."""
         return 2.0 * self.tokens * self.top_k * self.hidden * self.ffn
 
     def work(self, label: str, width: int) -> tuple[float, float]:
-        """Operations of a kernel, and the least bytes it moves; zeros where it is not known."""
-        # Bytes of a value, scales included.
-        of_value = {"": float(width), "nf4": 0.5625, "fp8": 1 + 4 / 128**2}[self.quantised]
-        pairs, weights = self.tokens * self.top_k, self.experts * self.hidden * self.ffn * of_value
+        """Return the FLOPs of a kernel and the minimum bytes that it moves; zeros if unknown."""
+        # Bytes per value of a weight, including its share of the scales.
+        weight_bytes = {"": float(width), "nf4": 0.5625, "fp8": 1 + 4 / 128**2}[self.quantised]
+        pairs, values = self.tokens * self.top_k, self.experts * self.hidden * self.ffn
+        weights = values * weight_bytes
         x, y = self.tokens * self.hidden * width, pairs * self.hidden * width
-        act, one = pairs * self.ffn * width, self.flops()
+        act, product = pairs * self.ffn * width, self.flops()
         known = {
             "sort": (0.0, 16.0 * pairs),
-            "up": (2 * one, x + 2 * weights + 3 * act),
-            "down": (one, act + weights + y),
+            "up": (2 * product, x + 2 * weights + 3 * act),
+            "down": (product, act + weights + y),
             "combine": (0.0, y + x),
-            "dgated": (one, x + weights + 5 * act),
-            "dx": (2 * one, 2 * act + 2 * weights + y),
+            "dgated": (product, x + weights + 5 * act),
+            "dx": (2 * product, 2 * act + 2 * weights + y),
             "combine dx": (0.0, y + x),
-            "dW down": (one, x + act + weights),
-            "dW up": (2 * one, 2 * act + x + 2 * weights),
+            "dW down": (product, x + act + weights),
+            "dW up": (2 * product, 2 * act + x + 2 * weights),
         }
         return known.get(label, (0.0, 0.0))
 
 
 @dataclass
 class Call:
-    """One call of a function that launches kernels, to be made again under any row."""
+    """One call of a function that launches kernels.
+
+    `run(blocks)` repeats the call with the blocks of another row, or of its own row for None.
+    `fills` is the output tensor that was passed to the call, if there is one.
+    """
 
     label: str
     backward: bool
@@ -137,20 +145,20 @@ class Call:
     fills: Tensor | None = None
 
     def result(self, blocks: Blocks | None = None) -> Tensor:
-        """What it fills, or the first tensor that it returns; under another row if one is given."""
+        """Run the call, and return the tensor that it fills or the first tensor that it returns."""
         if self.fills is not None:
-            self.fills.fill_(float("nan"))  # or what an earlier call left would pass for right
+            self.fills.fill_(float("nan"))  # so that results of an earlier call are not compared
             self.run(blocks)
             return self.fills
-        found = self.run(blocks)
-        while not isinstance(found, Tensor):
-            found = vars(found) if hasattr(found, "__dataclass_fields__") else found
-            found = next(iter(found.values() if isinstance(found, dict) else found))
-        return found
+        value = self.run(blocks)
+        while not isinstance(value, Tensor):
+            value = vars(value) if hasattr(value, "__dataclass_fields__") else value
+            value = next(iter(value.values() if isinstance(value, dict) else value))
+        return value
 
 
 class Layer:
-    """Experts, rows and routing; draws the same numbers every time."""
+    """The experts, rows and routing of one layer, with the same random numbers every time."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -170,19 +178,19 @@ class Layer:
             factors = {name: draw(experts, *shape) for name, shape in shapes.items()}
             trained = list(factors.values())
         self.names = ("rows", "weights", *(factors if sizes.frozen else ("up", "down")))
-        held = {"up": up, "down": down}
+        base_weights = {"up": up, "down": down}
         if sizes.quantised:
             generator = torch.Generator(device).manual_seed(0)
             for name, matrix in (("up", up), ("down", down)):
                 stack = some_bytes(matrix, sizes.quantised, generator)
-                held |= stack.by_name(name)
+                base_weights |= stack.by_name(name)
         self.rows, self.grad = draw(tokens, hidden), draw(tokens, hidden)
         self.weights = torch.rand(tokens, sizes.top_k, device=device)
         scores = torch.rand(tokens, experts, device=device)
         self.ids = scores.topk(sizes.top_k, dim=1).indices
         self.leaves = [x.requires_grad_() for x in (self.rows, self.weights, *trained)]
         self.experts = ExpertWeights(
-            **held, up_bias=None, down_bias=None, **factors, quantised=sizes.quantised
+            **base_weights, up_bias=None, down_bias=None, **factors, quantised=sizes.quantised
         )
 
     def forward(self, experts: ExpertWeights | None = None) -> Tensor:
@@ -195,10 +203,10 @@ class Layer:
         return torch.autograd.grad(self.forward(), self.leaves, self.grad)
 
     def with_values(self) -> ExpertWeights:
-        """The experts with the values that their bytes stand for."""
-        kind, nothing = self.experts.quantised, {"up_block_scale": None, "down_block_scale": None}
+        """Return the same experts with dequantised matrices."""
+        kind, no_scales = self.experts.quantised, {"up_block_scale": None, "down_block_scale": None}
         up, down = (matrices(self.experts.stack(name), kind, self.dtype) for name in ("up", "down"))
-        return replace(self.experts, up=up, down=down, quantised="", **nothing)
+        return replace(self.experts, up=up, down=down, quantised="", **no_scales)
 
     def table_row(self) -> Blocks:
         sizes = self.sizes
@@ -206,75 +214,81 @@ class Layer:
         return table.choose_blocks(self.rows, sizes.experts, num_pairs, sizes.quantised)
 
     def calls(self, row: Blocks) -> list[Call]:
-        """What one forward and backward calls under a row of the table, in order."""
-        noted: list[Call] = []
-        with _noting(noted, row, outer_is_known=not self.sizes.frozen):
+        """Return the calls of one forward and backward under a row of TABLE, in order."""
+        calls: list[Call] = []
+        with _recording_calls(calls, row, outer_is_known=not self.sizes.frozen):
             out = self.forward()
-            num_forward = len(noted)
+            num_forward = len(calls)
             torch.autograd.grad(out, self.leaves, self.grad)
-        for call in noted[num_forward:]:
+        for call in calls[num_forward:]:
             call.backward = True
-        return noted
+        return calls
 
 
 @contextmanager
-def _noting(calls: list[Call], row: Blocks, *, outer_is_known: bool) -> Iterator[None]:
-    """Every launching function that `triton_mlp` calls is noted, and asks this row for blocks."""
-    times: Counter[str] = Counter()
-    plain = dict(vars(triton_mlp))
+def _recording_calls(calls: list[Call], row: Blocks, *, outer_is_known: bool) -> Iterator[None]:
+    """Record the calls by which `triton_mlp` launches kernels, with the blocks of `row`."""
+    num_calls: Counter[str] = Counter()
+    originals = dict(vars(triton_mlp))
 
-    def noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def launching(*args: Any, **kwargs: Any) -> Any:
-            plain_call = f"{name} {times[name]}"
+    def recorder(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def record_and_launch(*args: Any, **kwargs: Any) -> Any:
+            default = f"{name} {num_calls[name]}"
             known = name != "outer" or outer_is_known
-            labelled = LABELS.get((name, times[name]), plain_call) if known else plain_call
-            times[name] += 1
+            label = LABELS.get((name, num_calls[name]), default) if known else default
+            num_calls[name] += 1
 
-            def again(blocks: Blocks | None) -> Any:
-                def mine(value: Any) -> Any:
+            def repeat(blocks: Blocks | None) -> Any:
+                def replaced(value: Any) -> Any:
                     return blocks if blocks and isinstance(value, Blocks) else value
 
-                return launch(*map(mine, args), **{key: mine(x) for key, x in kwargs.items()})
+                new_kwargs = {key: replaced(value) for key, value in kwargs.items()}
+                return launch(*map(replaced, args), **new_kwargs)
 
             bound = inspect.signature(launch).bind(*args, **kwargs).arguments
             fills = next((x for key, x in bound.items() if key.startswith("out_")), None)
-            calls.append(Call(labelled, False, again, fills))
+            calls.append(Call(label, False, repeat, fills))
             return launch(*args, **kwargs)
 
-        return launching
+        return record_and_launch
 
     try:
-        for name, value in plain.items():
+        for name, value in originals.items():
             module = getattr(value, "__module__", "")
             if not isinstance(value, FunctionType) or not module.startswith(
                 "hf_moe_ep.ops.kernels"
             ):
                 continue
             if module != table.__name__ and name != "max_tiles":
-                setattr(triton_mlp, name, noted(name, value))
+                setattr(triton_mlp, name, recorder(name, value))
         triton_mlp.choose_blocks = lambda *_: row
         yield
     finally:
-        vars(triton_mlp).update(plain)
+        vars(triton_mlp).update(originals)
 
 
 def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
-    """(field, row with another block there): the table's own, the other row's, one more stage."""
-    found = [
+    """Return (field, row with another block in this field) for all blocks that a sweep times.
+
+    The blocks are those of `block_candidates.py`, those of TABLE's other row for this GPU and
+    dtype, and the blocks of `row` with one more stage.
+    """
+    changed_rows = [
         (candidate.field, candidate.blocks())
         for candidate in CANDIDATES
         if table.TABLE[candidate.row] == row
     ]
     names = list(dict.fromkeys(FIELDS.values()))
     for (kind, itemsize, _), other in table.TABLE.items():
-        beside = (kind, itemsize) in {key[:2] for key, mine in table.TABLE.items() if mine is row}
-        if beside and other.m != row.m:
-            # The gradients of the weights know no tiles of rows.
-            found += [(name, other) for name in names if name != "outer"]
+        kinds_of_row = {key[:2] for key, blocks in table.TABLE.items() if blocks is row}
+        if (kind, itemsize) in kinds_of_row and other.m != row.m:
+            # `outer`, the gradients of the weights, has no tiles of `m` rows.
+            changed_rows += [(name, other) for name in names if name != "outer"]
     for name in names:
         block = getattr(row, name)
-        found.append((name, replace(row, **{name: replace(block, stages=block.stages + 1)})))
-    return list(dict.fromkeys(found))
+        more_stages = replace(block, stages=block.stages + 1)
+        changed_rows.append((name, replace(row, **{name: more_stages})))
+    return list(dict.fromkeys(changed_rows))
 
 
 def note(**line: Any) -> None:
@@ -282,10 +296,10 @@ def note(**line: Any) -> None:
 
 
 def measure(call: Call, blocks: Blocks | None, repeats: int) -> list[float]:
-    """Milliseconds, each the mean of three calls."""
+    """Return `repeats` measurements in milliseconds, each the mean of three calls."""
     cuda = torch.cuda.is_available()
     call.run(blocks)
-    # By this name a profiler of single kernels finds them.
+    # ncu profiles only the kernels in this range.
     with torch.cuda.nvtx.range("one_call") if cuda else nullcontext():
         call.run(blocks)
     return [milliseconds(lambda: call.run(blocks), cuda, times=3) for _ in range(repeats)]
@@ -303,7 +317,7 @@ def figures(sizes: Sizes, label: str, times: list[float], width: int) -> dict[st
 
 
 def short(value: float) -> float:
-    """To five digits."""
+    """Round to five significant digits."""
     return float(f"{value:.5g}")
 
 
@@ -312,7 +326,7 @@ def why_not(error: Exception) -> str:
 
 
 def as_text(row: Blocks, field: str) -> str:
-    """A block of a row of the table."""
+    """Format one block of a row of TABLE."""
     if not field:
         return ""
     block = getattr(row, field)
@@ -322,24 +336,27 @@ def as_text(row: Blocks, field: str) -> str:
 
 
 def compare_values(layer: Layer) -> int:
-    """Lines of what bytes and their values make of the same rows; how many differ too much."""
-    values = layer.with_values()
-    found = []
-    for experts in (layer.experts, values):
+    """Compare results with quantised and dequantised experts, and return the number of errors.
+
+    A line is printed for each tensor.
+    """
+    results = []
+    for experts in (layer.experts, layer.with_values()):
         out = layer.forward(experts)
-        found.append([out.detach(), *torch.autograd.grad(out, layer.leaves, layer.grad)])
+        results.append([out.detach(), *torch.autograd.grad(out, layer.leaves, layer.grad)])
     num_errors = 0
-    for name, got, want in zip(("out", *layer.names), *found, strict=True):
-        off = ((got - want).abs().max() / want.abs().max()).item()
+    for name, tensor, expected in zip(("out", *layer.names), *results, strict=True):
+        off = ((tensor - expected).abs().max() / expected.abs().max()).item()
         bad = not off <= ALLOWED[layer.dtype]
         error = {"error": f"off by {off:.1e} > {ALLOWED[layer.dtype]:.0e}"} if bad else {}
-        note(same=name, equal=bool(torch.equal(got, want)), off=off, **about(layer), **error)
+        equal = bool(torch.equal(tensor, expected))
+        note(same=name, equal=equal, off=off, **about(layer), **error)
         num_errors += bad
     return num_errors
 
 
 def about(layer: Layer) -> dict[str, Any]:
-    """What tells a line of one layer from that of another."""
+    """Return the entries that identify the layer in a line."""
     sizes = layer.sizes
     return {
         "tokens": sizes.tokens,
@@ -349,8 +366,8 @@ def about(layer: Layer) -> dict[str, Any]:
 
 
 def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
-    """Every kernel under the table's row, their sums, and the whole; how many lines are errors."""
-    of_layer = about(layer)
+    """Time every kernel with the blocks of `row`, then the layer; return the number of errors."""
+    layer_entries = about(layer)
     total = {False: 0.0, True: 0.0}
     num_errors = 0
     for call in layer.calls(row):
@@ -364,7 +381,7 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
             line["error"] = why_not(error)
             total[call.backward] = float("nan")
             num_errors += 1
-        note(**line, **of_layer)
+        note(**line, **layer_entries)
     try:
         cuda = torch.cuda.is_available()
         runs = {"forward": layer.forward, "both": layer.both}
@@ -372,19 +389,19 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
             kind: statistics.median(milliseconds(run, cuda) for _ in range(repeats))
             for kind, run in runs.items()
         }
-    except Exception as error:  # noqa: BLE001  the sums are still worth a line
-        note(kernel="whole", error=why_not(error), **of_layer)
+    except Exception as error:  # noqa: BLE001  the sums are printed nevertheless
+        note(kernel="whole", error=why_not(error), **layer_entries)
         num_errors, whole = num_errors + 1, {}
     sums = {"forward": total[False], "both": total[False] + total[True]}
-    # Forward three products of hidden x ffn a pair, backward six; with the base frozen three.
+    # A pair needs three products of hidden x ffn forward, and six backward (three if frozen).
     products = {"forward": 3, "both": 6 if layer.sizes.frozen else 9}
-    for name, of in (("sum", sums), ("whole", whole)):
+    for name, times in (("sum", sums), ("whole", whole)):
         line = {}
-        for kind, ms in of.items():
-            if ms == ms:  # not of kernels one of which did not run
+        for kind, ms in times.items():
+            if ms == ms:  # NaN if one of the kernels failed
                 tflops = products[kind] * layer.sizes.flops() / ms / 1e9
                 line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": short(tflops)}
-        note(kernel=name, **line, **of_layer)
+        note(kernel=name, **line, **layer_entries)
     return num_errors
 
 
@@ -397,80 +414,83 @@ def _open_worker(sizes: Sizes, row: Blocks) -> None:
 
 
 def _compile(candidate: tuple[str, Blocks]) -> None:
-    """Run it once at a small number of tokens: it lies in Triton's cache then."""
+    """Run a candidate once with few tokens, which compiles it into Triton's cache."""
     field, blocks = candidate
-    known = _in_worker["calls"]
-    # What fails is reported when it is timed.
+    calls_by_m = _in_worker["calls"]
+    # An error is reported when the candidate is timed.
     with suppress(Exception):
-        if blocks.m not in known:
-            known[blocks.m] = _in_worker["layer"].calls(blocks)
-        for call in known[blocks.m]:
+        if blocks.m not in calls_by_m:
+            calls_by_m[blocks.m] = _in_worker["layer"].calls(blocks)
+        for call in calls_by_m[blocks.m]:
             if FIELDS.get(call.label, "") == field:
                 call.run(blocks)
 
 
-def compile_all(layer: Layer, row: Blocks, found: list, workers: int, until: float) -> None:
-    """Fill Triton's cache on disk; what is not there in time is compiled when it is timed."""
+def compile_all(layer: Layer, row: Blocks, changed_rows: list, workers: int, until: float) -> None:
+    """Compile candidates into Triton's cache until the time `until`, in worker processes.
+
+    All other candidates are compiled when they are timed.
+    """
     small = replace(layer.sizes, tokens=256, experts=min(16, layer.sizes.experts))
     context = multiprocessing.get_context("spawn")
     with context.Pool(workers, _open_worker, (small, row)) as pool:
-        pool.map_async(_compile, found, chunksize=1).wait(max(until - time.monotonic(), 0))
+        pool.map_async(_compile, changed_rows, chunksize=1).wait(max(until - time.monotonic(), 0))
         pool.terminate()
 
 
 def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> None:
-    """Candidates as lines, and the best of each kernel at the end."""
-    found = candidates(row)[: args.most]
+    """Time all candidates, and print a line for each and one for the best block of each kernel."""
+    changed_rows = candidates(row)[: args.most]
     if args.workers:
-        compile_all(layer, row, found, args.workers, until - 0.4 * args.seconds)
-    of_sweep = {"tokens": layer.sizes.tokens, "sweep": True}
+        compile_all(layer, row, changed_rows, args.workers, until - 0.4 * args.seconds)
+    sweep_entries = {"tokens": layer.sizes.tokens, "sweep": True}
     best: dict[str, tuple[float, str]] = {}
-    calls, of_m = layer.calls(row), row.m
-    wanted = {}
+    calls, calls_m = layer.calls(row), row.m
+    expected = {}
     for call in calls:
         if FIELDS.get(call.label, ""):
-            wanted[call.label] = call.result().clone()
+            expected[call.label] = call.result().clone()
             best[call.label] = (statistics.median(measure(call, None, args.repeats)), "")
-    standing = {label: ms for label, (ms, _) in best.items()}
-    for field, blocks in found:
+    table_ms = {label: ms for label, (ms, _) in best.items()}
+    for field, blocks in changed_rows:
         block = as_text(blocks, field)
         if time.monotonic() > until:
-            note(field=field, block=block, skipped="no time left", **of_sweep)
+            note(field=field, block=block, skipped="no time left", **sweep_entries)
             continue
         try:
-            if blocks.m != of_m:
-                calls, of_m = [], blocks.m  # the other calls' tensors go first
+            if blocks.m != calls_m:
+                calls, calls_m = [], blocks.m  # this frees the tensors of the old calls first
                 calls = layer.calls(replace(row, m=blocks.m))
-        except Exception as error:  # noqa: BLE001  the next candidate may start
-            note(field=field, block=block, error=why_not(error), **of_sweep)
+        except Exception as error:  # noqa: BLE001  the next candidate may run
+            note(field=field, block=block, error=why_not(error), **sweep_entries)
             continue
         for call in calls:
             if FIELDS.get(call.label, "") == field:
-                line = try_block(layer, call, blocks, wanted[call.label], args.repeats)
-                note(block=block, **line, **of_sweep)
+                line = try_block(layer, call, blocks, expected[call.label], args.repeats)
+                note(block=block, **line, **sweep_entries)
                 if line.get("ms", float("inf")) < best[call.label][0]:
                     best[call.label] = (line["ms"], block)
     for label, (ms, block) in best.items():
-        faster = ms < TIE * standing[label]
+        faster = ms < TIE * table_ms[label]
         keep = {} if faster else {"keep": "the table's"}
         note(
             best=label,
             block=block,
             ms=round(ms, 5),
-            table_ms=round(standing[label], 5),
+            table_ms=round(table_ms[label], 5),
             **keep,
-            **of_sweep,
+            **sweep_entries,
         )
 
 
 def try_block(
-    layer: Layer, call: Call, blocks: Blocks, want: Tensor, repeats: int
+    layer: Layer, call: Call, blocks: Blocks, expected: Tensor, repeats: int
 ) -> dict[str, Any]:
     """Time one candidate, if its result is right."""
     line: dict[str, Any] = {"kernel": call.label}
     try:
-        got = call.result(blocks)
-        off = ((got - want).abs().max() / want.abs().max()).item()
+        result = call.result(blocks)
+        off = ((result - expected).abs().max() / expected.abs().max()).item()
         line["off"] = off
         if not off <= ALLOWED[layer.dtype]:
             return {**line, "error": f"off by {off:.1e} > {ALLOWED[layer.dtype]:.0e}"}
@@ -485,24 +505,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for size in (size for size in fields(Sizes) if size.name != "quantised"):
         name = f"--{size.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=size.default)
-    parser.add_argument("--quantised", choices=KINDS, default="", help="frozen bytes")
+    parser.add_argument("--quantised", choices=KINDS, default="", help="quantise frozen experts")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=300.0, help="that a sweep may take")
-    parser.add_argument("--workers", type=int, default=12, help="that compile candidates")
-    parser.add_argument("--most", type=int, help="candidates")
+    parser.add_argument("--sweep", action="store_true", help="time other blocks as well")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of a sweep")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile candidates")
+    parser.add_argument("--most", type=int, help="maximum number of candidates")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Returns 1 where a kernel did not run."""
+    """Run the benchmark; return 1 if a kernel failed or a result was wrong."""
     args = parse()
     if not torch.cuda.is_available() and not triton_mlp.interpreted():
-        print("no CUDA GPU: set TRITON_INTERPRET=1 to see that it runs, with small sizes")
+        print("there is no CUDA GPU; set TRITON_INTERPRET=1 and small sizes to test this script")
         return 1
     until = time.monotonic() + args.seconds
     layer = Layer(Sizes(**{f.name: getattr(args, f.name) for f in fields(Sizes)}))
-    layer.both()  # compiles, and checks itself
+    layer.both()  # compiles the kernels and runs their self-check
     row = layer.table_row()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
     note(layer=str(layer.sizes), device=name, triton=triton.__version__, row=str(row))

@@ -1,25 +1,25 @@
-"""LoRA on stacked experts and attention: ours against stock PEFT, on one process and on four ranks.
+"""Measure LoRA on experts and attention: hf_moe_ep and stock PEFT, in one process and on 4 ranks.
 
-    python benchmarks/lora.py                              the table, to the terminal
-    python benchmarks/lora.py --write benchmarks/results   also as Markdown
-    python benchmarks/lora.py --experts-dtype nf4 fp8 --layers 2 --steps 3      experts as bytes
+    python benchmarks/lora.py                              prints the table
+    python benchmarks/lora.py --write benchmarks/results   also writes it as Markdown
+    python benchmarks/lora.py --experts-dtype nf4 fp8 --layers 2 --steps 3      quantised experts
 
-The same model, adapters and batches, the base frozen. On one process stock PEFT stands against
-`patch(model)`; on four gloo ranks the stock model with each layer under FSDP2 (no expert
-parallelism) against `apply_ep_fsdp2(model, ep_size=4)`.
+Both sides have the same model, frozen base, adapters and batches. In one process stock PEFT is
+compared with `patch(model)`. On four gloo ranks a stock model, whose layers are sharded by FSDP2
+without expert parallelism, is compared with `apply_ep_fsdp2(model, ep_size=4)`.
 
-    saved          storages that autograd saves in a forward, parameters excluded
-    peak           of resident memory over three training steps, above what the process took before
-                   it had a model, as a GPU's allocator would count; in a process of its own
-    training       what of it the model itself, sharded or not, does not take
-    step           forward, backward and AdamW, until the slowest rank is done; the two take turns
-                   in one process, so a busy machine slows both
+    saved          bytes of the storages that autograd saves in a forward, without parameters
+    peak           peak of resident memory over three training steps, minus the memory of the
+                   process before the model was built. Each side runs in its own process
+    training       peak minus the memory with the model, sharded or not, before the first step
+    step           forward, backward and AdamW, until the slowest rank is done. Both sides take
+                   turns in one process, so a busy machine slows down both
 
 With `--experts-dtype` two ranks (ep_fsdp 2) hold the base in bf16, and its experts in each format:
 
-    held           bytes of matrices of experts and their scales on both ranks, per parameter
+    held           bytes of the expert matrices and their scales on both ranks, per parameter
     gathered       bytes of the units of experts that FSDP2 gathers on a rank in one step
-    peak           the most bytes of all tensors that are alive in one step, operator by operator
+    peak           maximum over the operators of a step of the bytes of all live tensors
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KINDS = ("stock", "ours")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, its adapters, and the tokens of a rank."""
+    """The sizes of the model and its adapters, and the tokens of a rank."""
 
     tokens: int = 512
     hidden: int = 512
@@ -72,7 +72,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank under stock PEFT or under ours."""
+    """The figures of one rank, with stock PEFT or with hf_moe_ep."""
 
     saved: int
     seconds: list[float]
@@ -101,7 +101,7 @@ def build(sizes: Sizes, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def distribute(model: nn.Module, kind: str) -> nn.Module:
-    """On one process ours is only patched; stock stays as it is."""
+    """Shard the model. In one process, patch it for "ours" and return it unchanged for "stock"."""
     if dist.get_world_size() == 1:
         return patch(model) if kind == "ours" else model
     if kind == "ours":
@@ -130,20 +130,20 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict) 
 def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
     models = {kind: distribute(build(sizes), kind) for kind in KINDS}
     batch = make_batch(sizes)
-    optimizers = {kind: make_optimizer(one) for kind, one in models.items()}
+    optimizers = {kind: make_optimizer(model) for kind, model in models.items()}
     saved = {}
-    for kind, one in models.items():
-        with saved_storages(one) as storages:
-            loss = one(**batch).loss
+    for kind, model in models.items():
+        with saved_storages(model) as storages:
+            loss = model(**batch).loss
         loss.backward()
-        one.zero_grad()
+        model.zero_grad()
         saved[kind] = sum(storages.values())
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for step in range(WARMUP_STEPS + sizes.steps):
-        for kind, one in models.items():
+        for kind, model in models.items():
             dist.barrier()
             start = time.perf_counter()
-            train_step(one, optimizers[kind], batch)
+            train_step(model, optimizers[kind], batch)
             dist.barrier()
             if step >= WARMUP_STEPS:
                 seconds[kind].append(time.perf_counter() - start)
@@ -151,7 +151,10 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
 
 
 def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
-    """MiB: the peak over three steps above an empty process, and above one with the model."""
+    """Return the peak of three steps in MiB: above an empty process, and above one with the model.
+
+    Both values are differences of resident memory.
+    """
     reset_peak()
     empty = peak_mib()
     model, batch = distribute(build(sizes), kind), make_batch(sizes)
@@ -166,7 +169,7 @@ def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Held:
-    """One rank with experts in one format: bytes of experts, gathered ones, and at the peak."""
+    """The figures of one rank with experts in one format; sizes are in bytes."""
 
     experts: int
     parameters: int
@@ -176,7 +179,7 @@ class Held:
 
 
 def held_rank(rank: int, sizes: Sizes, kinds: list[str]) -> dict[str, Held]:
-    """Measure each format in turn; "bf16" is experts as they are."""
+    """Measure all formats, one after another; "bf16" stands for unquantised experts."""
     return {kind: measure_held(sizes, kind) for kind in kinds}
 
 
@@ -201,7 +204,7 @@ def measure_held(sizes: Sizes, kind: str) -> Held:
 
 
 def experts_of(model: nn.Module) -> list:
-    """Stacked matrices and their scales; adapters are none of them."""
+    """Return the stacked matrices of experts and their scales, without adapters."""
     names = ("gate_up_proj", "down_proj")
     named = ((name.rpartition(".")[2], p) for name, p in model.named_parameters())
     return [p for name, p in named if name.startswith(names)]
@@ -209,7 +212,7 @@ def experts_of(model: nn.Module) -> list:
 
 @contextmanager
 def gathered_of_experts() -> Iterator[list[int]]:
-    """Bytes of each gather of a unit of experts."""
+    """Record the bytes of each all-gather of a unit of experts."""
     sizes: list[int] = []
     stock = FSDPParamGroup.unshard
 
@@ -238,12 +241,12 @@ def report_held(sizes: Sizes, ranks: list[dict[str, Held]], about: list[str]) ->
     ]
     plain = ranks[0]["bf16"]
     for kind in ranks[0]:
-        of_kind = [rank[kind] for rank in ranks]
-        first = of_kind[0]
-        each = sum(one.experts for one in of_kind) / first.parameters
-        peak = max(one.peak for one in of_kind)
+        figures = [rank[kind] for rank in ranks]
+        first = figures[0]
+        bytes_per_parameter = sum(rank.experts for rank in figures) / first.parameters
+        peak = max(rank.peak for rank in figures)
         bf16_peak = max(rank["bf16"].peak for rank in ranks)
-        cells = [f"{each:.4f}", f"{first.gathered / 2**20:.1f}"]
+        cells = [f"{bytes_per_parameter:.4f}", f"{first.gathered / 2**20:.1f}"]
         cells += [f"{first.gathered / plain.gathered:.3f}", f"{peak / 2**20:.1f}"]
         cells += [f"{peak / bf16_peak:.2f}", spread(first.seconds)]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
@@ -276,7 +279,7 @@ def report(sizes: Sizes, measured: dict, memory: dict, about: list[str]) -> str:
             peaks, rises = zip(*memory[world, kind], strict=True)
             seconds = {name: measured[world][0][name].seconds for name in KINDS}
             ratios = [a / b for a, b in zip(seconds["ours"], seconds["stock"], strict=True)]
-            cells = [spread([one.saved / 2**20 for one in ranks]), spread(peaks), spread(rises)]
+            cells = [spread([rank.saved / 2**20 for rank in ranks]), spread(peaks), spread(rises)]
             cells += [spread(seconds[kind]), spread(ratios) if kind == "ours" else ""]
             name = {"stock": "stock PEFT", "ours": f"hf_moe_ep, ep {world}"}[kind]
             lines.append(f"| {world} | {name} | {' | '.join(cells)} |")
@@ -297,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--write", type=Path, help="also write a Markdown file there")
+    parser.add_argument("--write", type=Path, help="also write a Markdown file to this folder")
     parser.add_argument("--experts-dtype", nargs="+", choices=("nf4", "fp8"), metavar="FORMAT")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
@@ -307,8 +310,8 @@ def main() -> None:
         text = report_held(sizes, ranks, setting("benchmarks/lora.py", load_before, 2))
         show(text, args.write, "lora-experts-dtype-cpu.md")
         return
-    kept = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
-    measured = {world: spawn(measure_rank, world, sizes, **kept) for world in WORLDS}
+    options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
+    measured = {world: spawn(measure_rank, world, sizes, **options) for world in WORLDS}
     memory = {
         (world, kind): spawn(memory_rank, world, sizes, kind, timeout=600.0)
         for world in WORLDS

@@ -22,19 +22,20 @@ from dataclasses import dataclass
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", re.MULTILINE)
 _JUMP = re.compile(r"^BRA\b.*?0x([0-9a-f]+)")
 _TENSOR_CORES = ("HGMMA", "HMMA")
-# Exact fp32 products do not use tensor cores. A loop with so many multiplications is a product.
+# Exact fp32 products do not use tensor cores. A loop with at least _MIN_FFMA of these
+# multiplications counts as a loop of products.
 _EXACT = "FFMA"
-_MANY = 64
+_MIN_FFMA = 64
 
 
 @dataclass(frozen=True)
 class Loop:
     """One loop of matrix products; all numbers are per step.
 
-    `steps_ahead` is the number of whole steps whose loads may run while one step computes; None if
-    TMA copies blocks (UTMALDG), because barriers wait for these and show no such number. `serial`
-    means that each product waits for the one before it. `spills` counts accesses to registers that
-    were spilled to memory.
+    `steps_ahead` is the number of whole steps whose loads may run while one step computes. It is
+    None if TMA copies blocks (UTMALDG), because barriers wait for such copies and the code of a
+    barrier holds no number of steps. `serial` means that each product waits for the previous
+    product. `spills` counts accesses to registers that were spilled to memory.
     """
 
     instructions: int
@@ -47,16 +48,16 @@ class Loop:
 
 def product_loops(listing: str) -> list[Loop]:
     """Return the innermost loops of matrix products, in the order of the listing."""
-    found = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(listing)]
-    index_of = {address: index for index, (address, _) in enumerate(found)}
-    code = [text for _, text in found]
+    instructions = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(listing)]
+    index_of = {address: index for index, (address, _) in enumerate(instructions)}
+    code = [text for _, text in instructions]
     kinds = _TENSOR_CORES if any(text.startswith(_TENSOR_CORES) for text in code) else (_EXACT,)
     spans = []
     for last, text in enumerate(code):
         jump = _JUMP.match(text)
         first = index_of.get(int(jump.group(1), 16), last) if jump else last
         products = sum(text.startswith(kinds) for text in code[first:last])
-        if products >= (1 if kinds == _TENSOR_CORES else _MANY):
+        if products >= (1 if kinds == _TENSOR_CORES else _MIN_FFMA):
             spans.append((first, last))
     innermost = [
         a for a in spans if not any(b != a and a[0] <= b[0] <= b[1] <= a[1] for b in spans)
@@ -66,16 +67,16 @@ def product_loops(listing: str) -> list[Loop]:
 
 def _read_loop(body: list[str], kinds: tuple[str, ...]) -> Loop:
     products = sum(text.startswith(kinds) for text in body)
-    closed = sum(text.startswith("LDGDEPBAR") for text in body)
-    left = [int(n, 16) for text in body for n in re.findall(r"^DEPBAR\.LE SB0, 0x(\w+)", text)]
-    drained = sum(text.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0") for text in body)
-    steps_ahead = min(left) // closed if left and closed else 0
+    groups = sum(text.startswith("LDGDEPBAR") for text in body)
+    in_flight = [int(n, 16) for text in body for n in re.findall(r"^DEPBAR\.LE SB0, 0x(\w+)", text)]
+    full_waits = sum(text.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0") for text in body)
+    steps_ahead = min(in_flight) // groups if in_flight and groups else 0
     by_tma = any(text.startswith("UTMALDG") for text in body)
     return Loop(
         instructions=len(body),
         products=products,
         loads=sum(text.startswith(("LDGSTS", "UTMALDG")) for text in body),
         steps_ahead=None if by_tma else steps_ahead,
-        serial=drained > 1,
+        serial=full_waits > 1,
         spills=sum(text.startswith(("LDL", "STL")) for text in body),
     )

@@ -1,4 +1,4 @@
-"""The model that several benchmarks train: a Qwen3-MoE with random weights, of their sizes."""
+"""`qwen3_moe` builds the model of several benchmarks, a Qwen3-MoE with random weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def qwen3_moe(sizes: Any, vocab: int, **more: Any) -> Qwen3MoeForCausalLM:
-    """A model with the `hidden`, `intermediate`, `layers`, `experts` and `top_k` of `sizes`.
+def qwen3_moe(sizes: Any, vocab: int, **config_options: Any) -> Qwen3MoeForCausalLM:
+    """Build a model with the `hidden`, `intermediate`, `layers`, `experts` and `top_k` of `sizes`.
 
-    Its values come from torch's seed; `more` is for its config.
+    The weights depend on torch's seed. `config_options` are passed to the config.
     """
     config = Qwen3MoeConfig(
         vocab_size=vocab,
@@ -24,6 +24,6 @@ def qwen3_moe(sizes: Any, vocab: int, **more: Any) -> Qwen3MoeForCausalLM:
         num_experts=sizes.experts,
         num_experts_per_tok=sizes.top_k,
         norm_topk_prob=True,
-        **more,
+        **config_options,
     )
     return Qwen3MoeForCausalLM(config)

@@ -1,21 +1,23 @@
-"""A training step over two nodes with a slow link: hierarchical dispatch against all_to_all.
+"""Time training steps over two nodes with a slow link: hierarchical dispatch and all_to_all.
 
-    python benchmarks/nodes.py                              the table, to the terminal
-    python benchmarks/nodes.py --write benchmarks/results   also as Markdown
-    python benchmarks/nodes.py --single                     four ranks on one node alone
+    python benchmarks/nodes.py                              prints the table
+    python benchmarks/nodes.py --write benchmarks/results   also writes it as Markdown
+    python benchmarks/nodes.py --single                     runs only the case of one node
 
-Nodes are network namespaces of this machine with two ranks each (`tests/support/namespaces.py`), so
-it needs root and iproute2. What a node sends goes through `tc tbf` at --rate; between ranks of a
-node nothing is slowed. Every rank has both models, of the same weights; their steps take turns.
+The nodes are network namespaces of this machine with two ranks each
+(`tests/support/namespaces.py`), so the benchmark needs root and iproute2. The traffic between nodes
+is limited to --rate by `tc tbf`; the traffic within a node is not. Every rank holds two models with
+the same weights, one per dispatcher, whose steps take turns.
 
     step           forward, backward and AdamW, until the slowest rank is done
-    ratio          of the two steps of a turn
-    sent           bytes that a node's interface sent in a step, headers, FSDP2's gradients and all
-    one node       four ranks without a link: there hierarchical has nothing to do, and both columns
-                   run the same exchange
+    ratio          hierarchical / all_to_all, turn by turn
+    sent           all bytes that a node's interface sends in a step, such as headers and FSDP2's
+                   gradients
+    one node       four ranks on one node. Hierarchical dispatch is all_to_all there, so both
+                   columns run the same exchange
 
-It measures no GPU. Ranks of both nodes share the cores of one machine, which makes the part of a
-step that is not the link's larger than it would be on machines of their own.
+No GPU is measured. The ranks of both nodes share the cores of one machine, so computation takes a
+larger part of a step than it would on two machines.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the tokens of a rank, in sequences of `seq`."""
+    """The sizes of the model, and the tokens of a rank, in sequences of `seq`."""
 
     tokens: int = 2048
     seq: int = 128
@@ -61,7 +63,7 @@ class Sizes:
     steps: int = 7
 
 
-Found = dict[str, dict[str, list[float]]]
+Figures = dict[str, dict[str, list[float]]]
 
 
 def build(sizes: Sizes, kind: str) -> nn.Module:
@@ -69,8 +71,8 @@ def build(sizes: Sizes, kind: str) -> nn.Module:
     return apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), ep_size=RANKS, dispatcher=kind).train()
 
 
-def measure(sizes: Sizes) -> Found:
-    """Take a step of each in turn; the first turn is not counted."""
+def measure(sizes: Sizes) -> Figures:
+    """Run steps of both models in turn, and drop the first turn."""
     models = {kind: build(sizes, kind) for kind in KINDS}
     optimizers = {
         kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()
@@ -78,9 +80,9 @@ def measure(sizes: Sizes) -> Found:
     generator = torch.Generator().manual_seed(dist.get_rank())
     input_ids = torch.randint(VOCAB, (sizes.tokens // sizes.seq, sizes.seq), generator=generator)
     batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
-    found: Found = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
+    figures: Figures = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
     for turn in range(1 + sizes.steps):
-        # Who goes first changes too.
+        # The order within a turn alternates.
         for kind in KINDS if turn % 2 else KINDS[::-1]:
             dist.barrier()
             before, began = _sent(), time.perf_counter()
@@ -91,29 +93,29 @@ def measure(sizes: Sizes) -> Found:
             dist.barrier()
             seconds = time.perf_counter() - began
             if turn:
-                found[kind]["seconds"].append(seconds)
-                found[kind]["sent"].append((_sent() - before) / 2**20)
-                found[kind]["loss"].append(float(loss.detach()))
-    return found
+                figures[kind]["seconds"].append(seconds)
+                figures[kind]["sent"].append((_sent() - before) / 2**20)
+                figures[kind]["loss"].append(float(loss.detach()))
+    return figures
 
 
 def _sent() -> int:
-    """Count for a node whose interface is that of `support.namespaces`."""
+    """Return the bytes that this node's interface has sent, or 0 outside a network namespace."""
     return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
 
 
 def rank_main(file: Path) -> None:
-    """Be one rank of a launcher; rank 0 writes what it found."""
+    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = measure(Sizes(**json.loads(os.environ["SIZES"])))
+    figures = measure(Sizes(**json.loads(os.environ["SIZES"])))
     if dist.get_rank() == 0:
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
-def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Found:
-    """Measure on so many nodes."""
+def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Figures:
+    """Measure on `num_nodes` nodes, whose link is limited to `rate`."""
     with (
         tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
         namespaces.Nodes(num_nodes, rate=rate) as nodes,
@@ -125,11 +127,11 @@ def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) 
             torchrun(nodes, node, *script, ranks=RANKS // num_nodes) for node in range(num_nodes)
         ]
         run_agents(nodes, commands, Path(folder), timeout=timeout)
-        found: Found = json.loads(file.read_text())
-    return found
+        figures: Figures = json.loads(file.read_text())
+    return figures
 
 
-def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -> str:
+def report(sizes: Sizes, rate: str, cases: dict[str, Figures], about: list[str]) -> str:
     lines = [
         "# A step over two nodes: hierarchical dispatch against all_to_all\n",
         *about,
@@ -141,8 +143,8 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -
         "| | hierarchical | all_to_all | ratio |",
         "|---|---|---|---|",
     ]
-    for name, found in cases.items():
-        ours, theirs = (found[kind] for kind in KINDS)
+    for name, figures in cases.items():
+        ours, theirs = (figures[kind] for kind in KINDS)
         lines.append(f"| {row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
         if max(theirs["sent"]) >= 0.01:
             lines.append(f"| {row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
@@ -157,9 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc takes it")
-    parser.add_argument("--single", action="store_true", help="the case of one node alone")
-    parser.add_argument("--write", type=Path, help="also write nodes-cpu.md there")
+    parser.add_argument("--rate", default="200mbit", help="bandwidth of the link, in tc's format")
+    parser.add_argument("--single", action="store_true", help="run only the case of one node")
+    parser.add_argument("--write", type=Path, help="also write nodes-cpu.md to this folder")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:

@@ -1,20 +1,21 @@
-"""A training step with one busy rank, before and after `balance_experts`, on 4 ranks.
+"""Time training steps with one busy rank, before and after `balance_experts`, on 4 ranks.
 
-    python benchmarks/placement.py                             the table, to the terminal
-    python benchmarks/placement.py --write benchmarks/results  and as placement-cpu.md
+    python benchmarks/placement.py                             prints the table
+    python benchmarks/placement.py --write benchmarks/results  also writes placement-cpu.md
 
-Two Qwen3-MoE models of the same values on the same ranks, ep 4, 2 layers of 32 experts, top-4. The
-routes of all tokens are drawn once and replayed in each step: three of four choose experts of the
-first rank. One model lies in hub order, the other was balanced by its `expert_load`. Their steps
-(forward, backward, AdamW) take turns, and each pair gives one ratio. Losses of each pair must agree
-to 1e-5 in fp32, or the benchmark raises.
+Two Qwen3-MoE models with the same weights run on the same ranks: ep 4, 2 layers of 32 experts,
+top-4. The routes of all tokens are drawn once and replayed in each step: three of four choices are
+experts of the first rank. The experts of one model stay in hub order; those of the other model are
+moved by `balance_experts`. The steps of both models (forward, backward, AdamW) take turns, and each
+pair of steps gives one ratio. The losses of each pair must agree to 1e-5 in fp32, or the benchmark
+raises.
 
-    busiest rank    (token, expert) pairs of the busiest rank over the mean: what the bound is of
+    busiest rank    (token, expert) pairs of the busiest rank / mean over ranks
     wall            seconds until the last rank is done
-    own work        CPU seconds of the rank that had most. Ranks that share a core wait for each
-                    other's work, so wall shows less of the difference than ranks of their own
-                    would; where a rank waits it takes no CPU
-    to move         seconds of the one `balance_experts`, and the bytes that a rank sent at most
+    own work        CPU seconds of the rank that computes most. A waiting rank uses no CPU time.
+                    Ranks that share a core also wait for each other's work, so `wall` shows a
+                    smaller difference than ranks with separate cores would
+    to move         seconds of `balance_experts`, and the largest number of bytes that a rank sent
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.routing.routes import Routes
 
 WORLD, EXPERTS, TOP_K, LAYERS, VOCAB = 4, 32, 4, 2, 512
-BUSY = 11  # times as likely as the others: 3 of 4 choices of 4 without replacement
+# A busy expert is 11 times as likely as another one. Of a token's 4 choices, without replacement,
+# 3 are then busy experts on average.
+BUSY = 11
 TARGET_LOAD, TARGET_STEP = 1.15, 0.8
 LOSSES = 1e-5
 SIDES = ("hub order", "balanced")
@@ -50,7 +53,7 @@ SIDES = ("hub order", "balanced")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens are those of each rank."""
+    """The sizes of the models; `tokens` are those of each rank."""
 
     tokens: int = 2048
     hidden: int = 256
@@ -60,7 +63,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured; seconds by side, in turns."""
+    """The figures of one rank; `wall` and `own` are seconds by side, one per turn."""
 
     load: dict[str, float]
     wall: dict[str, list[float]]
@@ -71,7 +74,7 @@ class Measured:
 
 
 def build(sizes: Sizes) -> nn.Module:
-    """Make a model of the same values on every rank."""
+    """Build a model, with the same weights on every rank."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
@@ -90,22 +93,22 @@ def build(sizes: Sizes) -> nn.Module:
 
 
 def draw_routes(tokens: int, rank: int) -> Routes:
-    """Draw the experts of a rank's tokens: those of the first rank of four are busy."""
+    """Draw the experts of a rank's tokens; the experts of the first rank are busy."""
     likelihood_E = torch.ones(EXPERTS)
     likelihood_E[: EXPERTS // WORLD] = BUSY
-    drawn = torch.Generator().manual_seed(rank)
-    ids = torch.multinomial(likelihood_E.expand(tokens * LAYERS, -1), TOP_K, generator=drawn)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.multinomial(likelihood_E.expand(tokens * LAYERS, -1), TOP_K, generator=generator)
     return Routes(ids.view(1, tokens, LAYERS, TOP_K), tuple(range(LAYERS)))
 
 
 @contextmanager
 def counting_bytes() -> Iterator[list[int]]:
-    """Count what `balance_experts` sends to other ranks."""
+    """Count the bytes that `balance_experts` sends to other ranks."""
     sent: list[int] = []
 
     def start(received: Tensor, rows: Tensor, **options: Any) -> Any:
-        here = options["send_counts"][dist.get_rank(options["group"])]
-        sent.append((len(rows) - here) * rows.shape[1])
+        num_local = options["send_counts"][dist.get_rank(options["group"])]
+        sent.append((len(rows) - num_local) * rows.shape[1])
         return start_all_to_all(received, rows, **options)
 
     with mock.patch("hf_moe_ep.placement.move.start_all_to_all", start):
@@ -113,7 +116,7 @@ def counting_bytes() -> Iterator[list[int]]:
 
 
 def measure(rank: int, sizes: Sizes) -> Measured:
-    """Run the pairs of steps on one rank."""
+    """Run and time all pairs of steps on one rank."""
     routes = draw_routes(sizes.tokens, rank)
     torch.manual_seed(rank)
     ids = torch.randint(VOCAB, (1, sizes.tokens))
@@ -141,23 +144,25 @@ def measure(rank: int, sizes: Sizes) -> Measured:
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
             losses[side] = step(models[side], optimizers[side], ids, routes)
-            mine = time.process_time() - cpu
+            cpu_seconds = time.process_time() - cpu
             dist.barrier()
-            if turn:  # the first one warms up
+            if turn:  # the first turn is a warm-up
                 wall[side].append(time.perf_counter() - began)
-                own[side].append(mine)
+                own[side].append(cpu_seconds)
         hub, balanced = (losses[side] for side in SIDES)
         error = max(error, abs(hub - balanced) / abs(hub))
     if error > LOSSES:
-        raise AssertionError(f"losses differ by {error:.1e}, allowed are {LOSSES:.0e}")
+        raise AssertionError(
+            f"the losses of both models differ by {error:.1e}, more than the allowed {LOSSES:.0e}"
+        )
     busiest = {
-        side: float(one.rank_max_over_mean.max()) for side, one in zip(SIDES, loads, strict=True)
+        side: float(load.rank_max_over_mean.max()) for side, load in zip(SIDES, loads, strict=True)
     }
     return Measured(busiest, wall, own, error, move_seconds, sum(sent))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, routes: Routes) -> float:
-    """Take a step; returns its loss."""
+    """Run one training step and return its loss."""
     optimizer.zero_grad()
     with RoutingReplay(model).replay(routes, strict=False):
         loss = model(input_ids=ids, labels=ids).loss
@@ -166,26 +171,26 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, routes
     return float(loss.detach())
 
 
-def busiest_rank(found: list[Measured], side: str) -> list[float]:
-    """Return the CPU seconds of the rank that had most, turn by turn."""
-    return [max(turn) for turn in zip(*(one.own[side] for one in found), strict=True)]
+def busiest_rank(ranks: list[Measured], side: str) -> list[float]:
+    """Return for each turn the largest CPU seconds of any rank."""
+    return [max(turn) for turn in zip(*(rank.own[side] for rank in ranks), strict=True)]
 
 
-def slowest_rank(found: list[Measured], side: str) -> list[float]:
-    """Return the seconds until the last rank was done, turn by turn."""
-    return [max(turn) for turn in zip(*(one.wall[side] for one in found), strict=True)]
+def slowest_rank(ranks: list[Measured], side: str) -> list[float]:
+    """Return for each turn the seconds until the last rank was done."""
+    return [max(turn) for turn in zip(*(rank.wall[side] for rank in ranks), strict=True)]
 
 
-def report(found: list[Measured], sizes: Sizes) -> str:
-    """Write the table, and whether it is what was aimed at."""
+def report(ranks: list[Measured], sizes: Sizes) -> str:
+    """Return the table, and for each figure whether it reaches its target."""
     hub, balanced = SIDES
-    load = found[0].load
+    load = ranks[0].load
     times = {
-        "wall, seconds": [slowest_rank(found, side) for side in SIDES],
-        "own work, CPU seconds": [busiest_rank(found, side) for side in SIDES],
+        "wall, seconds": [slowest_rank(ranks, side) for side in SIDES],
+        "own work, CPU seconds": [busiest_rank(ranks, side) for side in SIDES],
     }
     ratios = {name: [b / h for h, b in zip(*sides, strict=True)] for name, sides in times.items()}
-    most = max(one.moved_bytes for one in found) / 2**20
+    most_mib = max(rank.moved_bytes for rank in ranks) / 2**20
     lines = [
         f"{WORLD} ranks, ep {WORLD}, {sizes.tokens} tokens each, hidden {sizes.hidden}, experts "
         f"{sizes.expert} wide, fp32; {sizes.pairs} pairs, the ratio that of each pair.",
@@ -196,17 +201,17 @@ def report(found: list[Measured], sizes: Sizes) -> str:
         f"{load[balanced] / load[hub]:.2f} |",
         *(f"| {row(name, sides[1], sides[0])} |" for name, sides in times.items()),
         "",
-        f"To move: {max(one.move_seconds for one in found):.2f} s, at most {most:.1f} MiB from a "
-        f"rank, AdamW's moments among them; once. Losses differ by at most "
-        f"{max(one.error for one in found):.0e}.",
+        f"To move: {max(rank.move_seconds for rank in ranks):.2f} s, at most {most_mib:.1f} MiB "
+        f"from a rank, AdamW's moments among them; once. Losses differ by at most "
+        f"{max(rank.error for rank in ranks):.0e}.",
         "",
         f"The busiest rank is {'at most' if load[balanced] <= TARGET_LOAD else 'NOT at most'} "
         f"{TARGET_LOAD} of the mean.",
     ]
-    for name, of_pairs in ratios.items():
-        is_less = statistics.median(of_pairs) <= TARGET_STEP
+    for name, ratios_of_pairs in ratios.items():
+        is_less = statistics.median(ratios_of_pairs) <= TARGET_STEP
         lines.append(
-            f"{name.capitalize()}: {spread(of_pairs)} of hub order, "
+            f"{name.capitalize()}: {spread(ratios_of_pairs)} of hub order, "
             f"{'at most' if is_less else 'NOT at most'} {TARGET_STEP}."
         )
     return "\n".join(lines)
@@ -219,14 +224,14 @@ def main() -> None:
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     sizes = Sizes(pairs=options.pairs)
-    found = spawn(measure, WORLD, sizes, timeout=1200, environment=KEEP_FREED_MEMORY)
+    ranks = spawn(measure, WORLD, sizes, timeout=1200, environment=KEEP_FREED_MEMORY)
     text = "\n".join(
         [
             "# A step with one busy rank, before and after balance_experts",
             "",
             *setting("benchmarks/placement.py", load_before, WORLD),
             "",
-            report(found, sizes),
+            report(ranks, sizes),
         ]
     )
     print(text)

@@ -1,23 +1,24 @@
-"""What a plan says of a training step's memory and time, against what real ranks count and take.
+"""Compare the planned memory and time of training steps with measurements on real ranks.
 
-    python benchmarks/plan.py                              the table, to the terminal
-    python benchmarks/plan.py --write benchmarks/results   also as Markdown
-    python benchmarks/plan.py --calibrate rates.json       also the rates that seconds are made of
+    python benchmarks/plan.py                              prints the tables
+    python benchmarks/plan.py --write benchmarks/results   also writes them as Markdown
+    python benchmarks/plan.py --calibrate rates.json       also writes the measured rates
 
-Eight configurations on four gloo ranks. Each rank builds the model, patches it, attaches adapters,
-shards, makes two steps to warm up and counts the next one: the bytes of all tensors that are alive,
-operator by operator (`hf_moe_ep/planner/count.py`). The plan counts the same in one process,
-on tensors without memory, with every rank like the first (`hf_moe_ep/planner/step.py`).
+Eight configurations run on four gloo ranks. In each of them, every rank builds the model, patches
+it, attaches adapters, shards, runs two warm-up steps, and counts the bytes of all live tensors in
+the next step, operator by operator (`hf_moe_ep/planner/count.py`). The plan counts the same in one
+process, on tensors without memory, as if all ranks were like the first
+(`hf_moe_ep/planner/step.py`).
 
-    planned, evenly    the peak of the plan, every expert chosen as often
-    planned, load      the same with the load of experts of the very step that was measured
-    measured           the peak of each rank's step; ratios are to the rank with the most
+    planned, evenly    the planned peak if all experts have equal loads
+    planned, load      the planned peak with the loads of experts in the measured step
+    measured           the peak of each rank in its step; ratios are to the largest of these peaks
 
-Then every configuration makes a step, one after the other, ROUNDS times; a step takes what the
-slowest rank takes. Rates of this machine are measured in one of them, CALIBRATED
-(`hf_moe_ep/planner/calibrate.py`), and make seconds of the work of every plan. What is claimed is
-the order: Spearman's correlation of predicted and measured seconds. Configurations whose measured
-quartiles overlap are as fast as each other there.
+Then ROUNDS rounds are timed, in each of which every configuration runs one step; the slowest rank
+counts. The rates of this machine are measured in one configuration, CALIBRATED
+(`hf_moe_ep/planner/calibrate.py`), and give the predicted seconds of every plan. The result is the
+rank correlation (Spearman) of predicted and measured seconds. Configurations whose measured
+quartiles overlap share a rank in it.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers
 
 WORLD = 4
 ROUNDS = 7
-# It has every kind of traffic, with messages of all sizes.
+# This configuration has every kind of communication, with messages of all sizes.
 CALIBRATED = "ep 2, sp 2, two sequences"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the tokens of a sequence."""
+    """The sizes of the model, and the tokens of a sequence."""
 
     seq: int = 512
     hidden: int = 256
@@ -93,7 +94,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One layout with what is trained on it."""
+    """A parallel layout, and how the model is trained with it."""
 
     name: str
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Configuration:
         *,
         like_gpu: bool = False,
     ) -> StepPlan:
-        """Plan it, as on a CPU or as on a GPU."""
+        """Plan a step of this configuration, for CPU ranks or (`like_gpu`) for GPUs."""
         return plan_step(
             sizes.config(),
             ParallelConfig(**self.parallel),
@@ -155,9 +156,13 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's step: its peaks by stretch, its work, and the load of experts over all ranks.
+    """The figures of one rank in one configuration.
 
-    Beside them the seconds of further steps, and of CALIBRATED this machine's rates.
+    Attributes:
+        peaks: peak bytes by part of the step.
+        load: load of the experts over all ranks.
+        seconds: times of further steps.
+        rates: rates of this machine, only for the configuration CALIBRATED.
     """
 
     peaks: dict[str, int]
@@ -183,7 +188,7 @@ class Training:
     offload: bool
 
     def step(self) -> None:
-        """Make a step."""
+        """Run one training step."""
         self.model(**self.batch).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -196,56 +201,58 @@ def measure_rank(
     rounds: int = 0,
     calibrated: str = CALIBRATED,
 ) -> list[Measured]:
-    """One rank's third step in each configuration, and the seconds of `rounds` more."""
-    trained = [prepare(one, sizes) for one in configurations]
-    found = [count(one) for one in trained]
+    """Count the third step of this rank in each configuration, and time `rounds` more steps."""
+    trainings = [prepare(configuration, sizes) for configuration in configurations]
+    measured = [count(training) for training in trainings]
     if not rounds:
-        return found
-    for one, training, measured in zip(configurations, trained, found, strict=True):
-        if one.name == calibrated:
-            measured.rates.update(measure_rates(training.model, training.step, node_size=WORLD))
+        return measured
+    for configuration, training, figures in zip(configurations, trainings, measured, strict=True):
+        if configuration.name == calibrated:
+            figures.rates.update(measure_rates(training.model, training.step, node_size=WORLD))
     for _ in range(rounds):
-        for training, measured in zip(trained, found, strict=True):
-            measured.seconds.append(timed(training.step, torch.device("cpu")))
-    return found
+        for training, figures in zip(trainings, measured, strict=True):
+            figures.seconds.append(timed(training.step, torch.device("cpu")))
+    return measured
 
 
-def measure(one: Configuration, sizes: Sizes) -> Measured:
-    """Make a rank's third step in one configuration."""
-    return count(prepare(one, sizes))
+def measure(configuration: Configuration, sizes: Sizes) -> Measured:
+    """Count the third step of this rank in one configuration."""
+    return count(prepare(configuration, sizes))
 
 
-def prepare(one: Configuration, sizes: Sizes) -> Training:
-    """Build a model, shard it, and make two steps: the first one of an optimizer is another."""
+def prepare(configuration: Configuration, sizes: Sizes) -> Training:
+    """Build and shard a model, and run two steps (an optimizer's first step also makes its state).
+
+    The weights have the dtype of the configuration; buffers stay in fp32, as in a loaded model.
+    """
     torch.manual_seed(0)
-    # Buffers stay in fp32, as a model is loaded.
-    model: nn.Module = AutoModelForCausalLM.from_config(sizes.config(), dtype=one.dtype)
-    patch(model, **one.parallel)
-    head = add_fused_head(model) if one.fused_head else {}
-    in_fp32 = one.masters == "fp32"
-    if one.lora_rank is not None:
+    config, dtype = sizes.config(), configuration.dtype
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    patch(model, **configuration.parallel)
+    head = add_fused_head(model) if configuration.fused_head else {}
+    in_fp32 = configuration.masters == "fp32"
+    rank, targets = configuration.lora_rank, configuration.lora_targets
+    if rank is not None:
         plan = getattr(model, STATE).plan
-        model = attach_lora(
-            model, plan, one.lora_rank, one.lora_targets, device="cpu", fp32=in_fp32
-        )
-    layers = find_parts(model).layers
+        model = attach_lora(model, plan, rank, targets, device="cpu", fp32=in_fp32)
+    layers, offload = find_parts(model).layers, configuration.offload
     apply_ep_fsdp2(
         model,
         mp_policy=None if in_fp32 else MixedPrecisionPolicy(),
-        offload_policy=CPUOffloadPolicy(pin_memory=False) if one.offload else None,
+        offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else None,
     ).train()
-    if one.checkpointing:
+    if configuration.checkpointing:
         checkpoint_layers(model)
-    optimizer = make_optimizer(one.optimizer, model.parameters(), on_host=one.offload)
-    batch = make_batch(sizes, one.batch, data_parallel_rank(model)) | head
-    training = Training(model, layers, optimizer, batch, one.offload)
+    optimizer = make_optimizer(configuration.optimizer, model.parameters(), on_host=offload)
+    batch = make_batch(sizes, configuration.batch, data_parallel_rank(model)) | head
+    training = Training(model, layers, optimizer, batch, offload)
     for _ in range(2):
         training.step()
     return training
 
 
 def count(training: Training) -> Measured:
-    """Count a step."""
+    """Run one step, and count the bytes of its live tensors and its work."""
     model = training.model
     expert_load(model, reset=True)
     counted = count_step(
@@ -278,14 +285,15 @@ def report(
         "| / measured | peak in | busiest rank / mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for index, (one, (evenly, loaded)) in enumerate(zip(configurations, plans, strict=True)):
+    pairs = zip(configurations, plans, strict=True)
+    for index, (configuration, (evenly, loaded)) in enumerate(pairs):
         ranks = [rank[index] for rank in measured]
-        most = max(rank.peak for rank in ranks)
+        largest = max(rank.peak for rank in ranks)
         cells = [spread([rank.peak / 2**20 for rank in ranks])]
         for plan in (evenly, loaded):
-            cells += [f"{plan.peak / 2**20:.1f}", f"{plan.peak / most:.3f}"]
+            cells += [f"{plan.peak / 2**20:.1f}", f"{plan.peak / largest:.3f}"]
         cells += [loaded.where, f"{float(ranks[0].load.rank_max_over_mean.max()):.2f}"]
-        lines.append(f"| {one.name} | {' | '.join(cells)} |")
+        lines.append(f"| {configuration.name} | {' | '.join(cells)} |")
     lines.append(
         "\nMedian (min .. max) over ranks; ratios are to the largest. The last column is of the "
         "layer that is worst: what a plan cannot know before a run is which experts tokens "
@@ -300,40 +308,43 @@ def predict(
     rates: dict[str, Any],
     sizes: Sizes,
 ) -> list[StepTime]:
-    """Say how long a step of each configuration takes on this machine."""
+    """Predict the time of a step of each configuration on this machine."""
     hardware = record_of(rates)
     return [
         step_time(
             plan,
             hardware,
             micro_batches=1,
-            tokens=one.batch * sizes.seq // one.parallel.get("sp_size", 1),
+            tokens=configuration.batch * sizes.seq // configuration.parallel.get("sp_size", 1),
         )
-        for one, plan in zip(configurations, plans, strict=True)
+        for configuration, plan in zip(configurations, plans, strict=True)
     ]
 
 
 def seconds_by_round(measured: Sequence[Sequence[Measured]], index: int) -> list[float]:
-    """Return what the slowest rank took in each round."""
-    return [max(of_ranks) for of_ranks in zip(*(rank[index].seconds for rank in measured))]
+    """Return the seconds of the slowest rank in each round."""
+    return [max(seconds) for seconds in zip(*(rank[index].seconds for rank in measured))]
 
 
 def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
-    """Rank spreads of measurements; those whose quartiles overlap share the mean of their ranks."""
+    """Return the ranks of lists of measurements by their medians.
+
+    Lists whose quartiles overlap share the mean of their ranks.
+    """
     quartiles = [torch.tensor(v, dtype=torch.float64).quantile(QUARTILES) for v in values]
     order = sorted(range(len(values)), key=lambda index: float(quartiles[index][1]))
     ranks = torch.empty(len(values), dtype=torch.float64)
     group: list[int] = []
-    for place, index in enumerate(order):
+    for position, index in enumerate(order):
         if group and quartiles[index][0] > max(quartiles[other][2] for other in group):
             group = []
         group.append(index)
-        ranks[group] = place - (len(group) - 1) / 2
+        ranks[group] = position - (len(group) - 1) / 2
     return ranks
 
 
 def spearman(first: Tensor, second: Tensor) -> float:
-    """Return the correlation of two lists of ranks; nan where one of them is all ties."""
+    """Return the correlation of two lists of ranks; NaN if all ranks of a list are equal."""
     return float(torch.corrcoef(torch.stack([first, second]))[0, 1])
 
 
@@ -343,7 +354,7 @@ QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 def agreement(times: Sequence[StepTime], seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return Spearman's correlation of predicted and measured seconds: with ties, and without."""
     predicted = ranks_of([[time.seconds] for time in times])
-    medians = ranks_of([[statistics.median(one)] for one in seconds])
+    medians = ranks_of([[statistics.median(rounds)] for rounds in seconds])
     return spearman(predicted, ranks_of(seconds)), spearman(predicted, medians)
 
 
@@ -359,14 +370,14 @@ def report_seconds(
         f"| configuration | measured, s | predicted | / measured | {' | '.join(parts)} |",
         "|---" * (4 + len(parts)) + "|",
     ]
-    for one, time, measured in zip(configurations, times, seconds, strict=True):
+    for configuration, time, measured in zip(configurations, times, seconds, strict=True):
         cells = [spread(list(measured)), f"{time.seconds:.2f}"]
         cells.append(f"{time.seconds / statistics.median(measured):.2f}")
         cells += [f"{time.parts.get(name, 0.0):.3f}" for name in parts]
-        lines.append(f"| {one.name} | {' | '.join(cells)} |")
+        lines.append(f"| {configuration.name} | {' | '.join(cells)} |")
     with_ties, without = agreement(times, seconds)
     rounds = [
-        spearman(ranks_of([[one[i]] for one in seconds]), ranks_of(seconds))
+        spearman(ranks_of([[measured[i]] for measured in seconds]), ranks_of(seconds))
         for i in range(len(seconds[0]))
     ]
     lines.append(
@@ -382,18 +393,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--write", type=Path, help="also write plan-cpu.md there")
-    parser.add_argument("--calibrate", type=Path, metavar="OUT", help="write measured rates there")
+    parser.add_argument("--write", type=Path, help="also write plan-cpu.md to this folder")
+    parser.add_argument("--calibrate", type=Path, metavar="OUT", help="file for the measured rates")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
     measured = spawn(measure_rank, WORLD, sizes, CONFIGURATIONS, ROUNDS, timeout=1800.0)
-    loads = [one.load for one in measured[0]]
+    loads = [figures.load for figures in measured[0]]
     plans = [
-        (one.planned(sizes), one.planned(sizes, load=load))
-        for one, load in zip(CONFIGURATIONS, loads, strict=True)
+        (configuration.planned(sizes), configuration.planned(sizes, load=load))
+        for configuration, load in zip(CONFIGURATIONS, loads, strict=True)
     ]
-    rates = next(one.rates for one in measured[0] if one.rates)
+    rates = next(figures.rates for figures in measured[0] if figures.rates)
     times = predict(CONFIGURATIONS, [evenly for evenly, _ in plans], rates, sizes)
     seconds = [seconds_by_round(measured, index) for index in range(len(CONFIGURATIONS))]
     about = setting("benchmarks/plan.py", load_before, WORLD)

@@ -1,21 +1,24 @@
-"""A DPO step with a reference model, against a supervised step over the same tokens, on two ranks.
+"""Time a DPO step with a reference model, and a supervised step over the same tokens, on 2 ranks.
 
-    python benchmarks/preferences.py                              the table, to the terminal
-    python benchmarks/preferences.py --write benchmarks/results   also as Markdown
+    python benchmarks/preferences.py                              prints the table
+    python benchmarks/preferences.py --write benchmarks/results   also writes it as Markdown
 
-TRL's DPOTrainer prepares a policy and a reference, once for each side:
+TRL's DPOTrainer prepares a policy and a reference model for each of two sides:
 
-    ours           `patch(model, ep_size=2)`; the reference is stock, and sharded like the policy
-    stock FSDP2    Accelerate shards the policy by layers, TRL the reference as one unit
+    ours           `patch(model, ep_size=2)`; the stock reference is patched and sharded alike
+    stock FSDP2    Accelerate shards the policy by layers, TRL shards the reference as one unit
 
-    DPO            the trainer's `compute_loss`, which asks both models, and its backward
+Each side runs two kinds of steps:
+
+    DPO            the trainer's `compute_loss`, which runs both models, and its backward
     SFT            the mean loss of the same policy over the same batch, and its backward
 
-A forward is about a third of a forward and its backward, so a reference costs a third more and
-what its weights cost to gather. All four take turns in the same processes, so a busy machine slows
-all of them. Losses of both sides must agree to 1e-4 before anything is printed.
+A forward takes about a third of the time of a forward and a backward. A reference model therefore
+adds a third to the time of a step, plus the all-gathers of its weights. All four kinds of steps
+take turns in the same processes, so a busy machine slows down all of them. The losses of both sides
+must agree to 1e-4, or the benchmark raises and prints no table.
 
-It measures no GPU and no network: two processes on one machine.
+The ranks are two processes on one machine, so no GPU and no network is measured.
 """
 
 from __future__ import annotations
@@ -43,9 +46,10 @@ from hf_moe_ep import patch
 WORLD = 2
 SIDES = ("ours", "stock FSDP2")
 STEPS = ("DPO", "SFT")
-TOLERANCE = 1e-4  # fp32: a DPO loss is of differences of sums over hundreds of tokens
+TOLERANCE = 1e-4  # in fp32; a DPO loss depends on differences of sums over hundreds of tokens
 WARMUP_ROUNDS = 2
-# As `accelerate launch` has it. Ranks have met already, so nobody listens at the address.
+# The variables that `accelerate launch` sets. The process group exists already, so the address is
+# not used.
 LAUNCHED = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
@@ -57,7 +61,10 @@ LAUNCHED = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The models, and a rank's pairs of answers; each answer has `seq` tokens, most of them new."""
+    """The sizes of the models and of the data.
+
+    Each rank has `pairs` pairs of answers. A prompt and an answer together have `seq` tokens.
+    """
 
     pairs: int = 2
     seq: int = 256
@@ -72,7 +79,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each round, and the loss, by side and step."""
+    """The figures of one rank by (side, step): the seconds of each round, and the loss."""
 
     seconds: dict[tuple[str, str], list[float]]
     losses: dict[tuple[str, str], float]
@@ -90,7 +97,7 @@ def build(sizes: Sizes, seed: int) -> Qwen3MoeForCausalLM:
 
 
 def make_tokenizer(sizes: Sizes) -> Any:
-    """Words are numbers: "17" is token 17, except for the first three."""
+    """Build a tokenizer whose words are numbers: "17" is token 17. Tokens 0 to 2 are special."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -105,13 +112,13 @@ def make_tokenizer(sizes: Sizes) -> Any:
 
 
 def make_pairs(sizes: Sizes) -> list[dict[str, str]]:
-    """Return the pairs of all ranks: a prompt of an eighth, and two answers of equal lengths."""
+    """Draw the pairs of all ranks: each has a prompt of seq / 8 tokens and two answers."""
     generator = torch.Generator().manual_seed(0)
     rows: list[dict[str, str]] = []
     for _ in range(WORLD * sizes.pairs):
         prompt = sizes.seq // 8
         rows.append({})
-        # An end is added to each answer.
+        # The trainer appends an end-of-sequence token to each answer.
         for name, length in (
             ("prompt", prompt),
             ("chosen", sizes.seq - prompt - 1),
@@ -123,7 +130,7 @@ def make_pairs(sizes: Sizes) -> list[dict[str, str]]:
 
 
 def make_trainer(side: str, sizes: Sizes, folder: str) -> Any:
-    """A DPOTrainer that has sharded both models, in a step that changes nothing."""
+    """Create a DPOTrainer, and let it shard both models in a step with learning rate 0."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -139,7 +146,7 @@ def make_trainer(side: str, sizes: Sizes, folder: str) -> Any:
             max_length=2 * sizes.seq,
             max_steps=1,
             learning_rate=0.0,
-            # Stock's is of each rank's batch, and so another loss.
+            # Stock computes the auxiliary loss on each rank's own batch, so its value differs.
             router_aux_loss_coef=0.0,
             use_cpu=True,
             bf16=False,
@@ -154,7 +161,7 @@ def make_trainer(side: str, sizes: Sizes, folder: str) -> Any:
     trainer.train()
     for model in (trainer.model, trainer.ref_model):
         if not all(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise RuntimeError(f"{side}: a {type(model).__name__} is not sharded; no figures then")
+            raise RuntimeError(f"{side}: {type(model).__name__} is not sharded on this rank")
     return trainer
 
 
@@ -163,7 +170,7 @@ def loss_of(step: str, trainer: Any, batch: dict[str, Tensor]) -> Tensor:
         return trainer.compute_loss(trainer.model_wrapped, dict(batch))
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    # As DPOTrainer asks its policy.
+    # These are the arguments with which DPOTrainer calls its policy.
     model = trainer.model_wrapped
     return model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).loss
 
@@ -171,19 +178,19 @@ def loss_of(step: str, trainer: Any, batch: dict[str, Tensor]) -> Tensor:
 def measure_rank(rank: int, sizes: Sizes) -> Measured:
     with tempfile.TemporaryDirectory(prefix="preferences_") as folder:
         trainers = {side: make_trainer(side, sizes, folder) for side in SIDES}
-    places = [(side, step) for side in SIDES for step in STEPS]
-    seconds: dict[tuple[str, str], list[float]] = {place: [] for place in places}
+    cases = [(side, step) for side in SIDES for step in STEPS]
+    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     losses = {}
-    mine = range(rank * sizes.pairs, (rank + 1) * sizes.pairs)
+    rows = range(rank * sizes.pairs, (rank + 1) * sizes.pairs)
     batches = {
-        side: one.data_collator([one.train_dataset[row] for row in mine])
-        for side, one in trainers.items()
+        side: trainer.data_collator([trainer.train_dataset[row] for row in rows])
+        for side, trainer in trainers.items()
     }
-    shape = tuple(batches["ours"]["input_ids"].shape)
-    if shape != (2 * sizes.pairs, sizes.seq):
-        raise RuntimeError(f"a batch is {shape}; no figures then")
+    shape, expected = tuple(batches["ours"]["input_ids"].shape), (2 * sizes.pairs, sizes.seq)
+    if shape != expected:
+        raise RuntimeError(f"a batch has the shape {shape}, but must have {expected}")
     for number in range(WARMUP_ROUNDS + sizes.rounds):
-        for side, step in places:
+        for side, step in cases:
             trainer = trainers[side]
             dist.barrier()
             start = time.perf_counter()
@@ -198,7 +205,7 @@ def measure_rank(rank: int, sizes: Sizes) -> Measured:
 
 
 def check_equal(ranks: list[Measured]) -> float:
-    """The largest relative difference between losses of the sides; raises above TOLERANCE."""
+    """Return the largest relative difference of the sides' losses; raise above TOLERANCE."""
     errors = [0.0]
     for step in STEPS:
         for rank, measured in enumerate(ranks):
@@ -206,14 +213,14 @@ def check_equal(ranks: list[Measured]) -> float:
             errors.append(abs(ours - stock) / abs(stock))
             if not errors[-1] <= TOLERANCE:
                 raise RuntimeError(
-                    f"the sides disagree on the {step} loss of rank {rank}: {ours} and {stock}, "
-                    f"allowed {TOLERANCE:.0e} relative; no figures then"
+                    f"the sides disagree on the {step} loss of rank {rank}: {ours} (ours) and "
+                    f"{stock} (stock), allowed relative difference {TOLERANCE:.0e}"
                 )
     return max(errors)
 
 
 def report(sizes: Sizes, ranks: list[Measured], about: list[str]) -> str:
-    """Markdown: what ran where, and one table."""
+    """Return the setting of the run and the table, as Markdown."""
     error, seconds = check_equal(ranks), ranks[0].seconds
     lines = [
         "# A DPO step with a reference, against a supervised step over the same tokens\n",

@@ -1,24 +1,24 @@
-"""Routing replay between two precisions of one model: how much of their difference is routing.
+"""Measure how much of the difference between bf16 and fp32 of a model is a difference of routing.
 
-    python benchmarks/replay.py                                the tables, to the terminal
-    python benchmarks/replay.py --write benchmarks/results     and as replay-cpu.md with a plot
+    python benchmarks/replay.py                                prints the tables
+    python benchmarks/replay.py --write benchmarks/results     also writes replay-cpu.md and a plot
 
-A Qwen3-MoE of the demo's sizes with more layers is trained for a while on the demo's data, and its
-weights are rounded to bf16. With these weights, over text that it was not trained on:
+A Qwen3-MoE of the demo's sizes, with more layers, is trained for some steps on the demo's data, and
+its weights are rounded to bf16. These weights are run on held-out text in three ways:
 
-    engine      computes in bf16, as engines do that generate samples; its routers are recorded
-    live        computes in fp32, and its routers choose for themselves
-    replayed    computes in fp32, and its routers choose what the engine's chose
+    engine      in bf16, as an inference engine does; its routes are recorded
+    live        in fp32, with the routes that the fp32 routers choose
+    replayed    in fp32, with the recorded routes of the engine
 
-Both of the latter are compared with the engine:
+`live` and `replayed` are compared with `engine`:
 
-    same expert     of the engine's (token, expert) pairs of a layer, the share that fp32 chose too
-    same set        of the tokens of a layer, the share of which all experts are the same
-    asked           "same expert" of what live routers would choose while they replay: without the
-                    differences that came with other choices in the layers before
-    log p           distance of a token's log-probability from the engine's, mean over tokens
-    loss            distance of the mean loss
-    gradient        norm of the difference of all gradients over the norm of the engine's
+    same expert     share of the engine's (token, expert) pairs of a layer that `live` chooses too
+    same set        share of the tokens of a layer for which `live` chooses the same set of experts
+    asked           "same expert" for the choices that the routers of `replayed` would have made.
+                    The layers before used the engine's experts, so earlier choices do not matter
+    log p           absolute difference of a token's log-probability, mean over tokens
+    loss            absolute difference of the mean loss
+    gradient        norm of the difference of all gradients / norm of the engine's gradients
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAYS = ("live", "replayed")
 
 @dataclass(frozen=True)
 class Computed:
-    """One forward and backward: log-probability of each next token, loss, gradients by name."""
+    """The results of one forward and backward: log-probabilities, loss and gradients by name."""
 
     logps: Tensor
     loss: float
@@ -60,7 +60,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Compared:
-    """How far a computation is from the engine's; gradients by `GROUPS`."""
+    """The differences of a computation from the engine's; `gradient` is by GROUPS."""
 
     logp: float
     loss: float
@@ -69,7 +69,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One batch: what fp32 chose of the engine's experts, by layer, and both ways beside it."""
+    """The results of one batch: agreement of routes by layer, and the differences by way."""
 
     same_expert: tuple[float, ...]
     same_set: tuple[float, ...]
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def compute(model: nn.Module, input_ids: Tensor) -> Computed:
-    """Run a batch forward and backward; the gradients leave the model."""
+    """Run a batch forward and backward; the gradients are returned and removed from the model."""
     output = model(input_ids=input_ids, use_cache=False)
     logps = output.logits[:, :-1].float().log_softmax(-1)
     logps = logps.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
@@ -95,56 +95,59 @@ def group_of(name: str) -> str:
     return "routers" if ".gate." in name else "all others"
 
 
-def compare(one: Computed, engine: Computed) -> Compared:
-    """Measure what is between two computations of one batch."""
-    apart = dict.fromkeys(GROUPS, 0.0)
+def compare(computed: Computed, engine: Computed) -> Compared:
+    """Measure the differences of a computation from the engine's on the same batch."""
+    distance = dict.fromkeys(GROUPS, 0.0)
     size = dict.fromkeys(GROUPS, 0.0)
-    for name, wanted in engine.grads.items():
+    for name, engine_grad in engine.grads.items():
         for group in (group_of(name), "all"):
-            apart[group] += (one.grads[name] - wanted).square().sum().item()
-            size[group] += wanted.square().sum().item()
-    gradient = {group: (apart[group] / size[group]) ** 0.5 for group in GROUPS}
-    logp = (one.logps - engine.logps).abs().mean().item()
-    return Compared(logp, abs(one.loss - engine.loss), gradient)
+            distance[group] += (computed.grads[name] - engine_grad).square().sum().item()
+            size[group] += engine_grad.square().sum().item()
+    gradient = {group: (distance[group] / size[group]) ** 0.5 for group in GROUPS}
+    logp = (computed.logps - engine.logps).abs().mean().item()
+    return Compared(logp, abs(computed.loss - engine.loss), gradient)
 
 
 def shares(ids: Tensor, others: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """By layer: pairs of `ids` [B, S, L, K] that are among the others, and tokens with all same."""
-    found = (ids.unsqueeze(-1) == others.unsqueeze(-2)).any(-1)
-    pairs = found.double().mean((0, 1, 3))
-    tokens = found.all(-1).double().mean((0, 1))
+    """Return by layer the shares of pairs and of whole tokens of `ids` that `others` has too.
+
+    Both tensors are expert ids [B, S, L, K]; the order of a token's experts does not matter.
+    """
+    in_others = (ids.unsqueeze(-1) == others.unsqueeze(-2)).any(-1)
+    pairs = in_others.double().mean((0, 1, 3))
+    tokens = in_others.all(-1).double().mean((0, 1))
     return tuple(pairs.tolist()), tuple(tokens.tolist())
 
 
 def two_precisions(engine: nn.Module, model: nn.Module, input_ids: Tensor) -> Outcome:
-    """Compute a batch in the engine, and twice in the model: live, and with the engine's routes."""
+    """Run a batch in the engine, and twice in the model: live, and with the engine's routes."""
     recorder, replay = RoutingReplay(engine), RoutingReplay(model)
     with recorder.record() as routes:
-        wanted = compute(engine, input_ids)
-    with replay.record() as own:
+        in_engine = compute(engine, input_ids)
+    with replay.record() as live_routes:
         live = compute(model, input_ids)
     with replay.replay(Routes(routes.ids, routes.layers)):
         replayed = compute(model, input_ids)
-    same_expert, same_set = shares(routes.ids, own.ids)
+    same_expert, same_set = shares(routes.ids, live_routes.ids)
     asked = tuple(replay.last.by_layer.values())
-    ways = {"live": compare(live, wanted), "replayed": compare(replayed, wanted)}
+    ways = {"live": compare(live, in_engine), "replayed": compare(replayed, in_engine)}
     return Outcome(same_expert, same_set, asked, ways)
 
 
 def train(blocks: Blocks, vocab_size: int, layers: int, steps: int, seed: int) -> PreTrainedModel:
-    """Make a model of the demo's sizes, and train it for a while."""
+    """Build a model of the demo's sizes, and train it for `steps` steps."""
     torch.manual_seed(seed)
     config: Any = small_config(vocab_size)
     config.num_hidden_layers = layers
     model = patch(Qwen3MoeForCausalLM(config))
     nn.init.normal_(model.get_input_embeddings().weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    drawn = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 10)
-        picked = torch.randint(len(blocks), (BATCH,), generator=drawn).tolist()
-        input_ids = torch.stack([blocks[index]["input_ids"] for index in picked])
+        indices = torch.randint(len(blocks), (BATCH,), generator=generator).tolist()
+        input_ids = torch.stack([blocks[index]["input_ids"] for index in indices])
         model(input_ids=input_ids, labels=input_ids).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -153,13 +156,13 @@ def train(blocks: Blocks, vocab_size: int, layers: int, steps: int, seed: int) -
 
 
 def in_two_precisions(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The engine in bf16, and a model in fp32 with the same weights to the last bit."""
+    """Return the engine in bf16, and a model in fp32 with bitwise the same weights."""
     engine = copy.deepcopy(model).to(torch.bfloat16)
     return engine, copy.deepcopy(engine).float()
 
 
 def run(layers: int, steps: int, seeds: int, batches: int) -> Iterator[Outcome]:
-    """Yield what each batch of each seed shows."""
+    """Yield the outcome of each batch of each seed."""
     vocab_size, blocks, held_out = load_data()
     for seed in range(seeds):
         engine, model = in_two_precisions(train(blocks, vocab_size, layers, steps, seed))
@@ -169,14 +172,14 @@ def run(layers: int, steps: int, seeds: int, batches: int) -> Iterator[Outcome]:
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """Make both tables."""
+    """Return both tables as Markdown."""
     lines = [
         "| layer | same expert | same set | asked |",
         "|---|---|---|---|",
     ]
     for layer in range(len(outcomes[0].same_expert)):
         columns = (
-            [100 * getattr(one, name)[layer] for one in outcomes]
+            [100 * getattr(outcome, name)[layer] for outcome in outcomes]
             for name in ("same_expert", "same_set", "asked")
         )
         lines.append(f"| {layer} | {' | '.join(f'{spread(column)} %' for column in columns)} |")
@@ -186,9 +189,9 @@ def report(outcomes: list[Outcome]) -> str:
         "|---|---|---|---|",
     ]
     for name, scale in (("log p", 1e3), ("loss", 1e3), *((group, 1e2) for group in GROUPS)):
-        live, replayed = ([scale * value_of(one.ways[w], name) for one in outcomes] for w in WAYS)
-        apart = statistics.median(live)
-        ratio = f"{statistics.median(replayed) / apart:.2f}" if apart else "-"
+        live, replayed = ([scale * value_of(o.ways[way], name) for o in outcomes] for way in WAYS)
+        live_median = statistics.median(live)
+        ratio = f"{statistics.median(replayed) / live_median:.2f}" if live_median else "-"
         what = f"gradient of {name}, %" if name in GROUPS else f"{name}, thousandths"
         lines.append(f"| {what} | {spread(live)} | {spread(replayed)} | {ratio} |")
     return "\n".join(lines)
@@ -201,7 +204,7 @@ def value_of(compared: Compared, name: str) -> float:
 
 
 def plot(outcomes: list[Outcome], path: Path) -> None:
-    """Draw agreement by layer, and both distances for live and replayed routing."""
+    """Plot the agreement of routes by layer, and the differences of `live` and `replayed`."""
     import matplotlib.pyplot as plt
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
@@ -211,19 +214,19 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
         "asked": "experts, behind replayed layers",
     }
     for name, label in labels.items():
-        columns = zip(*(getattr(one, name) for one in outcomes), strict=True)
-        middles = [100 * statistics.median(column) for column in columns]
-        left.plot(range(len(middles)), middles, marker="o", label=label)
+        columns = zip(*(getattr(outcome, name) for outcome in outcomes), strict=True)
+        medians = [100 * statistics.median(column) for column in columns]
+        left.plot(range(len(medians)), medians, marker="o", label=label)
     left.set(title="fp32 routers choose as bf16 did", xlabel="layer", ylabel="%")
     left.legend()
     for axes, shown, title in (
         (middle, ("log p",), "distance of log p, mean over tokens"),
         (right, GROUPS, "distance of gradients, relative"),
     ):
-        for place, way in enumerate(WAYS):
+        for number, way in enumerate(WAYS):
             heights = [statistics.median(value_of(o.ways[way], n) for o in outcomes) for n in shown]
-            at = [index + 0.4 * place for index in range(len(shown))]
-            axes.bar(at, heights, width=0.36, label=way)
+            x = [index + 0.4 * number for index in range(len(shown))]
+            axes.bar(x, heights, width=0.36, label=way)
         axes.set_xticks([index + 0.2 for index in range(len(shown))], shown)
         axes.set(title=title)
         axes.legend()
@@ -234,9 +237,9 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40, help="of training")
-    parser.add_argument("--seeds", type=int, default=2, help="models")
-    parser.add_argument("--batches", type=int, default=3, help="of held-out text, for each model")
+    parser.add_argument("--steps", type=int, default=40, help="training steps")
+    parser.add_argument("--seeds", type=int, default=2, help="number of models")
+    parser.add_argument("--batches", type=int, default=3, help="held-out batches of each model")
     parser.add_argument("--write", type=Path, help="folder for the tables and the plot")
     args = parser.parse_args()
     before = os.getloadavg()[0]

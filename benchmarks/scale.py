@@ -1,28 +1,31 @@
-"""What start-up and checkpoints cost one rank of 8 to 1,024: seconds, memory, bytes received.
+"""Measure start-up and checkpoints on one of 8 to 1,024 ranks: seconds, memory, bytes received.
 
-    python benchmarks/scale.py                              the tables, to the terminal
-    python benchmarks/scale.py --write benchmarks/results
+    python benchmarks/scale.py                              prints the tables
+    python benchmarks/scale.py --write benchmarks/results   also writes scale-cpu.md
 
-As many tensors as Qwen3-235B-A22B has (94 layers, AdamW), each of them small, so that what is left
-is the price of their number and of that of the ranks. One rank is simulated at a time: its process
-group is torch's fake one, whose collectives return at once, and every row is a process of its own.
-The network is not measured; what it would bring to a rank is counted.
+The model has as many tensors as Qwen3-235B-A22B (94 layers, AdamW), but all of them are small, so
+that the costs depend on the number of tensors and ranks alone. One rank is simulated at a time, in
+its own process: its process group is torch's fake group, whose collectives return at once. The
+network is not measured; instead, the bytes that a rank would receive are counted. `Before` is the
+way of torch, or of an earlier version of this package.
 
-    sharding    patch, shard, and how often torch's `new_group` is called for it. Before: for an
-                axis of one rank torch asks every rank for a group of each rank
-    agreeing    bytes that a rank receives where ranks compare model, config and state. Before:
+    sharding    patch and shard a model, and count the calls of torch's `new_group`. Before: if an
+                axis of the mesh has one rank, torch lets every rank create a group for each rank
+    agreeing    bytes that a rank receives when ranks compare model, config and state. Before:
                 every rank gathered every value
-    planning    which rank writes what. Before: torch.distributed.checkpoint gathers a plan of every
-                rank on rank 0, which makes one of all and sends it back; here rank 0 is shown.
-                `by Accelerate`: rank 0's work for a save by it or the Trainer, whose files are
-                those of torch.distributed.checkpoint, and what ranks tell rank 0 for it
-    finding     where the tensors of a checkpoint lie, and reading them. Before: as DCP reads
-                metadata, all headers at once on every rank. `as saved`: by as many ranks;
-                `half`: by the last of half as many; `older`: the same, of a checkpoint that does
-                not tell who wrote what, and has the nearest ranks' headers read first
-    manifest    bytes received by rank 0 and by another when a checkpoint is committed. Before: all
-                lists were gathered by all ranks
-    hub         `from_pretrained` finds 36,000 tensors of a hub's files; it does not depend on ranks
+    planning    decide which rank writes which tensors. Before: rank 0 gathers the plans of all
+                ranks, merges them and sends them back (torch.distributed.checkpoint); rank 0 is
+                shown. `by Accelerate`: the work of rank 0 when Accelerate or the Trainer saves by
+                torch.distributed.checkpoint, and the bytes that rank 0 receives for it
+    finding     find the tensors in the files of a checkpoint, and read them. Before: every rank
+                reads all headers first, as DCP does. `as saved`: as many ranks as saved it;
+                `half`: the last of half as many ranks; `older`: the same for a checkpoint that
+                does not record which rank wrote which tensors, so that headers are read, those of
+                the nearest ranks first
+    manifest    bytes that rank 0 and another rank receive when a checkpoint is committed. Before:
+                all ranks gathered all lists of files
+    hub         `from_pretrained` finds 36,000 tensors in files in hub layout, with any number of
+                ranks
 """
 
 from __future__ import annotations
@@ -69,26 +72,29 @@ from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLDS = (8, 64, 256, 1024)
-# The largest worlds of which DCP's sides are run: plans of 1,024 ranks are 3.5 million objects.
+# The largest numbers of ranks for which DCP is measured: plans of 1,024 ranks would be 3.5 million
+# objects.
 DCP_PLANS, DCP_FILES = 64, 256
 LAYERS, KINDS, COPIES = 94, 12, 3
 COLUMNS = 2
 
 
 def measured(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, called in a process of its own."""
+    """Call a function in a new process and return its result."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, function, args))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_child, args=(sender, function, args))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        found = ours.recv()
+        result = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"{function.__name__}{args} ended without a result") from None
+        raise RuntimeError(
+            f"the process of {function.__name__}{args} ended without a result"
+        ) from None
     finally:
         process.join()
-    return found
+    return result
 
 
 def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -98,7 +104,7 @@ def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> No
 
 
 class Watch:
-    """Seconds and MiB of a block: `took`, `grew`."""
+    """Measure a block: `took` is its time in seconds, `grew` the growth of peak memory in MiB."""
 
     def __enter__(self) -> Watch:
         gc.collect()
@@ -128,25 +134,25 @@ def _model(layers: int, num_experts: int = 8) -> Qwen3MoeForCausalLM:
 
 
 def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
-    """One rank shards a model, and plans what it saves of it and of AdamW."""
-    groups, agreed = [0], [0]
+    """Shard a model as one rank of `world`, and plan a save of the model and of AdamW."""
+    groups, gathered_bytes = [0], [0]
     new_group, differing = dist.new_group, checks.differing
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counting_new_group(*args: Any, **kwargs: Any) -> Any:
         groups[0] += 1
         return new_group(*args, **kwargs)
 
-    def told(value: Any, group: Any = None) -> Any:
-        agreed[0] += len(pickle.dumps(value)) * world
+    def counting_differing(value: Any, group: Any = None) -> Any:
+        gathered_bytes[0] += len(pickle.dumps(value)) * world
         return differing(value, group)
 
     with fake_group(world // 2, world):
         model = _model(layers)
         with (
             Watch() as sharding,
-            swapped.object(dist.device_mesh, "new_group", counted),
-            swapped.object(dist, "new_group", counted),
-            swapped.object(checks, "differing", told),
+            swapped.object(dist.device_mesh, "new_group", counting_new_group),
+            swapped.object(dist, "new_group", counting_new_group),
+            swapped.object(checks, "differing", counting_differing),
         ):
             patch(model, ParallelConfig(ep_size=8))
             apply_ep_fsdp2(model)
@@ -160,7 +166,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             named.files(forms, 1 << 30)
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
-            of_state = digest(content)
+            state_digest = digest(content)
         state = {"model": dict(model.named_parameters()), "optimizer": named_moments(optimizer)}
         planner = SpreadPlanner()
         with Watch() as by_accelerate:
@@ -173,26 +179,26 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
         "tensors": len(forms),
         "sharding": (sharding.took, sharding.grew),
         "groups": groups[0],
-        "gathered": agreed[0] + len(pickle.dumps(of_state)) * world,
+        "gathered": gathered_bytes[0] + len(pickle.dumps(state_digest)) * world,
         "agreed": 2 * 64 + 8,
         "planning": (planning.took, planning.grew),
     }
 
 
 def named_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimizer keeps, under names."""
-    kept = enumerate(optimizer.state.values())
-    return {f"{number}.{key}": value for number, of_one in kept for key, value in of_one.items()}
+    """Return the state of an optimizer as a flat dict: "7.exp_avg" belongs to parameter 7."""
+    states = enumerate(optimizer.state.values())
+    return {f"{index}.{key}": value for index, state in states for key, value in state.items()}
 
 
 def groups_of_torch(world: int) -> int:
-    """How often torch asks for a group where it makes the same meshes, axes of one rank and all."""
+    """Count the calls of `new_group` when torch makes the same meshes, with axes of one rank."""
     with fake_group(world // 2, world):
         stock = dist.device_mesh.new_group
-        with swapped.object(dist.device_mesh, "new_group", wraps=stock) as asked:
+        with swapped.object(dist.device_mesh, "new_group", wraps=stock) as new_group:
             for sizes in ((1, world // 8, 8), (1, world), (world, 1)):
                 init_device_mesh("cpu", sizes)
-    return int(asked.call_count)
+    return int(new_group.call_count)
 
 
 def _names(layers: int) -> list[str]:
@@ -205,7 +211,7 @@ def _names(layers: int) -> list[str]:
 
 
 def _dtensors(layers: int, rows: int, world: int, rank: int) -> dict[str, Tensor]:
-    """Tensors of `rows` rows, cut into equal parts by the ranks of the group that there is."""
+    """Return DTensors of `rows` rows, split evenly over the ranks of the current process group."""
     mesh, shape = init_device_mesh("cpu", (world,)), torch.Size((rows, COLUMNS))
     return {
         name: DTensor.from_local(
@@ -221,7 +227,7 @@ def _dtensors(layers: int, rows: int, world: int, rank: int) -> dict[str, Tensor
 
 
 def plan_by_dcp(world: int, layers: int) -> dict[str, Any]:
-    """What rank 0 does with the plans of all ranks; and the bytes that it gathers for it."""
+    """Measure how rank 0 merges the plans of all ranks, and count the bytes that it gathers."""
     plans, size = [], 0
     for rank in range(world):
         with fake_group(rank, world):
@@ -238,7 +244,7 @@ def plan_by_dcp(world: int, layers: int) -> dict[str, Any]:
 
 
 def write_files(folder: Path, world: int, layers: int) -> None:
-    """A checkpoint as ranks write it: row r of each tensor by rank r."""
+    """Write a checkpoint as `world` ranks do: rank r writes row r of each tensor."""
     values = torch.zeros(1, COLUMNS)
     for rank in range(world):
         box = ((rank, rank + 1), (0, COLUMNS))
@@ -255,16 +261,20 @@ def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
 
 
 def read_ours(
-    folder: Path, saved_by: int, world: int, layers: int, noted: bool
+    folder: Path, saved_by: int, world: int, layers: int, has_spread: bool
 ) -> tuple[float, float, int]:
-    """Read the last rank's part, of files of `saved_by` ranks; (seconds, MiB, headers)."""
+    """Read the part of the last of `world` ranks from files that `saved_by` ranks have written.
+
+    Without `has_spread` the checkpoint does not record which rank wrote which rows. Returns
+    (seconds, MiB, number of headers that were read).
+    """
     rank = world - 1
     with fake_group(rank, world):
         targets = _dtensors(layers, saved_by, world, rank)
-        spread = Spread((saved_by,), tuple(range(saved_by)), (0,)) if noted else None
+        spread = Spread((saved_by,), tuple(range(saved_by)), (0,)) if has_spread else None
         form = TensorForm([saved_by, COLUMNS], torch.float32, spread)
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
-        names = [file_name(of, 1, 1) for of in range(saved_by)]
+        names = [file_name(writer, 1, 1) for writer in range(saved_by)]
         with Watch() as watch:
             ranks = ranks_needed(targets, saved)
             if ranks is not None:
@@ -276,21 +286,21 @@ def read_ours(
 
 
 def manifest_bytes(world: int) -> dict[str, int]:
-    """Pickled sizes of what is told, times those who tell it."""
+    """Count the pickled bytes that ranks receive when a checkpoint is committed."""
     tensors = {f"tensors/{file_name(rank, 1, 1)}": 10**9 for rank in range(world)}
     others = {f"random-{rank:05d}.json": 10**4 for rank in range(world)}
     others |= dict.fromkeys(("state.json", "config.json", "hf_moe_ep.json"), 10**6)
     entry = {"size": 10**9, "sha256": "0" * 64}
-    of_rank = len(pickle.dumps({file_name(0, 1, 1): entry}))
+    bytes_of_rank = len(pickle.dumps({file_name(0, 1, 1): entry}))
     return {
-        "before": world * (len(pickle.dumps(tensors | others)) + 2 * of_rank),
-        "first": 2 * world * of_rank + 4 * 8,
+        "before": world * (len(pickle.dumps(tensors | others)) + 2 * bytes_of_rank),
+        "first": 2 * world * bytes_of_rank + 4 * 8,
         "another": len(pickle.dumps(others)) + 4 * 8,
     }
 
 
 def find_on_hub(layers: int, num_experts: int) -> tuple[float, float, int]:
-    """Match a checkpoint with a key per expert to a model on the meta device."""
+    """Match the keys of a checkpoint, one per expert, with a model on the meta device."""
     with torch.device("meta"):
         model = _model(layers, num_experts)
     state = patched_state(patch(model, ParallelConfig(ep_size=8)))
@@ -318,10 +328,10 @@ def find_on_hub(layers: int, num_experts: int) -> tuple[float, float, int]:
 
 
 def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
-    """All figures by world."""
-    found: dict[int, dict[str, Any]] = {}
+    """Measure all figures, by number of ranks."""
+    rows: dict[int, dict[str, Any]] = {}
     for world in worlds:
-        row = found[world] = measured(shard_and_plan, world, layers)
+        row = rows[world] = measured(shard_and_plan, world, layers)
         row["manifest"] = manifest_bytes(world)
         row["groups of torch"] = measured(groups_of_torch, world)
         row["dcp plan"] = measured(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
@@ -334,29 +344,29 @@ def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
             row["half"] = measured(read_ours, folder, world, world // 2, layers, True)
             row["older"] = measured(read_ours, folder, world, world // 2, layers, False)
         print(f"{world} ranks: {row}", file=sys.stderr)
-    return found
+    return rows
 
 
-def _cost(pair: tuple[float, ...] | None) -> str:
-    """Seconds and MiB; how many headers where that is known."""
-    if pair is None:
+def _cost(cost: tuple[float, ...] | None) -> str:
+    """Format seconds, MiB and, if it is known, the number of headers."""
+    if cost is None:
         return "not run"
-    headers = f", {pair[2]} headers" if len(pair) > 2 else ""
-    return f"{pair[0]:.2f} s, {pair[1]:.0f} MiB{headers}"
+    headers = f", {cost[2]} headers" if len(cost) > 2 else ""
+    return f"{cost[0]:.2f} s, {cost[1]:.0f} MiB{headers}"
 
 
 def _size(number: int) -> str:
     return f"{number:,} B" if number < 10_000 else f"{number / 2**20:.2f} MiB"
 
 
-def report(found: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> str:
-    """The tables, in Markdown."""
-    worlds = list(found)
+def report(figures: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> str:
+    """Return the table as Markdown."""
+    worlds = list(figures)
 
     def line(name: str, cells: list[str]) -> str:
         return f"| {name} | " + " | ".join(cells) + " |"
 
-    rows = [found[world] for world in worlds]
+    rows = [figures[world] for world in worlds]
     text = [
         line("of one rank", [f"{world} ranks" for world in worlds]),
         "|---|" + "---|" * len(worlds),
@@ -391,20 +401,20 @@ def report(found: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
-    parser.add_argument("--write", type=Path, help="also write scale-cpu.md there")
+    parser.add_argument("--write", type=Path, help="also write scale-cpu.md to this folder")
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
-    found = run_all(tuple(args.worlds), LAYERS)
+    figures = run_all(tuple(args.worlds), LAYERS)
     hub = measured(find_on_hub, LAYERS, 128)
     text = "\n".join(
         [
             "# Start-up and checkpoints on 8 to 1,024 ranks\n",
             *setting("benchmarks/scale.py", load_before, 1),
-            f"- {found[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
+            f"- {figures[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
             f"AdamW where it is sharded and planned, {LAYERS * KINDS * COPIES:,} where files are "
             f"read; ep 8; one run of each; `before` is torch's own way, run beside it (DCP's up to "
             f"{DCP_PLANS} and {DCP_FILES} ranks), and counted from pickled sizes in bytes\n",
-            report(found, hub),
+            report(figures, hub),
             "What the rows are is told at the top of `benchmarks/scale.py`. MiB: peak of resident "
             "memory above what the process held before.\n",
         ]

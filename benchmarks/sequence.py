@@ -1,19 +1,20 @@
-"""One long sequence on four CPU ranks: what splitting it (sp) saves, and what that costs.
+"""Measure memory, communication and time of sequence parallelism with long sequences, on 4 ranks.
 
-    python benchmarks/sequence.py                              the table, to the terminal
-    python benchmarks/sequence.py --write benchmarks/results   also as Markdown and a plot
+    python benchmarks/sequence.py                              prints the table
+    python benchmarks/sequence.py --write benchmarks/results   also writes Markdown and a plot
 
-One sequence of a fixed length per data rank: with sp_size 1 each of the 4 ranks trains on one of
-its own, with sp_size 4 all of them on one. Every rank:
+All sequences have the same length. With sp_size 1 each of the 4 ranks trains on its own sequence,
+with sp_size 4 all ranks share one sequence. The figures of a rank:
 
-    activations    storages that autograd saves in a forward, parameters excluded
-    peak memory    by how much resident memory rises over three training steps, in processes of
-                   their own (gradients, and AdamW's state, are in it and do not depend on sp)
-    sent           to other ranks of the sp group in one step, counted where torch dispatches it
-    step           forward, backward, clip and AdamW, until the slowest rank is done; the sizes
-                   take turns in one process, so a busy machine slows all of them
+    activations    bytes of the storages that autograd saves in a forward, without parameters
+    peak memory    growth of the peak resident memory over three training steps, in separate
+                   processes. It includes gradients and AdamW's state, which do not depend on sp
+    sent           bytes that the rank sends to other ranks of its sp group in one step, counted
+                   when torch dispatches the collectives
+    step           forward, backward, clip and AdamW, until the slowest rank is done. The sizes of
+                   sp take turns in one process, so a busy machine slows down all of them
 
-It measures no GPU and no network: four processes on one machine.
+The ranks are four processes on one machine, so no GPU and no network is measured.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WARMUP_STEPS = 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model and the length of a sequence."""
+    """The sizes of the model, and the length of a sequence."""
 
     seq: int = 2048
     hidden: int = 256
@@ -62,7 +63,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank at one sp_size."""
+    """The figures of one rank with one sp_size; sizes are in bytes."""
 
     activations: int
     sent: int
@@ -94,16 +95,19 @@ def make_batch(sizes: Sizes, sp: int) -> dict[str, Tensor]:
 
 @contextmanager
 def saved_storages(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes by storage of all that autograd saves, without the parameters, gathered or not."""
+    """Record the bytes of each storage that autograd saves, except for those of parameters.
+
+    Parameters are recognised whether they are sharded or gathered.
+    """
     saved: dict[int, int] = {}
 
     def storage(tensor: Tensor) -> torch.UntypedStorage:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
     def pack(tensor: Tensor) -> Tensor:
-        place = storage(tensor).data_ptr()
-        if all(storage(parameter).data_ptr() != place for parameter in model.parameters()):
-            saved[place] = storage(tensor).nbytes()
+        pointer = storage(tensor).data_ptr()
+        if all(storage(parameter).data_ptr() != pointer for parameter in model.parameters()):
+            saved[pointer] = storage(tensor).nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -142,7 +146,7 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[int, Measured]:
 
 
 def memory_rank(rank: int, sizes: Sizes, sp: int) -> float:
-    """MiB by which the peak of three steps lies above what the sharded model takes."""
+    """Return the growth of the peak resident memory over three steps, in MiB."""
     model, batch = build(sizes, sp), make_batch(sizes, sp)
     optimizer = torch.optim.AdamW(model.parameters())
     gc.collect()
@@ -170,12 +174,12 @@ def report(
     ]
     for sp in sizes.sp:
         measured = [rank[sp] for rank in ranks]
-        kept = [one.activations / mib for one in measured]
-        shares = [one.activations * sp / base / first for one in measured]
+        activations = [rank.activations / mib for rank in measured]
+        shares = [rank.activations * sp / base / first for rank in measured]
         seconds = measured[0].seconds
-        speed = [WORLD // sp * sizes.seq / one for one in seconds]
-        cells = [spread(kept), spread(shares), spread(peaks[sp])]
-        cells += [spread([one.sent / mib for one in measured]), spread(seconds), spread(speed)]
+        speeds = [WORLD // sp * sizes.seq / step_seconds for step_seconds in seconds]
+        cells = [spread(activations), spread(shares), spread(peaks[sp])]
+        cells += [spread([rank.sent / mib for rank in measured]), spread(seconds), spread(speeds)]
         lines.append(f"| {sp} | {' | '.join(cells)} |")
     lines.append(
         "\nMedian (min .. max), over ranks for bytes and over steps for seconds. Every figure is "
@@ -210,12 +214,12 @@ def main() -> None:
     for name, default in vars(Sizes()).items():
         if type(default) is int:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--write", type=Path, help="also write sequence-cpu.md and .png there")
+    parser.add_argument("--write", type=Path, help="folder for sequence-cpu.md and its plot")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes()) if name != "sp"})
     load_before = os.getloadavg()[0]
-    kept = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
-    ranks = spawn(measure_rank, WORLD, sizes, **kept)
+    options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
+    ranks = spawn(measure_rank, WORLD, sizes, **options)
     peaks = {sp: spawn(memory_rank, WORLD, sizes, sp, timeout=600.0) for sp in sizes.sp}
     about = setting("benchmarks/sequence.py", load_before, WORLD)
     text = report(sizes, ranks, peaks, about)

@@ -1,27 +1,29 @@
-"""One training step on four CPU ranks: this package against transformers' own expert parallelism.
+"""Time training steps on four CPU ranks: hf_moe_ep and transformers' own expert parallelism.
 
-    python benchmarks/step_vs_native.py                        the table, to the terminal
-    python benchmarks/step_vs_native.py --ep 2 --profile       and where the time goes, op by op
+    python benchmarks/step_vs_native.py                        prints the table
+    python benchmarks/step_vs_native.py --ep 2 --profile       also prints the time of each op
 
-Both sides load one checkpoint, train on one batch and must agree on loss
-and gradients to 1e-5 before anything is printed:
+Both sides load the same checkpoint and train on the same batch. Loss and gradients must agree to
+1e-5, or the benchmark raises and prints no table:
 
     ours      `hf_moe_ep.from_pretrained(..., ep_size=...)`
     native    `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=4, ep_size=...))`
 
-    step           forward + backward + clip + AdamW, until the slowest rank is done; both sides
-                   live in the same processes and take turns (A B A B ...), so a busy machine slows
-                   both. The processes keep freed memory, as a GPU's caching allocator does: with
-                   malloc's defaults the kernel spends up to a quarter of it clearing pages
-    CPU seconds    of the same steps, all ranks together: what a busy machine disturbs least
-    sent           by one rank to others in the collectives of the MoE layers, one step, counted
-                   where torch dispatches them; rows a rank keeps are not sent, FSDP2's own
-                   collectives are left out
-    saved          tensors that the MoE layers keep for backward, parameters excluded
-    peak memory    resident memory of a rank, each side in processes of its own, malloc's defaults:
-                   while loading, and from the first step on
+The figures:
 
-It measures no GPU and no network: four processes on one machine.
+    step           forward + backward + clip + AdamW, until the slowest rank is done. Both sides
+                   run in the same processes and take turns (A B A B ...), so a busy machine slows
+                   down both. The processes keep freed memory, as a GPU's caching allocator does:
+                   with malloc's defaults, clearing pages takes up to a quarter of a step
+    CPU seconds    CPU time of the same steps, summed over ranks; a busy machine disturbs it least
+    sent           bytes that a rank sends to other ranks in the collectives of the MoE layers in
+                   one step, counted when torch dispatches them. FSDP2's collectives and rows that
+                   stay on their rank do not count
+    saved          bytes that the MoE layers keep for backward, without parameters
+    peak memory    resident memory of a rank while loading, and from the first step on. Each side
+                   runs in separate processes with malloc's defaults
+
+The ranks are four processes on one machine, so no GPU and no network is measured.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the batch of each rank."""
+    """The sizes of the model, and the batch of each rank."""
 
     ep: tuple[int, ...] = (1, 2, 4)
     hidden: int = 512
@@ -81,7 +83,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Paired:
-    """What one rank measured with both sides in its process; keys are sides."""
+    """The figures of one rank, with both sides in its process; the keys of dicts are sides."""
 
     seconds: dict[str, list[float]]
     cpu_seconds: dict[str, list[float]]
@@ -93,7 +95,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Result:
-    """One ep size: the paired figures of each rank; by side each rank's peaks (see memory_rank)."""
+    """The results for one ep size: `ranks` by rank, `peaks` by side and rank (see memory_rank)."""
 
     ep: int
     ranks: list[Paired]
@@ -120,10 +122,10 @@ def load(side: str, directory: str, ep: int) -> nn.Module:
 
 
 def clip(side: str, model: nn.Module) -> Tensor:
-    """Each side's own way; torch's clip raises where parameters live on two meshes."""
+    """Clip as each side does it; torch's function raises if parameters are on two meshes."""
     if side == "ours":
         return clip_grad_norm_(model, MAX_NORM)
-    # As transformers' Trainer._mixed_mesh_grad_norm does.
+    # transformers' Trainer._mixed_mesh_grad_norm does the same.
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter)
@@ -145,9 +147,9 @@ def train_step(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, ba
 
 
 class SentBytes(TorchDispatchMode):
-    """Bytes this rank sends to other ranks, by kind: rows (of hidden states), routing, counts.
+    """Count the bytes that this rank sends to others: rows (of hidden states), routing, counts.
 
-    FSDP2 reduces by other collectives, and gathers no integers.
+    All-to-alls and all-gathers of integers are counted. FSDP2 uses neither of them.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -169,55 +171,55 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _all_to_all(self, tensor: Tensor, splits: list[int], group: dist.ProcessGroup) -> None:
-        own = splits[group.rank()] if splits else tensor.shape[0] // group.size()
-        self._add(tensor, tensor.nbytes - tensor[:1].nbytes * own)
+        num_local = splits[group.rank()] if splits else tensor.shape[0] // group.size()
+        self._add(tensor, tensor.nbytes - tensor[:1].nbytes * num_local)
 
     def _add(self, tensor: Tensor, num_bytes: int) -> None:
-        floating = "rows" if tensor.shape[-1] == self.hidden else "routing"
-        self.sent[floating if tensor.is_floating_point() else "counts"] += num_bytes
+        kind = "rows" if tensor.shape[-1] == self.hidden else "routing"
+        self.sent[kind if tensor.is_floating_point() else "counts"] += num_bytes
 
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count the storages that autograd saves inside every experts module's forward.
+    """Count the bytes that autograd saves in the forward of every experts module.
 
-    Ours keeps its exchanges besides, outside autograd's list.
+    Our side also keeps the tensors of its exchanges, which autograd does not save. They are added.
     """
     total: Counter[str] = Counter()
     plan = AllToAll.plan
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counting_plan(*args: Any, **kwargs: Any) -> Any:
         exchanges = plan(*args, **kwargs)
-        kept = [value for exchange in exchanges for value in vars(exchange).values()]
-        storages = [_storage(value) for value in kept if isinstance(value, Tensor)]
-        total["bytes"] += sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+        values = [value for exchange in exchanges for value in vars(exchange).values()]
+        storages = [_storage(value) for value in values if isinstance(value, Tensor)]
+        total["bytes"] += sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         return exchanges
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(AllToAll, "plan", counted))
+        stack.enter_context(patch.object(AllToAll, "plan", counting_plan))
         for module in model.modules():
             if "gate_up_proj" in module._parameters:
-                watching = _watch(module, module.forward, total)
-                stack.enter_context(patch.object(module, "forward", watching))
+                counting_forward = _count_saved(module, module.forward, total)
+                stack.enter_context(patch.object(module, "forward", counting_forward))
         yield total
 
 
-def _watch(module: nn.Module, forward: Callable[..., Any], total: Counter[str]) -> Any:
-    def watching(*args: Any, **kwargs: Any) -> Any:
-        seen: dict[int, int] = {}  # bytes by storage: views of one storage keep it once
+def _count_saved(module: nn.Module, forward: Callable[..., Any], total: Counter[str]) -> Any:
+    def counting_forward(*args: Any, **kwargs: Any) -> Any:
+        saved: dict[int, int] = {}  # bytes by storage, so that views of a storage count once
         parameters = {_storage(p).data_ptr() for p in module.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
             if _storage(tensor).data_ptr() not in parameters:
-                seen[_storage(tensor).data_ptr()] = _storage(tensor).nbytes()
+                saved[_storage(tensor).data_ptr()] = _storage(tensor).nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = forward(*args, **kwargs)
-        total["bytes"] += sum(seen.values())
+        total["bytes"] += sum(saved.values())
         return out
 
-    return watching
+    return counting_forward
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -225,20 +227,20 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def check_equal(models: dict[str, nn.Module], losses: dict[str, Tensor]) -> float:
-    """The largest relative difference of loss and gradients; raises above TOLERANCE."""
+    """Return the largest relative difference of loss and gradients; raise above TOLERANCE."""
     pairs = {"loss": (losses["ours"], losses["native"])}
-    ours, wanted = (dict(models[side].named_parameters()) for side in SIDES)
-    if ours.keys() != wanted.keys():
-        raise RuntimeError(f"the sides differ in parameters {sorted(ours.keys() ^ wanted.keys())}")
-    pairs |= {name: (ours[name].grad, wanted[name].grad) for name in ours}
+    ours, native = (dict(models[side].named_parameters()) for side in SIDES)
+    if ours.keys() != native.keys():
+        raise RuntimeError(f"the sides differ in parameters {sorted(ours.keys() ^ native.keys())}")
+    pairs |= {name: (ours[name].grad, native[name].grad) for name in ours}
     errors = []
     for name, pair in pairs.items():
-        got, want = (t.full_tensor() if isinstance(t, DTensor) else t for t in pair)
-        errors.append(float((got - want).abs().max() / want.abs().max().clamp(min=1e-30)))
+        actual, true = (t.full_tensor() if isinstance(t, DTensor) else t for t in pair)
+        errors.append(float((actual - true).abs().max() / true.abs().max().clamp(min=1e-30)))
         if not errors[-1] <= TOLERANCE:
             raise RuntimeError(
-                f"the sides disagree on {name}: {errors[-1]:.1e} relative, allowed "
-                f"{TOLERANCE:.0e}; no figures then (does another --seed, other ties, agree?)"
+                f"the sides disagree on {name}: relative difference {errors[-1]:.1e}, allowed "
+                f"{TOLERANCE:.0e}; ties in a topk can cause this, so try another --seed"
             )
     return max(errors)
 
@@ -247,7 +249,7 @@ def paired_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
     measured = {}
     for ep in sizes.ep:
         measured[ep] = _paired(rank, sizes, directory, ep)
-        gc.collect()  # a sharded model is full of cycles and would stay beside the next one
+        gc.collect()  # frees the sharded model, which has reference cycles, before the next one
     return measured
 
 
@@ -279,7 +281,7 @@ def _time_in_turns(
     batch: Batch,
     steps: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds and this rank's CPU seconds of each step, by side."""
+    """Return the seconds of each step and this rank's CPU seconds, by side."""
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     for optimizer in optimizers.values():
@@ -305,7 +307,7 @@ def _profile(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batc
 
 
 def memory_rank(rank: int, sizes: Sizes, directory: str, ep: int, side: str) -> tuple[float, float]:
-    """Peak resident MiB while loading and sharding, and over three training steps."""
+    """Return the peak resident MiB of loading and sharding, and of three training steps."""
     batch = make_batch(sizes, rank)
     reset_peak()
     model = load(side, directory, ep)
@@ -318,12 +320,12 @@ def memory_rank(rank: int, sizes: Sizes, directory: str, ep: int, side: str) -> 
 
 
 def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[Result]:
-    """All figures of every ep size; raises where the sides do not compute the same."""
+    """Measure every ep size; raises RuntimeError if the sides do not compute the same."""
     results = []
     with tempfile.TemporaryDirectory(prefix="step_vs_native_model_") as directory:
         write_model(sizes, directory)
-        kept = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
-        by_rank = spawn(paired_rank, WORLD, sizes, directory, **kept)
+        options = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
+        by_rank = spawn(paired_rank, WORLD, sizes, directory, **options)
         for ep in sizes.ep:
             peaks = {
                 side: spawn(memory_rank, WORLD, sizes, directory, ep, side, timeout=timeout)
@@ -335,7 +337,7 @@ def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[R
 
 
 def report(sizes: Sizes, results: list[Result], about: list[str]) -> str:
-    """Markdown: what ran where, one table, and the profiles if there are any."""
+    """Return the setting of the run, the table, and all profiles, as Markdown."""
     worst = max(rank.error for result in results for rank in result.ranks)
     lines = [
         "# One training step: hf_moe_ep against transformers' own expert parallelism\n",

@@ -1,8 +1,9 @@
-"""Milliseconds of what a function does on its device, without the host's share in it.
+"""`milliseconds` times the work of a function on its device, without the time of the host.
 
-A GPU works behind the host: `spin` keeps it busy while the host queues what is timed, so that
-between both events the device never waits for Python. What synchronizes inside, as stock's eager
-loop does, still pays for that.
+A GPU executes kernels after the host has launched them. `spin` keeps the GPU busy while the host
+launches the timed kernels, so that the GPU never waits for Python between the two events. A
+function that synchronises with the host, as stock's eager loop over experts does, is still timed
+with its waits.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch
 
-# Longer than the host needs to queue a layer forward and backward: 10 ms at 2 GHz.
+# This is longer than the host needs to launch a layer's forward and backward: 10 ms at 2 GHz.
 SPIN_CYCLES = 20_000_000
 
 
 def milliseconds(run: Callable[[], Any], cuda: bool, times: int = 1) -> float:
-    """One measurement: the mean of `times` runs, one behind the other."""
+    """Return one measurement: the mean of `times` consecutive runs, in milliseconds."""
     if not cuda:
         start = time.perf_counter()
         for _ in range(times):
@@ -36,5 +37,5 @@ def milliseconds(run: Callable[[], Any], cuda: bool, times: int = 1) -> float:
 
 
 def spin() -> None:
-    """Let the current device count cycles for a while."""
+    """Keep the current device busy for SPIN_CYCLES cycles."""
     torch.cuda._sleep(SPIN_CYCLES)

@@ -1,16 +1,16 @@
-"""A stock Trainer script in one process, and the same script with `patch(model)` added.
+"""Time a stock Trainer script in one process, and the same script with `patch(model)` added.
 
-    python benchmarks/trainer_one_process.py                             the table, to the terminal
-    python benchmarks/trainer_one_process.py --write benchmarks/results  and beside the others
+    python benchmarks/trainer_one_process.py                             prints the table
+    python benchmarks/trainer_one_process.py --write benchmarks/results  also writes it
 
-Both train one Qwen3-MoE from one seed on the same batches, in processes of their own that take
-turns (stock, patched, patched, stock, ...). Before anything is printed the logged losses and
-gradient norms of all steps must agree to 1e-5.
+Both scripts train the same Qwen3-MoE from the same seed on the same batches. Each runs in new
+processes, in turn (stock, patched, patched, stock, ...). The logged losses and gradient norms of
+all steps must agree to 1e-5, or the benchmark raises and prints no table.
 
-    step           from one optimizer step's end to the next's, median of a process, the first two
-                   left out
-    CPU seconds    of the same steps: what a busy machine disturbs least
-    peak           resident memory of the process
+    step           time from the end of one optimizer step to the end of the next; median of a
+                   process, without the first two steps
+    CPU seconds    CPU time of the same steps, which a busy machine disturbs least
+    peak           peak of the resident memory of the process
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SIZES = {
 
 
 class StepTimes(TrainerCallback):
-    """Wall clock and CPU time of the process at the end of every step."""
+    """Record the wall-clock time and the CPU time of the process at the end of every step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -62,7 +62,7 @@ class StepTimes(TrainerCallback):
 
 
 def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
-    """The user's script; everything but the one line is stock."""
+    """Run the user's script; only the line with `patch` is not stock."""
     set_seed(0)
     model = qwen3_moe(sizes, VOCAB)
     if side == "patched":
@@ -99,7 +99,7 @@ def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_equal(results: dict[str, dict[str, Any]]) -> float:
-    """Largest relative difference of a logged loss or gradient norm; raises above TOLERANCE."""
+    """Return the largest relative difference of the logged values; raise above TOLERANCE."""
     worst = 0.0
     for key in ("loss", "grad_norm"):
         pairs = zip(*(results[side][key] for side in SIDES), strict=True)
@@ -107,15 +107,15 @@ def check_equal(results: dict[str, dict[str, Any]]) -> float:
             error = abs(patched - stock) / abs(stock)
             if not error <= TOLERANCE:
                 raise RuntimeError(
-                    f"step {step}: {key} is {patched} patched and {stock} stock, {error:.1e} apart "
-                    f"(allowed {TOLERANCE:.0e}): no figures"
+                    f"step {step}: {key} is {patched} with patch() and {stock} without, a relative "
+                    f"difference of {error:.1e} (allowed {TOLERANCE:.0e})"
                 )
             worst = max(worst, error)
     return worst
 
 
 def measure(options: list[str], pairs: int, timeout: float) -> list[dict[str, dict[str, Any]]]:
-    """Results by side of every pair of processes."""
+    """Run `pairs` pairs of processes, and return the results of each pair by side."""
     results = []
     for index in range(pairs):
         pair = {}

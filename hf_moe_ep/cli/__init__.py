@@ -1,6 +1,6 @@
-"""The command `hf-moe-ep`: one file per command, each with its options and its printed lines.
+"""The command `hf-moe-ep`: one module per subcommand, which parses its options and prints.
 
-Here: parsing arguments and printing. A command is imported when it is named, so that help and
-typing errors do not wait for torch. Never: the work itself, which is done in `planner/` (plans),
-`doctor.py` (checks of an installation), `checkpoints/` and `lora/` (conversions).
+A module is imported only when its subcommand is used, so that help and mistyped commands do not
+wait for torch. The work itself is done elsewhere: in `planner/` (plans), `doctor.py` (checks of an
+installation), `checkpoints/` and `lora/` (conversions).
 """

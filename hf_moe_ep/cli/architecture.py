@@ -1,4 +1,4 @@
-"""`hf-moe-ep architecture`: which features are supported for a model, from its config alone.
+"""`hf-moe-ep architecture`: show which features are supported for a model, from its config alone.
 
 hf-moe-ep architecture mixtral
 hf-moe-ep architecture Qwen/Qwen3-30B-A3B
@@ -25,20 +25,20 @@ def add_parser(subparsers: Any) -> None:
     models = ", ".join(known_shapes())
     parser.add_argument(
         "model",
-        help="a model type of transformers, a folder, a config.json or a name on the hub; known "
-        f"without a network: {models}",
+        help="a model type of transformers, a folder, a config.json or a name on the hub; these "
+        f"need no download: {models}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan of an architecture.
+    """Print the architecture of a model and the features that are supported for it.
 
     Raises:
         ValueError: there is no such config, or no plan can be derived from it.
     """
-    found = look_at(options.model)
-    text = json.dumps(found.as_json(), indent=2) if options.json else None
-    print(text or "\n".join(lines(found, options.model)))
+    architecture = look_at(options.model)
+    text = json.dumps(architecture.as_json(), indent=2) if options.json else None
+    print(text or "\n".join(lines(architecture, options.model)))
     return 0

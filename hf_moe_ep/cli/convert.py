@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="dtype to write; default: that of the config",
+        help="dtype of the written weights; default: the dtype in the config",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and print the size of the model."""
+    """Convert the checkpoint, and print the size of the model."""
     size = convert(
         options.source,
         options.target,

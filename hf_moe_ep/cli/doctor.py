@@ -1,4 +1,4 @@
-"""`hf-moe-ep doctor`: check whether training can run here; print one screen for an issue report.
+"""`hf-moe-ep doctor`: check if training can run on this machine, and print a one-page report.
 
 hf-moe-ep doctor
 accelerate launch --config_file FILE -m hf_moe_ep doctor
@@ -42,10 +42,10 @@ def as_text(sections: list[Section]) -> str:
     lines = []
     for section in sections:
         lines.append(section.title)
-        for found in section.findings:
-            label = f"  {found.mark:<4}  {found.name:<16}  "
+        for finding in section.findings:
+            label = f"  {finding.mark:<4}  {finding.name:<16}  "
             lines += textwrap.wrap(
-                label + found.text,
+                label + finding.text,
                 _WIDTH,
                 subsequent_indent=" " * _INDENT,
                 break_long_words=False,
@@ -53,7 +53,7 @@ def as_text(sections: list[Section]) -> str:
             )
     failed = fails(sections)
     if failed:
-        lines.append(f"{len(failed)} to fix: {', '.join(found.name for found in failed)}")
+        lines.append(f"{len(failed)} to fix: {', '.join(finding.name for finding in failed)}")
     else:
         lines.append("training can run here")
     return "\n".join(lines).encode("ascii", "backslashreplace").decode("ascii")

@@ -29,19 +29,19 @@ def add_parser(subparsers: Any) -> None:
         "--to",
         choices=_FORMS,
         default="per-expert",
-        help="per-expert: the form that inference servers read; fused: the form that is trained; "
-        "default: %(default)s",
+        help="per-expert: the form that inference servers read; fused: the form that training "
+        "uses; default: %(default)s",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and print the contents of the new folder and what the format cannot express."""
-    done = _FORMS[options.to](options.source, options.target)
+    """Convert the adapter, and print the contents of the new folder and notes about its format."""
+    result = _FORMS[options.to](options.source, options.target)
     print(
-        f"{options.target}: {done.layers} layers, {done.experts} experts each, {done.tensors} "
-        f"tensors of experts, {done.copied} copied, {done.bytes} bytes"
+        f"{options.target}: {result.layers} layers, {result.experts} experts each, "
+        f"{result.tensors} tensors of experts, {result.copied} copied, {result.bytes} bytes"
     )
-    for note in done.notes:
+    for note in result.notes:
         print(f"note: {note}")
     return 0

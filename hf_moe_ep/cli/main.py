@@ -11,7 +11,7 @@
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
-code. A module is imported only when its command is named: help and typing errors do not wait for
+code. A module is imported only when its command is used: help and mistyped commands do not wait for
 torch, and `doctor` starts even if the rest of the package cannot be imported. A wrong argument or
 folder gives one line on stderr and exit code 2; Ctrl-C gives exit code 130.
 """
@@ -25,12 +25,12 @@ from importlib import import_module
 
 from hf_moe_ep.version import __version__
 
-# One line of help per command. The module of "export-adapter" is `export_adapter.py`.
+# The line of help of each command. The module of "export-adapter" is `export_adapter.py`.
 _COMMANDS = {
     "doctor": "check whether training can run on this machine",
     "architecture": "show which features are supported for a model, from its config",
     "memory": "plan the memory per GPU that training needs at one parallel layout",
-    "plan": "find the parallel layouts that fit on N GPUs, and the fastest of them",
+    "plan": "list the parallel layouts that fit on N GPUs, the fastest first",
     "inspect": "show which program wrote a checkpoint, when, and at which layout",
     "verify": "read all files of a checkpoint and check them for damage",
     "convert": "convert a training checkpoint into a Hugging Face model folder",
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(named: str) -> argparse.ArgumentParser:
-    """Build the parser of all commands; only the named command gets its options."""
+def _parser(used_command: str) -> argparse.ArgumentParser:
+    """Build the parser of all commands. Only the used command gets its options."""
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",
         description="Inspect, check and rewrite models, checkpoints and adapters without a "
@@ -74,7 +74,7 @@ def _parser(named: str) -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command, summary in _COMMANDS.items():
-        if command == named:
+        if command == used_command:
             module = import_module(f"hf_moe_ep.cli.{command.replace('-', '_')}")
             module.add_parser(subparsers)
         else:

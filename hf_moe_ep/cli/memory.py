@@ -3,9 +3,10 @@
     hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
     hf-moe-ep memory out/config.json --gpus 8 --ep 8 --seq 4096 --checkpointing
 
-Without `--seq` the plan is what a rank holds between steps (`planner/held.py`). With `--seq` it is
-the peak of a whole step (`planner/step.py`) and, if that is more than `--gpu-memory`, a list of
-options that would make it fit (`planner/shrink.py`). `hf-moe-ep plan` searches for a layout.
+Without `--seq` the command plans the memory that a rank holds between steps (`planner/held.py`).
+With `--seq` it plans the peak of a whole step (`planner/step.py`). If the peak is larger than
+`--gpu-memory`, it lists options that would make the step fit (`planner/shrink.py`). To search for a
+layout, use `hf-moe-ep plan`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def add_parser(subparsers: Any) -> None:
     models = ", ".join(known_shapes())
     add(
         "model",
-        help=f"folder, config.json or hub name; known without a network: {models}",
+        help=f"folder, config.json or hub name; these need no download: {models}",
     )
     add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
     add(
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of one GPU; tells if the plan fits",
+        help="memory of one GPU; the output then says if the plan fits",
     )
     add("--ep", type=int, default=1, metavar="N", help=f"expert parallel size; {_DEFAULT}")
     add(
@@ -93,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--fused-head",
         action="store_true",
-        help="use TRL's loss, which never holds all logits",
+        help="use TRL's chunked loss, which never holds all logits in memory",
     )
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=run)
@@ -103,12 +104,12 @@ def run(options: argparse.Namespace) -> int:
     """Print a plan.
 
     Raises:
-        ValueError: wrong or missing arguments, or an error of `plan_memory` or `plan_step`.
+        ValueError: arguments are wrong or missing, or `plan_memory` or `plan_step` raised it.
     """
-    _check(options)
-    asked = vars(options) | {"batch": _batch_per_rank(options)}
-    plan = plan_memory(options.model, **_layout(asked))
-    step = None if options.seq is None else _step(asked)
+    _check_options(options)
+    settings = vars(options) | {"batch": _batch_per_rank(options)}
+    plan = plan_memory(options.model, **_layout_arguments(settings))
+    step = None if options.seq is None else _plan_one_step(settings)
     if options.json:
         print(json.dumps(as_json(plan, options.gpu_memory, step), indent=2))
         return 0
@@ -116,23 +117,24 @@ def run(options: argparse.Namespace) -> int:
     if step is None:
         print("\n".join(table + _footer(plan, options.gpu_memory)))
         return 0
-    print("\n".join(table + _step_table(step, asked)))
+    print("\n".join(table + _step_table(step, settings)))
     if options.gpu_memory is not None:
-        _say_what_fits(step, asked)
+        _print_fit(step, settings)
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     if options.gpus is None:
         missing = "memory needs --gpus, the number of GPUs; try --gpus 8"
         try:
             find_config(options.model)
         except ValueError as error:
-            missing = f"{missing}. The model is wrong as well: {error}"
+            missing = f"{missing}. There is also an error about the model: {error}"
         raise ValueError(missing)
     if options.gpu_memory is not None and not options.gpu_memory > 0:
         raise ValueError(
-            f"--gpu-memory ({options.gpu_memory:g}) is GiB per GPU; try --gpu-memory 80"
+            f"--gpu-memory ({options.gpu_memory:g}) must be more than 0, in GiB per GPU; "
+            f"try --gpu-memory 80"
         )
     if options.lora_rank is None and options.lora_targets != "both":
         raise ValueError(
@@ -144,21 +146,21 @@ def _check(options: argparse.Namespace) -> None:
             f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
             f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
         )
-    of_step = {
+    step_options = {
         "--checkpointing": options.checkpointing,
         "--fused-head": options.fused_head,
         f"--batch {options.batch}": options.batch is not None,
     }
-    if options.seq is None and any(of_step.values()):
-        given = next(flag for flag, is_given in of_step.items() if is_given)
+    if options.seq is None and any(step_options.values()):
+        option = next(flag for flag, is_given in step_options.items() if is_given)
         raise ValueError(
-            f"{given} is an option of a training step, and a step is planned only if the length "
+            f"{option} is an option of a training step, and a step is planned only if the length "
             f"of its sequences is given; add --seq 4096"
         )
 
 
 def _batch_per_rank(options: argparse.Namespace) -> int:
-    """Return the sequences per data rank; the ranks of an sp group share a batch."""
+    """Return the number of sequences per data rank (the ranks of an sp group share a batch)."""
     data_ranks = max(options.gpus // max(options.sp, 1), 1)
     if options.batch is None:
         return 1
@@ -171,51 +173,54 @@ def _batch_per_rank(options: argparse.Namespace) -> int:
     return int(options.batch) // data_ranks
 
 
-def _layout(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that `plan_memory` and `plan_step` share."""
+def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that `plan_memory` and `plan_step` have in common."""
     parallel = ParallelConfig(
-        ep_size=asked["ep"],
-        sp_size=asked["sp"],
-        dp_replicate_size=asked["dp_replicate"],
-        experts_dtype=asked["experts_dtype"],
-        experts_double_quant=asked["double_quant"],
+        ep_size=settings["ep"],
+        sp_size=settings["sp"],
+        dp_replicate_size=settings["dp_replicate"],
+        experts_dtype=settings["experts_dtype"],
+        experts_double_quant=settings["double_quant"],
     )
     return {
         "parallel": parallel,
-        "world_size": asked["gpus"],
-        "dtype": getattr(torch, asked["dtype"]),
-        **{name: asked[name] for name in ("masters", "optimizer", "lora_rank", "lora_targets")},
+        "world_size": settings["gpus"],
+        "dtype": getattr(torch, settings["dtype"]),
+        **{name: settings[name] for name in ("masters", "optimizer", "lora_rank", "lora_targets")},
     }
 
 
-def _step(asked: Mapping[str, Any]) -> StepPlan:
+def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
     batch = Batch(
-        asked["seq"], asked["batch"], asked["checkpointing"], fused_head=asked["fused_head"]
+        settings["seq"],
+        settings["batch"],
+        settings["checkpointing"],
+        fused_head=settings["fused_head"],
     )
-    return plan_step(asked["model"], batch=batch, **_layout(asked))
+    return plan_step(settings["model"], batch=batch, **_layout_arguments(settings))
 
 
-def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
+def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
     run = " and ".join(map(str, step.layers_run))
-    checkpointing = ", checkpointing" if asked["checkpointing"] else ""
-    checkpointing += ", TRL's fused head" if asked["fused_head"] else ""
+    checkpointing = ", checkpointing" if settings["checkpointing"] else ""
+    checkpointing += ", TRL's fused head" if settings["fused_head"] else ""
     return [
         "",
-        f"One training step; micro-batch per data rank: {asked['batch']} x {asked['seq']} tokens"
-        f"{checkpointing}",
+        f"One training step; micro-batch per data rank: {settings['batch']} x {settings['seq']} "
+        f"tokens{checkpointing}",
         "",
         _line("GiB at the peak of the step", "rank 0", width=32),
         *(_line(name, _gib(size), width=32) for name, size in step.parts.items()),
         _line("sum", _gib(step.peak), width=32),
         "",
         f"The peak is in: {step.where}.",
-        f"{run} of {step.layers} layers ran on tensors without memory; experts are chosen evenly.",
+        f"{run} of {step.layers} layers ran on tensors without memory, all experts equally loaded.",
         f"Not counted: {', '.join(STEP_NOT_COUNTED)}",
     ]
 
 
-def _say_what_fits(step: StepPlan, asked: Mapping[str, Any]) -> None:
-    memory = asked["gpu_memory"]
+def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
+    memory = settings["gpu_memory"]
     limit = int(memory * _GIB)
     left = limit - step.peak
     if left >= 0:
@@ -224,13 +229,13 @@ def _say_what_fits(step: StepPlan, asked: Mapping[str, Any]) -> None:
     print(f"\ndoes not fit in {memory:g} GiB: {_gib(-left)} GiB are missing. Options that help:")
 
     def peak_of(changed: Mapping[str, Any]) -> int:
-        return step.peak if dict(changed) == dict(asked) else _step(changed).peak
+        return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
 
-    # TRL's loss needs a causal language model of transformers.
-    has_head = has_fused_head() and is_causal_lm(find_config(asked["model"]))
+    # TRL's chunked loss needs a causal language model of transformers.
+    has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     without = () if has_head else ("fused_head",)
-    data_ranks = asked["gpus"] // asked["sp"]
-    for change, peak in shrink(asked, limit, peak_of, without=without):
+    data_ranks = settings["gpus"] // settings["sp"]
+    for change, peak in shrink(settings, limit, peak_of, without=without):
         fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
         flag = f"--batch {change.value * data_ranks}" if change.name == "batch" else change.flag
         print(f"  {flag:<28}{_gib(peak):>9} GiB, {fits}", flush=True)
@@ -239,21 +244,25 @@ def _say_what_fits(step: StepPlan, asked: Mapping[str, Any]) -> None:
 def as_json(
     plan: MemoryPlan, memory: float | None = None, step: StepPlan | None = None
 ) -> dict[str, Any]:
-    """Return a plan as plain data, in bytes; with `left` if `memory` (GiB) is given."""
-    found = asdict(plan)
-    for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
+    """Return a plan as plain data, with sizes in bytes.
+
+    If `memory` (GiB of a GPU) is given, `left` is the memory that remains.
+    """
+    data = asdict(plan)
+    for kind, entry in zip(plan.kinds, data["kinds"], strict=True):
         entry["held"] = kind.held
-    found["all_ranks"] = {name: plan.all_ranks(name) for name in _ROWS}
-    found["not_counted"] = list(NOT_COUNTED)
+    data["all_ranks"] = {name: plan.all_ranks(name) for name in _ROWS}
+    data["not_counted"] = list(NOT_COUNTED)
     if step is not None:
-        found["step"] = step.as_json() | {"peak": step.peak, "where": step.where}
-        found["step"]["not_counted"] = list(STEP_NOT_COUNTED)
+        data["step"] = step.as_json() | {"peak": step.peak, "where": step.where}
+        data["step"]["not_counted"] = list(STEP_NOT_COUNTED)
     if memory is not None:
-        held = _left(plan, memory)
-        found["left"] = held if step is None else int(memory * _GIB) - step.peak
-    return found
+        left = _left(plan, memory)
+        data["left"] = left if step is None else int(memory * _GIB) - step.peak
+    return data
 
 
+# Title of each row of the table, by the name of its attribute in the plan.
 _ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",

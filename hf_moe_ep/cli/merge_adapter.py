@@ -18,8 +18,8 @@ def add_parser(subparsers: Any) -> None:
         description="Merge a LoRA adapter (of hf_moe_ep, PEFT or transformers) into its base "
         "model and write the result, as PEFT's merge_and_unload and save_pretrained would, but "
         "without loading the model. rsLoRA, modules_to_save and biases are merged too. DoRA and "
-        "similar adapters, and quantised base models, are refused. TARGET appears only when it is "
-        "complete.",
+        "similar adapters, and quantised base models, are refused. The target folder appears only "
+        "when it is complete.",
     )
     parser.add_argument("base", help="folder of the base model in bf16, or its name on the hub")
     parser.add_argument(
@@ -30,12 +30,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Merge, and print the size of the model and notes for its user."""
-    done = merge_adapter(options.base, options.adapter, options.target)
+    """Merge the adapter, and print the size of the model and notes for its user."""
+    result = merge_adapter(options.base, options.adapter, options.target)
     print(
-        f"{options.target}: {done.changed} of {done.parameters} parameters changed, "
-        f"{done.bytes:,} bytes of tensors in {done.files} files"
+        f"{options.target}: {result.changed} of {result.parameters} parameters changed, "
+        f"{result.bytes:,} bytes of tensors in {result.files} files"
     )
-    for note in done.notes:
+    for note in result.notes:
         print(f"note: {note}")
     return 0

@@ -1,9 +1,9 @@
-"""`hf-moe-ep plan`: find the parallel layouts of a model that fit on N GPUs, and the fastest.
+"""`hf-moe-ep plan`: list the parallel layouts of a model that fit on N GPUs, the fastest first.
 
     hf-moe-ep plan Qwen/Qwen3-30B-A3B --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
 
-Memory is planned as by `hf-moe-ep memory ... --seq`. With `--gpu`, seconds are planned from the
-rates of that GPU (`planner/seconds.py`).
+Memory is planned as in `hf-moe-ep memory ... --seq`. With `--gpu` the seconds of a step are
+computed as well, from the speed of that GPU (`planner/seconds.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
 _GIB = 2**30
 _DEFAULT = "default: %(default)s"
-# What the parts of `StepTime` are called in the output.
-_WORDS = {
+# Names of the parts of `StepTime` in the output.
+_PART_NAMES = {
     "matmul": "matrix products",
     "grouped": "experts",
     "memory": "operators that move bytes",
@@ -55,17 +55,17 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the parser."""
     parser = subparsers.add_parser(
         "plan",
-        description="Find the parallel layouts of a model that fit on N GPUs: which sizes training "
-        "accepts, and the peak memory of a whole step in each. Only the config is downloaded, and "
-        "the step runs on tensors without memory, which takes minutes for a large model. With "
-        "--gpu the layouts are sorted by planned seconds per step. The seconds come from the "
-        "rates of the GPU and are not measured; trust their order more than their values.",
+        description="List the parallel layouts of a model that training accepts on N GPUs, with "
+        "the peak memory of a whole step in each. Only the config is downloaded, and the step runs "
+        "on tensors without memory, which takes minutes for a large model. With --gpu the layouts "
+        "are sorted by planned seconds per step. The seconds are computed from the speed of the "
+        "GPU and not measured; trust their order more than their values.",
     )
     add = parser.add_argument
     models = ", ".join(known_shapes())
     add(
         "model",
-        help=f"folder, config.json or hub name; known without a network: {models}",
+        help=f"folder, config.json or hub name; these need no download: {models}",
     )
     add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
     add(
@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="JSON of measured rates, replacing --gpu's",
+        help="JSON file of measured speeds, which replace those of --gpu",
     )
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
     add("--seq", type=int, metavar="S", help="tokens per sequence")
@@ -98,7 +98,7 @@ def add_parser(subparsers: Any) -> None:
         "--dp-replicate",
         type=int,
         metavar="N",
-        help=f"replicas (HSDP); default: 1, and one per {NODE} GPUs",
+        help=f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
     )
     add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
@@ -113,32 +113,32 @@ def add_parser(subparsers: Any) -> None:
         "--train-tokens",
         type=float,
         metavar="N",
-        help="tokens of the whole training; print its hours (with --gpu)",
+        help="tokens of the whole training, to print its hours (needs --gpu)",
     )
     add("--plot", type=Path, metavar="PNG", help="draw the memory of the best layout over a step")
     add(
         "--write",
         type=Path,
         metavar="FILE",
-        help="write the best layout for accelerate launch",
+        help="write a config file of the best layout for accelerate launch",
     )
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the layouts that fit and those that do not; return 1 if none fits.
+    """Print the layouts that fit and the layouts that do not; return 1 if no layout fits.
 
     Raises:
-        ValueError: wrong arguments, or training would accept no layout.
+        ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
     for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
-        given = getattr(options, name)
-        if given is not None and not given > 0:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} ({given:g}) must be more than 0")
-    hardware = _hardware(options)
+            raise ValueError(f"{flag} ({value:g}) must be more than 0")
+    hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
         memory = {"gpu_memory": hardware.memory_bytes / _GIB}
@@ -148,10 +148,10 @@ def run(options: argparse.Namespace) -> int:
             f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
             f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
         )
-    more = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
-    draw = None if options.plot is None else _drawer()
+    extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
+    draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
-    asked = Asked(
+    request = Asked(
         options.model,
         options.gpus,
         int(options.gpu_memory * _GIB),
@@ -161,24 +161,24 @@ def run(options: argparse.Namespace) -> int:
         options.sp,
         options.dp_replicate,
         {name: getattr(options, name) for name in _OPTIONS},
-        more,
+        extra,
         hardware,
-        lambda layout: progress.finished(_in_words(layout, more)),
+        lambda layout: progress.finished(_describe(layout, extra)),
     )
-    found = find_layouts(asked)
+    result = find_layouts(request)
     if options.json:
-        print(json.dumps(as_json(found, asked), indent=2))
+        print(json.dumps(as_json(result, request), indent=2))
     else:
-        print("\n".join(_lines(found, options, asked)))
+        print("\n".join(_format_result(result, options, request)))
     if draw is not None:
-        drawn = (found.fit or found.too_large)[0]
-        title = f"{options.model}, {options.gpus} GPUs: {_in_words(drawn.layout, more)}"
-        draw(drawn.step, options.plot, title=title, limit=asked.limit)
-    if not found.fit:
+        drawn = (result.fit or result.too_large)[0]
+        title = f"{options.model}, {options.gpus} GPUs: {_describe(drawn.layout, extra)}"
+        draw(drawn.step, options.plot, title=title, limit=request.limit)
+    if not result.fit:
         return 1
     if options.write is not None:
-        best = found.fit[0].layout
-        text = launch_config(best, options.gpus, asked.node, offload=options.offload, **more)
+        best = result.fit[0].layout
+        text = launch_config(best, options.gpus, request.node, offload=options.offload, **extra)
         options.write.write_text(text)
     return 0
 
@@ -193,8 +193,8 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
         raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
 
 
-def _drawer() -> Callable[..., None]:
-    """Import the plot; a missing matplotlib is an error before minutes of planning."""
+def _import_draw_memory() -> Callable[..., None]:
+    """Import the function that plots, so that a missing matplotlib is an error before planning."""
     try:
         from hf_moe_ep.planner.plot import draw_memory
     except ImportError as error:
@@ -202,15 +202,15 @@ def _drawer() -> Callable[..., None]:
     return draw_memory
 
 
-def _in_words(layout: Layout, more: dict[str, Any]) -> str:
+def _describe(layout: Layout, extra: dict[str, Any]) -> str:
     layers = "twice" if layout.checkpointing else "once"
     return (
-        f"{layout.patch_line(**more)}, {layout.per_forward} x {layout.accumulated} sequences, "
+        f"{layout.patch_line(**extra)}, {layout.per_forward} x {layout.accumulated} sequences, "
         f"layers run {layers}"
     )
 
 
-def _hardware(options: argparse.Namespace) -> Hardware | None:
+def _read_hardware(options: argparse.Namespace) -> Hardware | None:
     if options.gpu is None:
         for flag in ("calibrate", "train_tokens"):
             if getattr(options, flag) is not None:
@@ -232,35 +232,35 @@ def _hardware(options: argparse.Namespace) -> Hardware | None:
     return calibrated(hardware, options.calibrate)
 
 
-def as_json(found: Found, asked: Asked) -> dict[str, Any]:
-    """Return the result as plain data."""
+def as_json(result: Found, request: Asked) -> dict[str, Any]:
+    """Return the result of a search as plain data, with sizes in bytes."""
 
-    def plain(one: Planned) -> dict[str, Any]:
-        plain = {"layout": asdict(one.layout), "step": one.step.as_json(), "left": one.left}
-        plain |= {"peak": one.step.peak, "why": _why(one, found, asked)}
-        return plain if one.time is None else plain | {"time": asdict(one.time)}
+    def to_plain(planned: Planned) -> dict[str, Any]:
+        step = planned.step
+        plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
+        plain |= {"peak": step.peak, "why": _why(planned, result, request)}
+        return plain if planned.time is None else plain | {"time": asdict(planned.time)}
 
-    given = None if asked.hardware is None else asdict(asked.hardware)
     return {
-        "hardware": given,
-        "fit": [plain(one) for one in found.fit],
-        "too_large": [plain(one) for one in found.too_large],
-        "illegal": [asdict(layout) | {"reason": why} for layout, why in found.illegal.items()],
+        "hardware": None if request.hardware is None else asdict(request.hardware),
+        "fit": [to_plain(planned) for planned in result.fit],
+        "too_large": [to_plain(planned) for planned in result.too_large],
+        "illegal": [asdict(layout) | {"reason": why} for layout, why in result.illegal.items()],
     }
 
 
 def launch_config(
-    layout: Layout, gpus: int, node: int = NODE, *, offload: bool = False, **more: Any
+    layout: Layout, gpus: int, node: int = NODE, *, offload: bool = False, **extra: Any
 ) -> str:
     """Return a config file for `accelerate launch --config_file`, for one layout.
 
     Args:
         node: GPUs per node.
         offload: keep parameters on the host.
-        more: further arguments of `patch`.
+        extra: further arguments of `patch`.
     """
     machines = -(-gpus // node)
-    several = [
+    multi_node_lines = [
         f"# {machines} machines of {node}: add --machine_rank and --main_process_ip on each",
         "rdzv_backend: static",
         "same_network: true",
@@ -268,10 +268,10 @@ def launch_config(
     ]
     return "\n".join(
         [
-            f"# {layout.patch_line(**more)}",
+            f"# {layout.patch_line(**extra)}",
             f"# {layout.per_forward} sequences per forward of a data rank, "
             f"gradient_accumulation_steps {layout.accumulated}",
-            *(several if machines > 1 else ["main_process_port: 0"]),
+            *(multi_node_lines if machines > 1 else ["main_process_port: 0"]),
             "compute_environment: LOCAL_MACHINE",
             "distributed_type: FSDP",
             "mixed_precision: bf16",
@@ -290,8 +290,8 @@ def launch_config(
     )
 
 
-def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]:
-    timed = asked.hardware is not None
+def _format_result(result: Found, options: argparse.Namespace, request: Asked) -> list[str]:
+    timed = request.hardware is not None
     heading = (
         f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens a step"
@@ -299,45 +299,47 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
-    shown = [*found.fit[:_BEST], *found.too_large[:_BEST]]
-    rows = [tuple(names), *(_row(one) for one in shown)]
+    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
+    rows = [tuple(names), *(_row(planned) for planned in shown)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
-    for row, why in zip(rows, ["", *(_why(one, found, asked) for one in shown)], strict=True):
+    reasons = ["", *(_why(planned, result, request) for planned in shown)]
+    for row, why in zip(rows, reasons, strict=True):
         cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{cells}   {why}".rstrip())
     lines += ["", *_legend(names), ""]
-    more_fit = len(found.fit) - _BEST
+    more_fit = len(result.fit) - _BEST
     if more_fit > 0:
-        lines.append(f"{more_fit} more layouts fit and are ranked after the first {_BEST}")
-    if found.illegal:
-        why = next(iter(found.illegal.values()))
+        lines.append(f"{more_fit} more layouts fit and come after the first {_BEST}")
+    if result.illegal:
+        why = next(iter(result.illegal.values()))
         lines.append(
-            f"training would refuse {len(found.illegal)} layouts, the first because: {why}"
+            f"training would refuse {len(result.illegal)} layouts, the first with the error: {why}"
         )
     lines.append(f"memory that is not counted: {', '.join(NOT_COUNTED)}")
-    if asked.hardware is None:
+    if request.hardware is None:
         lines += [
             "Add --gpu NAME to plan seconds as well.",
             "Order: layers run once, then more sequences per forward, then more GiB left.",
         ]
     else:
-        lines += _about_seconds(asked.hardware)
+        lines += _about_seconds(request.hardware)
     if options.offload:
-        of_node = max(one.step.host_peak for one in shown) * asked.node / _GIB
+        node_peak = max(planned.step.host_peak for planned in shown) * request.node / _GIB
         lines.append(
             f"on the host of each GPU: parameters, gradients, optimizer state; up to "
-            f"{of_node:,.1f} GiB per node"
+            f"{node_peak:,.1f} GiB per node"
         )
-    if not found.fit:
-        offload = "" if options.offload else ", and --offload is another way"
+    if not result.fit:
+        offload = "" if options.offload else ", or add --offload"
         return [
             *lines,
             "",
-            f"No layout fits. `hf-moe-ep memory ... --gpu-memory GIB` lists what helps{offload}.",
+            f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
+            f"help{offload}.",
         ]
-    best = found.fit[0]
-    lines += ["", f"Best layout: {best.layout.patch_line(**asked.parallel)}"]
+    best = result.fit[0]
+    lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600
@@ -350,7 +352,7 @@ _LEGEND = {
     "ep": "ep_size: ranks over which the experts are split",
     "sp": "sp_size: ranks over which a sequence is split",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
-    "chunks": "dispatch_chunks: parts in which tokens are sent to their experts",
+    "chunks": "dispatch_chunks: parts of a batch that are sent to the experts one by one",
     "sequences": "per forward pass of a data rank x forward passes per optimizer step",
     "layers run": "twice: with activation checkpointing, which runs each layer again in backward",
     "peak, GiB": "largest memory of one GPU during a step",
@@ -370,46 +372,46 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     assumed = [name for name, source in hardware.sources.items() if source.startswith(ASSUMED)]
     measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
     return [
-        f"Seconds are computed from the rates of {hardware.name}, not measured. Experts "
-        "are chosen evenly.",
+        f"Seconds are computed from the speed of {hardware.name}, not measured. All experts "
+        "have equal loads.",
         f"measured: {', '.join(measured) or 'nothing'}",
-        f"assumed: {', '.join(assumed) or 'nothing'}; the rest is published",
+        f"assumed: {', '.join(assumed) or 'nothing'}; all other speeds are published",
     ]
 
 
-def _row(one: Planned) -> tuple[str, ...]:
-    layout = one.layout
+def _row(planned: Planned) -> tuple[str, ...]:
+    layout, time = planned.layout, planned.time
     cells = (
         f"{layout.ep}" + " by node" * (layout.node_size is not None),
         *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
         f"{layout.per_forward} x {layout.accumulated}",
         "twice" if layout.checkpointing else "once",
-        f"{one.step.peak / _GIB:.3f}",
-        f"{one.left / _GIB:.3f}",
+        f"{planned.step.peak / _GIB:.3f}",
+        f"{planned.left / _GIB:.3f}",
     )
-    if one.step.host_peak:
-        cells = (*cells, f"{one.step.host_peak / _GIB:.3f}")
-    if one.time is None:
+    if planned.step.host_peak:
+        cells = (*cells, f"{planned.step.host_peak / _GIB:.3f}")
+    if time is None:
         return cells
-    exposed = sum(one.time.parts.get(purpose, 0.0) for purpose in PURPOSES) / one.time.seconds
-    rate = f"{one.time.tokens_per_second_per_gpu:.4g}"
-    return (*cells, f"{one.time.seconds:.4g}", rate, f"{exposed:.0%}")
+    exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
+    rate = f"{time.tokens_per_second_per_gpu:.4g}"
+    return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
 
 
-def _why(one: Planned, found: Found, asked: Asked) -> str:
+def _why(planned: Planned, result: Found, request: Asked) -> str:
     """Return why a layout is not the best: its memory, or the part of the step that is slower."""
-    if one.left < 0:
-        return f"does not fit by {-one.left / _GIB:.1f} GiB"
-    best = found.fit[0]
-    if one is best or one.time is None or best.time is None:
+    if planned.left < 0:
+        return f"does not fit by {-planned.left / _GIB:.1f} GiB"
+    best, time = result.fit[0], planned.time
+    if planned is best or time is None or best.time is None:
         return ""
     longer = {
-        part: seconds - best.time.parts.get(part, 0.0) for part, seconds in one.time.parts.items()
+        part: seconds - best.time.parts.get(part, 0.0) for part, seconds in time.parts.items()
     }
     part = max(longer, key=longer.__getitem__)
-    slower = one.time.seconds / best.time.seconds - 1
+    slower = time.seconds / best.time.seconds - 1
     if longer[part] <= 0:
         return "as fast"
-    assert asked.hardware is not None
-    crosses = part in PURPOSES and one.step.work.sent(part, asked.hardware.node_size)[1] > 0
-    return f"{slower:.1%} slower: {_WORDS.get(part, part)}{' between nodes' * crosses}"
+    assert request.hardware is not None
+    crosses = part in PURPOSES and planned.step.work.sent(part, request.hardware.node_size)[1] > 0
+    return f"{slower:.1%} slower: {_PART_NAMES.get(part, part)}{' between nodes' * crosses}"

@@ -1,7 +1,7 @@
-"""Progress of long commands on stderr: one line per finished item.
+"""`Progress` prints one line to stderr for each item that a long command has finished.
 
-A bar that redraws itself would be unreadable in a log file. Nothing is printed in the first two
-seconds, so short commands stay silent. TQDM_DISABLE=1 turns the lines off.
+A progress bar that redraws itself would be unreadable in a log file. Nothing is printed in the
+first two seconds, so short commands stay silent. TQDM_DISABLE=1 turns the lines off.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ _SILENT_SECONDS = 2.0
 
 
 class Progress:
-    """Count finished items and print a line for each, after the first two seconds."""
+    """Count finished items and, after the first two seconds, print a line for each."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.count = 0
         self.began = time.monotonic()
-        # This is tqdm's own variable. Like tqdm, we take every other value for true.
+        # This variable belongs to tqdm. Like tqdm, we treat every other value as true.
         self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
     def finished(self, what: object) -> None:
-        """Count one item and print `what` it is."""
+        """Count one more finished item and print `what`, its description."""
         self.count += 1
         seconds = time.monotonic() - self.began
         if self.shown and seconds >= _SILENT_SECONDS:

@@ -26,8 +26,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was checked. Damage is raised as a ValueError."""
-    found = verify(options.folder)
-    if found.facts.get("hashes") == "none are known":
-        found = replace(found, what="headers only, contents were not checked")
-    print_found(options.folder, found)
+    checkpoint = verify(options.folder)
+    if checkpoint.facts.get("hashes") == "none are known":
+        checkpoint = replace(checkpoint, what="headers only, contents were not checked")
+    print_found(options.folder, checkpoint)
     return 0

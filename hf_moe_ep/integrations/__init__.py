@@ -1,6 +1,6 @@
-"""Accelerate, the Trainer, PEFT and TRL: the functions that are wrapped, and our wrappers.
+"""Wrappers around functions of Accelerate, the Trainer, PEFT and TRL.
 
-A wrapper has the signature of the function that it wraps, behind the stock function as its first
-argument. `install.py` has the table of all wrappers. Never: code that a training loop of one's own
-needs as well; it stands in the folders below, and is called from here.
+The first argument of a wrapper is the stock function; the other arguments are those of the stock
+function. `install.py` has the table of all wrappers. Code that a hand-written training loop needs
+as well does not belong here: it stands in the folders below, and the wrappers call it.
 """

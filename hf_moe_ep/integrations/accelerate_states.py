@@ -1,4 +1,4 @@
-"""Accelerate's own checkpoints of a patched model: `save_state` and `load_state`.
+"""Make the checkpoints of Accelerate's `save_state` safe: only complete ones can be loaded.
 
 A save writes a marker first and a manifest last, as the Trainer and `save_checkpoint` do
 (`checkpoints/storage/manifest.py`). If the job is killed in between, `load_state` refuses the
@@ -6,19 +6,20 @@ folder, even if it held an older complete state. Save to a new folder each time 
 state: `out/step-100`, or Accelerate's automatic names. With automatic names:
 
     - older folders are deleted after the manifest is written (stock deletes them before the save)
-    - a folder that a killed job left unfinished is written again
-    - `load_state()` without a folder takes the newest complete one
+    - a folder that a killed job left unfinished is overwritten
+    - `load_state()` without a folder loads the newest complete folder
 
 Before a load, all files are compared with the manifest. A folder without marker and manifest was
-written by stock or by an older version, and is loaded with a warning.
+written by stock Accelerate or by an older hf_moe_ep. It is loaded with a warning.
 
 The manifest names the files that Accelerate writes. Other files in the folder, such as those of
 `register_save_state_pre_hook`, are not verified. All ranks have to see the folder.
 
-DCP's files cannot run code (`checkpoints/storage/unpickle.py`), and Accelerate reads the other
-files with weights_only=True, with one exception: `custom_checkpoint_*.pkl`, the state of objects
-that the script gave to `register_for_checkpointing`. Accelerate unpickles any object from these
-files (accelerate/checkpointing.py, load_custom_state), so load them from trusted sources only.
+DCP's files are read by an unpickler that runs no code (`checkpoints/storage/unpickle.py`), and
+Accelerate reads the other files with weights_only=True. The exception is `custom_checkpoint_*.pkl`,
+the state of objects that the script passed to `register_for_checkpointing`: Accelerate unpickles
+any object in it (accelerate/checkpointing.py, load_custom_state). Load such files from trusted
+sources only.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.training_frameworks import prepared_models, prepared_optimizers
 
-_NAMED = re.compile(r"checkpoint_\d+")
+_AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
 # The names that accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py give to folders
 # (with all files in them) and to files.
 _FOLDERS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
@@ -59,7 +60,7 @@ _FILES = re.compile(
     r"\.(bin|safetensors)|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
     rf"|{Path(BASE).stem}(_\d+)?\.json|{re.escape(manifest.STARTED)}"
 )
-# Files of single ranks. An earlier save may have had more ranks than this one.
+# Files that each rank writes for itself. An earlier save may have had more ranks than this one.
 _FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
 _FILES_OF_DCP = (".metadata", "*.distcp")
 
@@ -70,15 +71,18 @@ def save_state(
     """Wrap `Accelerator.save_state`: save between a marker and a manifest, experts in hub order.
 
     Raises:
-        ValueError: on every rank: the folder of an automatic name exists already.
-        RuntimeError: on every rank, naming the rank that failed and why; the folder is unfinished.
+        ValueError: on every rank, with automatic names: the next folder exists already.
+        RuntimeError: on every rank if one rank fails. The error names this rank and the cause, and
+            the folder counts as unfinished.
     """
-    states, names = _states(self), self.project_configuration
-    automatic = names.automatic_checkpoint_naming
+    states, project = _states(self), self.project_configuration
+    automatic = project.automatic_checkpoint_naming
     if not states or (output_dir is None and not automatic):
         return original(self, output_dir, *args, **kw)
-    folder = _named_folders(self) / f"checkpoint_{self.save_iteration}" if automatic else output_dir
-    folder = Path(folder)
+    if automatic:
+        folder = _automatic_parent(self) / f"checkpoint_{self.save_iteration}"
+    else:
+        folder = Path(output_dir)
 
     def begin() -> None:
         if automatic:
@@ -95,8 +99,8 @@ def save_state(
     with _all_experts_in_hub_order(self), planned_by_each(), _no_automatic_names(self):
         saved = together(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
-    if automatic and names.total_limit is not None:
-        limit = names.total_limit
+    if automatic and project.total_limit is not None:
+        limit = project.total_limit
         on_first("deleting older checkpoints", lambda: _delete_older(folder, limit))
     return saved
 
@@ -104,11 +108,11 @@ def save_state(
 def load_state(
     original: Callable[..., Any], self: Accelerator, input_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.load_state`: load complete folders only, and no code from DCP's files.
+    """Wrap `Accelerator.load_state`: load complete folders only, and refuse code in DCP's files.
 
     Raises:
         ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
-            absent; or a file of DCP holds more than values. The error names the file.
+            absent; or a file of DCP, which the error names, holds objects other than plain values.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
     if not _states(self) or (input_dir is None and not automatic):
@@ -116,9 +120,9 @@ def load_state(
 
     def choose() -> tuple[Path, bool]:
         if input_dir is None:
-            return newest_resumable(_named_folders(self), _NAMED)
-        given = Path(input_dir).expanduser()
-        return given, is_verifiable(given)
+            return newest_resumable(_automatic_parent(self), _AUTOMATIC_NAME)
+        named_folder = Path(input_dir).expanduser()
+        return named_folder, is_verifiable(named_folder)
 
     folder, verifiable = on_first("load_state", choose)
     check_resumable(folder, verifiable)
@@ -128,30 +132,30 @@ def load_state(
 
 
 def _states(accelerator: Accelerator) -> list[ModelState]:
-    """Return the states of the patched models among those that were prepared."""
-    found = (find_state(model) for model in prepared_models(accelerator))
-    return [state for state in found if state is not None]
+    """Return the states of all patched models that `accelerator` has prepared."""
+    states = (find_state(model) for model in prepared_models(accelerator))
+    return [state for state in states if state is not None]
 
 
-def _named_folders(accelerator: Accelerator) -> Path:
-    """Return the folder in which Accelerate chooses names (accelerate/accelerator.py)."""
+def _automatic_parent(accelerator: Accelerator) -> Path:
+    """Return the folder that holds all automatically named ones (accelerate/accelerator.py)."""
     return Path(accelerator.project_dir, "checkpoints")
 
 
 def _is_written_by_accelerate(name: str) -> bool:
-    """Return True if Accelerate writes a file of this path, relative to the folder of a save."""
+    """Return True if Accelerate writes the file `name`, a path relative to the saved folder."""
     first, _, rest = name.partition("/")
     return bool(_FOLDERS.fullmatch(first) if rest else _FILES.fullmatch(first))
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove a folder that a killed job left unfinished; ValueError, as stock, for any other."""
+    """Remove `folder` if a killed job left it unfinished; any other existing folder is an error."""
     if _is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():
         raise ValueError(
             f"{folder} already exists; set accelerator.project_configuration.iteration to one "
-            f"more than the number of the checkpoint that the run goes on from"
+            f"more than the number of the checkpoint that the run resumes from"
         )
 
 
@@ -160,7 +164,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the files that single ranks of an earlier save wrote to this folder."""
+    """Remove the per-rank files that an earlier save wrote to this folder."""
     parts = [path for path in folder.iterdir() if path.is_dir() and _FOLDERS.fullmatch(path.name)]
     stale = [file for pattern in _FILES_OF_RANKS for file in folder.glob(pattern)]
     stale += [file for part in parts for pattern in _FILES_OF_DCP for file in part.glob(pattern)]
@@ -170,8 +174,8 @@ def _remove_files_of_ranks(folder: Path) -> None:
 
 
 def _delete_older(written: Path, limit: int) -> None:
-    """Delete unfinished checkpoints in the folder of `written`, and the oldest over the limit."""
-    others = [path for path in in_series(written.parent, _NAMED) if path != written]
+    """Delete all unfinished checkpoints beside `written`, and the oldest beyond `limit`."""
+    others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(_is_unfinished, others):
         shutil.rmtree(unfinished)
     complete = [path for path in others if path.exists()]
@@ -181,23 +185,23 @@ def _delete_older(written: Path, limit: int) -> None:
 
 @contextmanager
 def _no_automatic_names(accelerator: Accelerator) -> Iterator[None]:
-    """Let Accelerate save to the folder that it is given, inside the block.
+    """Disable automatic names inside the block, so that Accelerate saves to the given folder.
 
     With automatic names Accelerate refuses an existing folder, and deletes older folders before it
     saves.
     """
-    names = accelerator.project_configuration
-    before = names.automatic_checkpoint_naming
-    names.automatic_checkpoint_naming = False
+    project = accelerator.project_configuration
+    before = project.automatic_checkpoint_naming
+    project.automatic_checkpoint_naming = False
     try:
         yield
     finally:
-        names.automatic_checkpoint_naming = before
+        project.automatic_checkpoint_naming = before
 
 
 @contextmanager
 def _all_experts_in_hub_order(accelerator: Accelerator) -> Iterator[None]:
-    """Keep the experts of all prepared models, and their moments, in hub order inside the block."""
+    """Keep all prepared models' experts and their optimizer states in hub order in the block."""
     with ExitStack() as stack:
         for model in prepared_models(accelerator):
             optimizers = prepared_optimizers(accelerator)

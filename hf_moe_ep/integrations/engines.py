@@ -1,9 +1,10 @@
-"""Weight transfer from a patched model to a generation engine (vLLM) in TRL.
+"""Send the weights of a patched model from TRL to a generation engine (vLLM).
 
-TRL gathers one parameter at a time and sends it under its name in transformers. Experts are stacked
-there, which vLLM's loaders of MoE models do not read. With PEFT, TRL merges the adapters into the
-model first, which a sharded model refuses. Here both of TRL's ways, to a server and to an engine in
-the same process, send the tensors of `hub_tensors`, with adapters merged into copies.
+Stock TRL gathers one parameter at a time and sends it under its transformers name. Transformers
+stacks the experts of a layer in one parameter, which vLLM's loaders of MoE models cannot read. With
+PEFT, TRL first merges the adapters into the model, which a sharded model refuses. The wrappers send
+the tensors of `hub_tensors` instead, with the adapters merged into copies, whether the engine runs
+in a server or in the same process.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
     try:
         original(self)
     except Exception as error:
-        # The iterator tells the other ranks when it is deleted. The frames of an error keep the
-        # iterator alive, so they are cleared.
-        for one in _with_causes(error):
-            traceback.clear_frames(one.__traceback__)
+        # When the iterator of hub_tensors is deleted, it makes the other ranks raise. The frames of
+        # the traceback keep the iterator alive, so they are cleared.
+        for raised in _with_causes(error):
+            traceback.clear_frames(raised.__traceback__)
         raise
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, the errors behind it (cause, context), and the members of error groups."""
-    found: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while found:
-        one = found.pop()
-        if one is None or id(one) in seen:
+    """Yield `error`, its causes and contexts, and the members of exception groups among them."""
+    pending: list[BaseException | None] = [error]
+    visited: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in visited:
             continue
-        seen.add(id(one))
-        yield one
-        found += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        visited.add(id(current))
+        yield current
+        pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]

@@ -1,11 +1,11 @@
 """`ExpertLoadCallback` logs the expert load through the Trainer, and draws it as heat maps.
 
-With `rebalance_every` the callback also moves experts between ranks, so that all ranks get as many
-tokens (`placement/balance.py`).
+With `rebalance_every` the callback also moves experts between ranks, so that all ranks receive
+similar numbers of tokens (`placement/balance.py`).
 
-The Trainer writes its history first, then runs the callbacks of tensorboard, wandb and trackio, and
-the user's callbacks last. So the callback cannot add values to the logs by itself. `Trainer.log` is
-wrapped instead, and adds the callback's values before anything else sees the logs.
+The Trainer first writes the logs to its history, then passes them to the callbacks of tensorboard,
+wandb and trackio, and last to the user's callbacks, where it is too late to add values. For this
+reason `Trainer.log` is wrapped: the wrapper adds the callback's values to the logs first.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hf_moe_ep.state import ModelState, find_state
 
 _READER = "ExpertLoadCallback"
 _BALANCER = "ExpertLoadCallback, rebalance_every"
-# The most panels of a picture. If there would be more, two neighbours are merged into one.
-_MOST_MAPS = 12
+# The maximum number of panels in the heat map. Beyond it, neighbouring panels are merged in pairs.
+_MAX_MAPS = 12
 
 
 @dataclass
 class _Map:
-    """The counts of the steps `first` to `last`, both included."""
+    """The token counts of the steps `first` to `last`, both included."""
 
     first: int
     last: int
@@ -48,30 +48,31 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         Trainer(model=patch(model, ep_size=8), callbacks=[ExpertLoadCallback()], ...)
 
     The values are logged with the training loss, to the Trainer's history and to the trackers of
-    `report_to`. They cover all ranks, and all steps since the callback logged the last time:
+    `report_to`. They cover all ranks, and all steps since the previous log of this callback:
 
-        expert_load/worst_layer         max / mean over experts, in the layer with the greatest
-        expert_load/mean_layer          max / mean over experts, mean over all layers
-        expert_load/worst_rank          max / mean over the ranks of an ep group, worst layer
-        expert_load/dead_experts        experts without a token, sum over all layers
-        expert_load/relative_entropy    of a layer's shares over ln(experts), mean of all layers
+        expert_load/worst_layer         max / mean load over experts, of the worst layer
+        expert_load/mean_layer          max / mean load over experts, mean over all layers
+        expert_load/worst_rank          max / mean load over the ranks of an ep group, worst layer
+        expert_load/dead_experts        number of experts without a token, sum over all layers
+        expert_load/relative_entropy    entropy of a layer's load / ln(experts), mean over layers
 
     Args:
-        every: the least number of steps between two logs; 1 = whenever the Trainer logs its loss
-            (`logging_steps`).
+        every: the minimum number of steps between two logs. With 1 the values are logged whenever
+            the Trainer logs its loss (`logging_steps`).
         heat_map: a PNG that rank 0 writes with every checkpoint and at the end of training: layers
             x experts, in at most 12 panels over time. Each panel covers the steps since the panel
-            before it. A resumed run begins with its first step after the resume.
-        rebalance_every: call `balance_experts` every so many steps, with the load of these steps;
-            None = never.
+            before it. A resumed run starts with the first step after the resume.
+        rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
+            load of these steps; None = never.
         threshold: experts of a layer are moved if its busiest rank has more than `threshold` times
             the mean load of the ranks.
 
     Raises:
-        ValueError: `every` or `rebalance_every` is no whole number >= 1, or `threshold` is below 1.
-            At the start of training: the model is not patched, has experts_backend="eager", or
-            has no ep for `rebalance_every`. When experts are moved: as `balance_experts`.
-        ImportError: `heat_map` without matplotlib.
+        ValueError: `every` or `rebalance_every` is not a whole number >= 1, or `threshold` is below
+            1. At the start of training: the model is not patched or has experts_backend="eager"; or
+            `rebalance_every` is given with ep_size=1. When experts are moved: see
+            `balance_experts`.
+        ImportError: `heat_map` is given and matplotlib is not installed.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             _check_steps("rebalance_every", rebalance_every, "try 500")
         if not threshold >= 1:
             raise ValueError(
-                f"threshold is the load of the busiest rank over the mean load, so 1 or more, "
-                f"got {threshold!r}; try 1.2"
+                f"threshold is the load of the busiest rank divided by the mean load, so it must "
+                f"be 1 or more, got {threshold!r}; try 1.2"
             )
         if heat_map is not None and importlib.util.find_spec("matplotlib") is None:
             raise ImportError(
@@ -102,7 +103,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start counting tokens."""
-        patched = _patched(kwargs["model"])
+        patched = _find_patched(kwargs["model"])
         count_anew(patched, _READER)
         self._read_at = state.global_step
         if self.rebalance_every is not None:
@@ -110,11 +111,11 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             count_anew(patched, _BALANCER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move experts if it is due, by the load since they were moved the last time."""
+        """Move experts every `rebalance_every` steps, based on the load since the previous call."""
         if self.rebalance_every is None or state.global_step % self.rebalance_every:
             return
         model = kwargs["model"]
-        load = load_of_reader(model, _patched(model), _BALANCER, reset=True)
+        load = load_of_reader(model, _find_patched(model), _BALANCER, reset=True)
         balance_experts(model, kwargs["optimizer"], load, threshold=self.threshold)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -129,16 +130,16 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         """Return the values to log at this step; empty until `every` steps have passed."""
         if step - self._read_at < self.every:
             return {}
-        load = load_of_reader(model, _patched(model), _READER, reset=True)
+        load = load_of_reader(model, _find_patched(model), _READER, reset=True)
         self._remember(_Map(self._read_at + 1, step, load.counts))
         self._read_at = step
-        return _logged(load)
+        return _summarise_load(load)
 
     def _remember(self, new: _Map) -> None:
         if self.heat_map is None:
             return
         self._maps.append(new)
-        if len(self._maps) > _MOST_MAPS:
+        if len(self._maps) > _MAX_MAPS:
             rest = self._maps[len(self._maps) // 2 * 2 :]
             pairs = zip(self._maps[::2], self._maps[1::2], strict=False)
             merged = [_Map(a.first, b.last, a.counts + b.counts) for a, b in pairs]
@@ -146,7 +147,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
 
     def _draw(self) -> None:
         if self.heat_map is not None and self._maps:
-            on_first(f"drawing {self.heat_map}", partial(_write, self.heat_map, self._maps))
+            on_first(f"drawing {self.heat_map}", partial(_draw_maps, self.heat_map, self._maps))
 
 
 def log(
@@ -157,7 +158,7 @@ def log(
     **kwargs: Any,
 ) -> None:
     """Wrap `Trainer.log`: add the values of each `ExpertLoadCallback` to the training logs."""
-    # Evaluation logs "eval_loss", and the summary at the end "train_loss".
+    # Logs of an evaluation hold "eval_loss" instead, and the summary at the end "train_loss".
     if "loss" in logs:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExpertLoadCallback):
@@ -170,28 +171,28 @@ def _check_steps(name: str, steps: Any, remedy: str) -> None:
         raise ValueError(f"{name} must be a whole number of steps >= 1, got {steps!r}; {remedy}")
 
 
-def _logged(load: ExpertLoad) -> dict[str, float]:
+def _summarise_load(load: ExpertLoad) -> dict[str, float]:
     if not load.counts.any():
         return {}
-    found = {
+    values = {
         "worst_layer": load.max_over_mean.nan_to_num(0.0).max(),
         "mean_layer": load.max_over_mean.nanmean(),
         "worst_rank": load.rank_max_over_mean.nan_to_num(0.0).max(),
         "dead_experts": load.dead.sum(),
         "relative_entropy": load.relative_entropy.nanmean(),
     }
-    return {f"expert_load/{name}": float(value) for name, value in found.items()}
+    return {f"expert_load/{name}": float(value) for name, value in values.items()}
 
 
-def _write(path: Path, maps: list[_Map]) -> None:
+def _draw_maps(path: Path, maps: list[_Map]) -> None:
     from hf_moe_ep.routing.heat_map import draw_heat_maps
 
-    titles = [f"steps {one.first} to {one.last}" for one in maps]
+    titles = [f"steps {panel.first} to {panel.last}" for panel in maps]
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_heat_maps([one.counts for one in maps], titles, path)
+    draw_heat_maps([panel.counts for panel in maps], titles, path)
 
 
-def _patched(model: nn.Module) -> ModelState:
+def _find_patched(model: nn.Module) -> ModelState:
     state = find_state(model)
     if state is None:
         raise ValueError(

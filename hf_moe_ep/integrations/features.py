@@ -1,15 +1,16 @@
-"""The features that work through functions of other packages, and the calls that use them.
+"""Define the features that depend on wrapped functions, and the calls that use each feature.
 
 Every row of the table in `install.py` belongs to one feature. If an installed version lacks the
-function of a row, a warning names the function and the feature when the row is put in. A call that
-would use the feature raises the same text:
+function of a row, a warning names the function and the feature when the row is installed. Calls
+that would use the feature raise an error with the same text. If, for example, Accelerate had no
+`fsdp2_prepare_model`:
 
-    Accelerate has no fsdp2_prepare_model    patch(model) warns, in a script that uses Accelerate
-                                             accelerator.prepare(model) on 2 ranks raises
-                                             a loop with apply_ep_fsdp2(model) is not affected
+    patch(model)                    warns, in a script that uses Accelerate
+    accelerator.prepare(model)      raises on 2 ranks
+    apply_ep_fsdp2(model)           works: a hand-written loop does not use the function
 
-A feature without calls cannot go wrong silently: only the words of an error are lost, or the
-missing function is itself the call that would use the feature.
+Some features list no calls. Without them no run goes wrong silently either: they only improve an
+error message, or the missing function is itself the call that would use the feature.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_moe_ep.upstream.wrap import Feature
 
 
 def _states_of(value: Any) -> list[ModelState]:
-    """Return the states of patched models: `value` is the model, its trainer or an Accelerator."""
+    """Return the states of the patched models of `value`: a model, a trainer or an Accelerator."""
     models = [value, getattr(value, "model", None)]
     if isinstance(value, Accelerator):
         models = prepared_models(value)
@@ -36,26 +37,26 @@ def _states_of(value: Any) -> list[ModelState]:
     return [state for state in states if state is not None]
 
 
-def _given_patched(*args: Any, **kwargs: Any) -> bool:
+def _has_patched_model(*args: Any, **kwargs: Any) -> bool:
     return any(_states_of(value) for value in (*args, *kwargs.values()))
 
 
-def _given_sharded(*args: Any, **kwargs: Any) -> bool:
-    found = [state for value in (*args, *kwargs.values()) for state in _states_of(value)]
-    return any(state.meshes is not None for state in found)
+def _has_sharded_model(*args: Any, **kwargs: Any) -> bool:
+    states = [state for value in (*args, *kwargs.values()) for state in _states_of(value)]
+    return any(state.meshes is not None for state in states)
 
 
-def _prepares_on_ranks(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+def _prepares_unsharded(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
     """Return True if this call of `Accelerator.prepare` would shard a patched model."""
     states = [state for value in args for state in _states_of(value)]
     return accelerator.num_processes > 1 and any(state.meshes is None for state in states)
 
 
-def _prepares_slices(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+def _prepares_sp_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
     return any((state.config.sp_size or 1) > 1 for value in args for state in _states_of(value))
 
 
-def _trains_slices(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
+def _trains_sp_model(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
     return any((state.config.sp_size or 1) > 1 for state in _states_of(trainer))
 
 
@@ -64,12 +65,12 @@ def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> boo
     return any(state.config.bias_update_rate is not None for state in states)
 
 
-def _keeps_checkpoints(
+def _uses_checkpoints(
     trainer: transformers.Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> bool:
     """Return True if this call of `Trainer.train` writes or reads a patched model's checkpoints."""
     saves = trainer.args.save_strategy != "no"
-    return _given_patched(trainer) and bool(saves or resume_from_checkpoint)
+    return _has_patched_model(trainer) and bool(saves or resume_from_checkpoint)
 
 
 def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
@@ -80,12 +81,12 @@ def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any)
 
 def _adapts_experts(tuner: Any, *args: Any, **kwargs: Any) -> bool:
     """Return True if PEFT's tuner has an adapter on stacked experts of a patched model."""
-    return _given_patched(tuner) and any(True for _ in parameter_factors(tuner.model))
+    return _has_patched_model(tuner) and any(True for _ in parameter_factors(tuner.model))
 
 
 def _feature(name: str, **used_by: Callable[..., bool]) -> Feature:
-    """Build a feature. Each keyword is a call in `_CALLS`, with a test of its arguments."""
-    return Feature(name, {_CALLS[call]: used for call, used in used_by.items()})
+    """Build a feature: each keyword is a call in `_CALLS`, with a predicate on its arguments."""
+    return Feature(name, {_CALLS[call]: uses_feature for call, uses_feature in used_by.items()})
 
 
 _CALLS = {
@@ -104,36 +105,36 @@ _CALLS = {
     "tuner_forward": "peft.tuners.tuners_utils:BaseTuner.forward",
 }
 
-SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_on_ranks)
-CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is made before patch()")
+SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_unsharded)
+CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is created before patch()")
 EVALUATED = _feature("sharding models that are evaluated and never trained")
 HUB_LAYOUT = _feature(
     "saving a sharded model in the hub's layout",
-    save_model=_given_sharded,
-    save_pretrained=_given_sharded,
-    get_state_dict=_given_sharded,
+    save_model=_has_sharded_model,
+    save_pretrained=_has_sharded_model,
+    get_state_dict=_has_sharded_model,
 )
 ACCELERATE_STATE = _feature(
     "checkpoints of a sharded model by Accelerate",
-    save_state=_given_sharded,
-    load_state=_given_sharded,
-    save_checkpoint=_given_sharded,
-    load_checkpoint=_given_sharded,
+    save_state=_has_sharded_model,
+    load_state=_has_sharded_model,
+    save_checkpoint=_has_sharded_model,
+    load_checkpoint=_has_sharded_model,
 )
-ADAPTER_FILES = _feature("saving the adapters of a sharded model", save_adapters=_given_sharded)
-PROMPTS = _feature("prompts and prefixes of a sharded model", get_prompt=_given_sharded)
+ADAPTER_FILES = _feature("saving the adapters of a sharded model", save_adapters=_has_sharded_model)
+PROMPTS = _feature("prompt and prefix tuning of a sharded model", get_prompt=_has_sharded_model)
 CHECKPOINTS = _feature(
     "the Trainer's checkpoints of a patched model",
-    train=_keeps_checkpoints,
-    load_checkpoint=_given_patched,
-    load_best=_given_patched,
+    train=_uses_checkpoints,
+    load_checkpoint=_has_patched_model,
+    load_best=_has_patched_model,
 )
-SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_slices)
-TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_slices)
-TRACKERS = _feature("the error that names a tracker which fails")
+SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_sp_model)
+TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_sp_model)
+TRACKERS = _feature("the error that names a failing tracker")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
 BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)
-CLIP = _feature("Accelerator.clip_grad_norm_ of experts and the rest together")
+CLIP = _feature("Accelerator.clip_grad_norm_ over experts and all other parameters")
 ADAPTERS_ON_EXPERTS = _feature("LoRA on stacked experts", tuner_forward=_adapts_experts)
 ADAPTERS = _feature("adapters in a sharded model")
 ADAPTER_REFUSALS = _feature("the refusal to attach or merge adapters of a sharded model")

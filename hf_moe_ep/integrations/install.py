@@ -1,28 +1,29 @@
-"""The table of all functions of Accelerate, transformers, PEFT and TRL that are wrapped.
+"""Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
 
-No function is wrapped by `import hf_moe_ep`, nor by `patch` in a loop of one's own. `patch` sets
-`save_pretrained` of its model, and it arranges that each group of the table below is put in when
-somebody starts to use its library:
+`import hf_moe_ep` replaces no function, and neither does `patch` in a hand-written loop. `patch`
+sets `save_pretrained` of its model, and registers the groups of the table below. Each group is
+installed when the process starts to use the group's library:
 
-    group        put in                                              replaced for the process
+    group        installed                                           replaced for the process
     ACCELERATE   when the process shows a sign of using Accelerate    3 functions
-    CPU_RANKS    by an FSDP launch, with the group above              1
+    CPU_RANKS    with ACCELERATE, if the launch config asks for FSDP  1
     QUANTISED    when `prepare` is given a model with experts_dtype   2
     TRAINER      when transformers.trainer is imported                4
     ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
     TRL          when the module of each row is imported              4
 
-A function that is replaced for the process asks first if it was given a patched model. With a stock
-model it calls the stock function and does nothing else. With a patched model it gives the object
-that was called a wrapper of its own, for all that follows:
+Each of these wrappers first checks if it was given a patched model. With a stock model it calls the
+stock function and does nothing else. With a patched model it also adds our methods to the objects
+that are involved, for all later calls:
 
-    an Accelerator         becomes a subclass of its class, with ACCELERATOR_METHODS
-    a Trainer              becomes a subclass of its class, with TRAINER_METHODS
-    a prepared optimizer, the model, a PeftModel, its tuner, its layers: bound methods as attributes
+    an Accelerator      its class becomes a subclass that has ACCELERATOR_METHODS
+    a Trainer           its class becomes a subclass that has TRAINER_METHODS
+    other objects       bound methods are set as attributes of the prepared optimizers, the model,
+                        a PeftModel, its tuner and its layers
 
-So objects that never meet a patched model run stock code. `docs/upstream.md` names, for each
-function that is replaced for the process, the hook that would make this unnecessary.
+Objects that are never used with a patched model run stock code. For each function that is replaced
+for the process, `docs/upstream.md` names a hook that would make the replacement unnecessary.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from hf_moe_ep.upstream.wrap import (
 def prepare_objects(
     original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.prepare`: an Accelerator that is given a patched model is specialised."""
+    """Wrap `Accelerator.prepare`: add our methods to the Accelerator if a model is patched."""
     for model in args:
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
@@ -86,7 +87,7 @@ def prepare_objects(
     if not is_specialised(self):
         return original(self, *args, **kwargs)
     prepared = prepare.prepare(original, self, *args, **kwargs)
-    optimizers.follow_steps(self, OPTIMIZER_STEP)
+    optimizers.wrap_steps(self, OPTIMIZER_STEP)
     return prepared
 
 
@@ -123,7 +124,7 @@ def call_model_init(
 def train(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.train`: the model may have been patched after the Trainer was made."""
+    """Wrap `Trainer.train`: the model may have been patched after the Trainer was created."""
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
@@ -133,7 +134,7 @@ def train(
 def evaluate(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.evaluation_loop`, for a Trainer that only evaluates."""
+    """Wrap `Trainer.evaluation_loop`, as a Trainer that only evaluates never calls `train`."""
     adopt_trainer(self, self.model)
     return original(self, *args, **kwargs)
 
@@ -141,17 +142,17 @@ def evaluate(
 def log_expert_load(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `Trainer.log`; the callback's module is imported here, as its imports take long."""
+    """Wrap `Trainer.log`. The callback's module is slow to import, so the import stands here."""
     from hf_moe_ep.integrations import expert_load
 
     expert_load.log(original, self, *args, **kwargs)
 
 
 def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
-    """Give our methods to a Trainer with a patched model, and to its Accelerator.
+    """Add our methods to a Trainer that has a patched model, and to its Accelerator.
 
     Raises:
-        ValueError: ranks would share batches that each of them generates for itself.
+        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions.
     """
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
@@ -171,7 +172,7 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
 
 
 def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `PeftModel.__init__`: a PeftModel of a patched model gets methods of ours."""
+    """Wrap `PeftModel.__init__`: add our methods to a PeftModel of a patched model."""
     original(self, *args, **kwargs)
     state = find_state(self)
     if state is not None:
@@ -181,7 +182,7 @@ def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `BaseTuner.inject_adapter`, through which every adapter of layers is attached.
+    """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers.
 
     Raises:
         ValueError: the model is sharded.
@@ -204,7 +205,7 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
         try:
             rows.append((row, find_owner(row)[0]))
         except ImportError:
-            continue  # `install` has warned.
+            continue  # `check_targets` has warned of this row.
     for module in list(model.modules()):
         for row, owner in rows:
             if isinstance(module, owner) and row.name not in vars(module):
@@ -214,7 +215,7 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
 def _rows(
     owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
 ) -> tuple[Wrap, ...]:
-    """Build the rows of one owner and feature: (name of the stock function, ours, why)."""
+    """Build the rows of one owner and feature from (name of the stock function, ours, why)."""
     separator = "." if ":" in owner else ":"
     return tuple(
         Wrap(f"{owner}{separator}{name}", ours, why, feature) for name, ours, why in functions
@@ -226,9 +227,9 @@ _TRAINER = "transformers.trainer:Trainer"
 _PEFT_MODEL = "peft.peft_model:PeftModel"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 
-# Process: put in with the first sign of an Accelerator.
+# Process: installed when the process starts to use Accelerate.
 ACCELERATE = (
-    # ms-swift imports this function from accelerate.utils; every copy of it is replaced.
+    # ms-swift imports this function from accelerate.utils. `wrap_process` replaces it there too.
     *_rows(
         "accelerate.accelerator",
         features.SHARDING,
@@ -241,30 +242,38 @@ ACCELERATE = (
     *_rows(
         _ACCELERATOR,
         features.SHARDING,
-        ("prepare", prepare_objects, "refuses launches that shard nothing; notices patched models"),
+        (
+            "prepare",
+            prepare_objects,
+            "refuses launches that would not shard; detects patched models",
+        ),
     ),
     *_rows(
         _ACCELERATOR,
         features.EVALUATED,
-        ("prepare_model", prepare_model, "shards a teacher, which Accelerate would leave whole"),
+        ("prepare_model", prepare_model, "shards a teacher model, which Accelerate would not do"),
     ),
 )
-# Process: put in with ACCELERATE where the launch config asks for FSDP.
+# Process: installed with ACCELERATE if the launch config asks for FSDP.
 CPU_RANKS = _rows(
     "accelerate.state:AcceleratorState",
     features.CPU_RANKS,
     ("__init__", prepare.init_state, "lets FSDP2 run on CPU ranks before a model is known"),
 )
-# Process: put in for a model with quantised experts, whose bytes never change.
+# Process: installed for a model with quantised experts, which training does not change.
 QUANTISED = _rows(
     "accelerate.utils.fsdp_utils",
     features.ACCELERATE_STATE,
     (
         "_get_model_state_dict",
         saving.get_model_state_dict,
-        "leaves quantised experts out of states",
+        "leaves quantised experts out of state dicts",
     ),
-    ("_set_model_state_dict", saving.set_model_state_dict, "loads a state without these experts"),
+    (
+        "_set_model_state_dict",
+        saving.set_model_state_dict,
+        "loads state dicts without quantised experts",
+    ),
 )
 # Object: an Accelerator that has prepared a patched model.
 ACCELERATOR_METHODS = (
@@ -277,7 +286,11 @@ ACCELERATOR_METHODS = (
         _ACCELERATOR,
         features.ACCELERATE_STATE,
         ("save_state", accelerate_states.save_state, "writes a marker first and a manifest last"),
-        ("load_state", accelerate_states.load_state, "loads complete states only, and no code"),
+        (
+            "load_state",
+            accelerate_states.load_state,
+            "loads complete checkpoints only; refuses code in DCP's files",
+        ),
     ),
     *_rows(
         _ACCELERATOR,
@@ -285,7 +298,7 @@ ACCELERATOR_METHODS = (
         (
             "prepare_data_loader",
             shared_batches.prepare_data_loader,
-            "gives ranks of an sp group the same samples; refuses loaders that end unevenly",
+            "gives the ranks of an sp group the same samples; refuses loaders of uneven length",
         ),
         (
             "prepare_scheduler",
@@ -297,21 +310,29 @@ ACCELERATOR_METHODS = (
     *_rows(
         _ACCELERATOR,
         features.TRACKERS,
-        ("log", trackers.log, "names a tracker that fails, for which the other ranks would wait"),
+        ("log", trackers.log, "names the tracker that fails, since the other ranks hang then"),
     ),
     *_rows(
         _ACCELERATOR,
         features.CLIP,
-        ("clip_grad_norm_", optimizers.clip_grad_norm, "clips over two meshes (accelerate < 1.15)"),
+        (
+            "clip_grad_norm_",
+            optimizers.clip_grad_norm,
+            "clips gradients on two meshes (accelerate < 1.15)",
+        ),
     ),
 )
 # Object: an optimizer that such an Accelerator has prepared.
 (OPTIMIZER_STEP,) = _rows(
     "accelerate.optimizer:AcceleratedOptimizer",
     features.BIASES,
-    ("step", optimizers.step, "updates routers' biases; names an optimizer without DTensors"),
+    (
+        "step",
+        optimizers.step,
+        "updates the routers' biases; names an optimizer that does not support DTensors",
+    ),
 )
-# Process: put in when transformers.trainer is imported.
+# Process: installed when transformers.trainer is imported.
 TRAINER = (
     *_rows(
         _TRAINER,
@@ -319,46 +340,54 @@ TRAINER = (
         (
             "create_accelerator_and_postprocess",
             create_accelerator,
-            "notices a patched model before TRL prepares a reference model",
+            "detects a patched model before TRL prepares a reference model",
         ),
-        ("call_model_init", call_model_init, "notices a patched model that model_init builds"),
+        ("call_model_init", call_model_init, "detects a patched model that model_init builds"),
         (
             "evaluation_loop",
             evaluate,
-            "notices a model that was patched after the Trainer was made",
+            "detects a model that was patched after the Trainer was created",
         ),
     ),
     *_rows(
         _TRAINER,
         features.CHECKPOINTS,
-        ("train", train, "resumes from complete checkpoints only; notices as evaluation_loop does"),
+        ("train", train, "resumes from complete checkpoints only; detects a model patched late"),
     ),
 )
-# Process: put in for the first Trainer with a patched model.
+# Process: installed for the first Trainer with a patched model.
 ROTATION = _rows(
     "transformers.trainer",
     features.CHECKPOINTS,
-    ("rotate_checkpoints", trainer_checkpoints.rotate, "deletes checkpoints after the manifest"),
+    (
+        "rotate_checkpoints",
+        trainer_checkpoints.rotate,
+        "deletes older checkpoints after the manifest is written",
+    ),
 )
-_STAY = "loads experts into a model that is not sharded, where stock keeps their old values"
+_LOAD_EXPERTS = "loads experts into a model that is not sharded; stock keeps their old values"
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
     *_rows(
         _TRAINER,
         features.HUB_LAYOUT,
-        ("save_model", saving.save_model, "writes hub layout under SHARDED_STATE_DICT too"),
+        ("save_model", saving.save_model, "writes hub layout with SHARDED_STATE_DICT as well"),
     ),
     *_rows(
         _TRAINER,
         features.CHECKPOINTS,
-        ("_save_checkpoint", trainer_checkpoints.save_checkpoint, "marker first, manifest last"),
-        ("_push_from_checkpoint", trainer_checkpoints.push, "pushes after the manifest"),
-        ("_load_from_checkpoint", trainer_checkpoints.load_model, _STAY),
-        ("_load_best_model", trainer_checkpoints.load_model, _STAY),
+        (
+            "_save_checkpoint",
+            trainer_checkpoints.save_checkpoint,
+            "writes a marker first and a manifest last",
+        ),
+        ("_push_from_checkpoint", trainer_checkpoints.push, "pushes after the manifest is written"),
+        ("_load_from_checkpoint", trainer_checkpoints.load_model, _LOAD_EXPERTS),
+        ("_load_best_model", trainer_checkpoints.load_model, _LOAD_EXPERTS),
         (
             "_load_optimizer_and_scheduler",
             trainer_checkpoints.load_optimizer,
-            "loads no code from DCP's pickles, which torch would run",
+            "refuses code in DCP's pickles, which torch would run",
         ),
     ),
     *_rows(
@@ -368,9 +397,13 @@ TRAINER_METHODS = (
         (
             "_get_num_items_in_batch",
             shared_batches.get_num_items_in_batch,
-            "keeps a token count of this rank alone, which stock divides as well",
+            "leaves a token count of this rank alone undivided; stock divides it by tp_size",
         ),
-        ("floating_point_ops", shared_batches.floating_point_ops, "counts total_flos once"),
+        (
+            "floating_point_ops",
+            shared_batches.floating_point_ops,
+            "counts total_flos once per data rank",
+        ),
         (
             "_track_num_input_tokens",
             shared_batches.track_num_input_tokens,
@@ -379,7 +412,7 @@ TRAINER_METHODS = (
         (
             "prediction_step",
             shared_batches.prediction_step,
-            "gathers the logits of whole sequences where the Trainer returns logits",
+            "gathers the logits of whole sequences if the Trainer returns logits",
         ),
     ),
     *_rows(
@@ -404,17 +437,17 @@ MODEL_METHODS = _rows(
     features.HUB_LAYOUT,
     ("save_pretrained", saving.save_in_hub_layout, "saves a sharded model in hub layout"),
 )
-# Process: put in when peft is imported.
+# Process: installed when peft is imported.
 PEFT = (
     *_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
-        ("__init__", create_adapters, "notices the PeftModel of a patched model"),
+        ("__init__", create_adapters, "detects the PeftModel of a patched model"),
     ),
     *_rows(
         _TUNER,
         features.ADAPTER_REFUSALS,
-        ("inject_adapter", inject_adapter, "notices adapters; refuses them in a sharded model"),
+        ("inject_adapter", inject_adapter, "detects adapters; refuses them in a sharded model"),
     ),
 )
 # Object: a PeftModel, a tuner or an adapter layer of a patched model.
@@ -422,8 +455,8 @@ ADAPTER_METHODS = (
     *_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
-        ("save_pretrained", saving.save_adapters, "gathers adapters of a sharded model"),
-        ("_get_base_model_class", saving.base_model_class, "names stock's class, not FSDP2's"),
+        ("save_pretrained", saving.save_adapters, "gathers the adapters of a sharded model"),
+        ("_get_base_model_class", saving.base_model_class, "names the stock class, not FSDP2's"),
     ),
     *_rows(
         _PEFT_MODEL,
@@ -456,12 +489,16 @@ ADAPTER_METHODS = (
     *_rows(
         "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
-        ("_activate_lora", adapters.activate, "keeps factors low-rank, where PEFT merges weights"),
+        (
+            "_activate_lora",
+            adapters.activate,
+            "computes with the low-rank factors; PEFT would merge them into the weights",
+        ),
     ),
     *_rows(
         _TUNER,
         features.ADAPTERS,
-        ("forward", adapters.call_base_model, "runs the hooks that peft 0.20 passes by"),
+        ("forward", adapters.call_base_model, "runs the forward hooks that peft 0.20 skips"),
     ),
     *_rows(
         _TUNER,
@@ -473,7 +510,7 @@ ADAPTER_METHODS = (
         ("unmerge_adapter", adapters.unmerge, "refuses adapters that were merged before sharding"),
     ),
 )
-# Process: each row is put in when its module is imported.
+# Process: each row is installed when its module is imported.
 TRL = (
     *_rows(
         "trl.models.utils",
@@ -489,11 +526,11 @@ TRL = (
         "trl.generation.vllm_generation:VLLMGeneration",
         features.ENGINES,
         ("_iter_named_params", engines.iter_named_params, "sends hub names and merged adapters"),
-        ("sync_weights", engines.sync_weights, "raises on all ranks where one rank fails"),
+        ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
     ),
 )
 
-# Rows whose targets are replaced for the process, and rows that single objects get.
+# PROCESS: rows whose targets are replaced for the process. OBJECTS: rows set on single objects.
 PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL)
 OBJECTS = (
     *ACCELERATOR_METHODS,
@@ -506,9 +543,9 @@ OBJECTS = (
 
 
 def install(model: nn.Module, state: ModelState) -> None:
-    """Set our methods on a patched model, and arrange that each group is put in when needed.
+    """Set our methods on a patched model, and install each group once its library is in use.
 
-    Warns of targets that an installed version lacks; `features.py` says what is lost without them.
+    A warning names each target that an installed version lacks (`features.py`).
     """
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
@@ -528,7 +565,7 @@ def install(model: nn.Module, state: ModelState) -> None:
 
 
 def wrap_accelerate() -> None:
-    """Put in the wraps that notice when an Accelerator prepares a patched model."""
+    """Install the wrappers that detect when an Accelerator prepares a patched model."""
     wrap_process(ACCELERATE)
     check_targets((*ACCELERATOR_METHODS, OPTIMIZER_STEP, *QUANTISED))
     _wrap_cpu_ranks()
@@ -556,8 +593,9 @@ class WrapReport(NamedTuple):
     If `resolved` is False and `error` is empty, the package is not installed and is not needed.
 
     Attributes:
-        raises: True if a call that uses the feature raises, so that no run goes wrong silently.
-        process: True if the target is replaced for the process, False for single objects.
+        resolved: True if the installed version has the target.
+        raises: True if a call that uses the feature raises when the target is missing.
+        process: True if the target is replaced for the process, False if single objects are.
         in_force: True if the target is replaced for this process now.
     """
 
@@ -572,9 +610,9 @@ class WrapReport(NamedTuple):
 
 
 def wraps() -> list[WrapReport]:
-    """Look up every target of the table in the installed versions; wrap nothing.
+    """Look up every target of the table in the installed versions, without replacing any.
 
-    The rows of TRL are left out, as an import of TRL takes long.
+    TRL's rows are left out, because TRL is slow to import.
     """
     reports = []
     replaced = in_force()

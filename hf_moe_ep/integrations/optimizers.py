@@ -1,11 +1,11 @@
-"""Optimizer steps and gradient clipping of patched models under Accelerate.
+"""Run optimizer steps and clip gradients of patched models under Accelerate.
 
-FSDP2's parameters are DTensors. Some optimizers cannot train them: their state is made of plain
-tensors, or they use operators that DTensor does not support. torch's error names the operator only;
+FSDP2's parameters are DTensors. Some optimizers cannot train them: their state consists of plain
+tensors, or they use operators that DTensor does not support. torch's error names only the operator;
 `step` adds the name of the optimizer.
 
-Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes, so
-`clip_grad_norm` clips with ours there.
+Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes. With
+these versions `clip_grad_norm` clips by `sharding/clip.py` instead.
 
 With `bias_update_rate` the routers' biases of a model are updated after each step of an optimizer
 that trains this model (`routing/bias.py`).
@@ -56,37 +56,37 @@ def step(
     self: AcceleratedOptimizer,
     closure: Callable[..., Any] | None = None,
 ) -> Any:
-    """Wrap `AcceleratedOptimizer.step`: name the optimizer in an error; then update the biases.
+    """Wrap `AcceleratedOptimizer.step`: name the optimizer in errors, and update routers' biases.
 
     Raises:
-        ValueError: the optimizer's state or its operators do not take DTensors.
+        ValueError: the optimizer does not support DTensors.
     """
     try:
         result = original(self, closure)
     except RuntimeError as error:
         raise _error_of_step(self.optimizer, error) from error
-    # Otherwise gradients are still being accumulated, and so are the counts of tokens.
+    # If gradients are not synchronised, they and the token counts are still being accumulated.
     if self.gradient_state.sync_gradients:
         for state in getattr(self, _FOLLOWED, ()):
             update_biases(state, skipped=self.step_was_skipped)
     return result
 
 
-def follow_steps(accelerator: Accelerator, row: Wrap) -> None:
-    """Bind `row`, the wrapper of `step`, to all optimizers that `accelerator` has prepared by now.
+def wrap_steps(accelerator: Accelerator, row: Wrap) -> None:
+    """Bind `row`, the wrapper of `step`, to all optimizers that `accelerator` has prepared so far.
 
-    Each optimizer learns which models with routers' biases it trains.
+    The models with `bias_update_rate` that an optimizer trains are stored on the optimizer.
     """
     for optimizer in prepared_optimizers(accelerator):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        followed = []
+        biased_states = []
         for model in prepared_models(accelerator):
             state = find_state(model)
             if state is None or state.config.bias_update_rate is None:
                 continue
             if any(id(parameter) in trained for parameter in model.parameters()):
-                followed.append(state)
-        setattr(optimizer, _FOLLOWED, followed)
+                biased_states.append(state)
+        setattr(optimizer, _FOLLOWED, biased_states)
         if row.name not in vars(optimizer):
             setattr(optimizer, row.name, bind_wrapper(optimizer, row))
 
@@ -100,36 +100,36 @@ def clip_grad_norm(
 ) -> Any:
     """Wrap `Accelerator.clip_grad_norm_`: clip a sharded patched model over all its meshes.
 
-    Accelerate's own clip is used where it takes gradients on several meshes (since 1.15).
+    If Accelerate's own function accepts gradients on several meshes (since 1.15), it is called.
     """
     if clips_over_meshes(self) or isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
     parameters = list(parameters)
-    given = {id(parameter) for parameter in parameters}
+    parameter_ids = {id(parameter) for parameter in parameters}
     all_meshes = []
     for model in prepared_models(self):
         state = find_state(model)
         if state is None or state.meshes is None:
             continue
-        if any(id(parameter) in given for parameter in model.parameters()):
+        if any(id(parameter) in parameter_ids for parameter in model.parameters()):
             all_meshes.append(state.meshes)
     if not all_meshes:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
-    # The meshes of one model have a group over both axes of experts, which saves an all-reduce.
+    # With the meshes of one model, a group over both axes of the experts saves an all-reduce.
     meshes = all_meshes[0] if len(all_meshes) == 1 else None
     return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 
 
 def _error_of_step(optimizer: Optimizer, error: RuntimeError) -> Exception:
-    """Return the error to raise for `error`: `error` itself if DTensors did not cause it."""
+    """Return an error that names the optimizer if DTensors caused `error`, else `error` itself."""
     if not is_refused_by_dtensor(error) or not _trains_dtensors(optimizer):
         return error
-    kind, said = type(optimizer), str(error).partition("\n")[0]
+    kind, first_line = type(optimizer), str(error).partition("\n")[0]
     return ValueError(
         f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "
-        f"its arithmetic does not take FSDP2's DTensors ({said}). "
-        f"Of torch.optim these can: {', '.join(WORKING)}"
+        f"its operators do not support FSDP2's DTensors ({first_line}). "
+        f"Use one of these optimizers of torch.optim: {', '.join(WORKING)}"
     )
 
 

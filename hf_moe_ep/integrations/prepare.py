@@ -1,8 +1,8 @@
-"""`accelerator.prepare` of a patched model: checks of the launch, then sharding.
+"""Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-Accelerate prepares the model as it does for FSDP2 alone: it exchanges the optimizer's parameters,
-clips, accumulates and saves by its own code. Only `fsdp2_prepare_model`, which shards in the middle
-of `prepare`, is replaced. `fsdp_on_cpu` lets the same path run on CPU ranks.
+Everything else is Accelerate's own code for FSDP2: it exchanges the optimizer's parameters, clips,
+accumulates and saves. Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced.
+`fsdp_on_cpu` lets the same code run on CPU ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from hf_moe_ep.upstream.training_frameworks import declare_fsdp, has_chunked_los
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Let FSDP2 run on CPU ranks if the launch config asks for FSDP.
 
-    With `distributed_type: FSDP` and `use_cpu: true` Accelerate starts plain multi-process training
-    instead. After this call sharding, clipping and checkpoints run as on GPUs.
+    With `distributed_type: FSDP` and `use_cpu: true` stock Accelerate runs plain multi-process
+    training instead. After this call sharding, clipping and checkpoints work as on GPUs.
     """
     if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
         return
@@ -64,11 +64,11 @@ def init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any,
 
 
 def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a patched model, after checks that this launch shards it.
+    """Prepare a patched model, after checking that this launch shards it.
 
     Raises:
-        ValueError: a launch or a parallelism that would not shard the model, or would shard it
-            differently; a data loader with more batches for one rank than for another.
+        ValueError: the launch or its parallelism_config would not shard the model, or would shard
+            it differently; or a data loader has more batches for one rank than for another.
     """
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
     patched = [state for state in states if state is not None]
@@ -82,7 +82,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in args:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    plugin = getattr(self.state, "fsdp_plugin", None)  # accelerate 1.15 has none on one CPU
+    plugin = getattr(self.state, "fsdp_plugin", None)  # missing on one CPU (accelerate 1.15)
     if state.meshes is None or plugin is None:
         prepared = original(self, *args, **kwargs)
     else:
@@ -95,10 +95,11 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
 
 @contextmanager
 def _without_wrap_policy(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
-    """Keep Accelerate from searching a sharded model for the layers of the user's wrap policy.
+    """Unset the user's wrap policy inside the block, in which Accelerate prepares a sharded model.
 
-    FSDP2 has given the layers other classes, so the search would fail. The policy is restored at
-    the end, as the next model, such as a stock reference, needs it.
+    Accelerate would search the model for the layer classes of the policy. FSDP2 has changed the
+    classes of the layers, so the search would fail. The policy is restored afterwards, because the
+    next model, such as a stock reference model, needs it.
     """
     before = plugin.auto_wrap_policy
     plugin.auto_wrap_policy = None
@@ -109,13 +110,13 @@ def _without_wrap_policy(plugin: FullyShardedDataParallelPlugin) -> Iterator[Non
 
 
 def _check_sharded_before(args: tuple[Any, ...], plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise if Accelerate cannot prepare this model, which is sharded already."""
+    """Raise if Accelerate cannot prepare a model that is sharded already."""
     _check_no_activation_checkpointing(plugin)
     _check_no_empty_shards(args)
 
 
 def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise if Accelerate would insert checkpoint wrappers between layers and FSDP2 units."""
+    """Raise if Accelerate would insert activation-checkpointing wrappers into sharded layers."""
     if plugin.activation_checkpointing:
         raise ValueError(
             "Accelerate's fsdp_activation_checkpointing wraps layers before they are "
@@ -126,14 +127,14 @@ def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
-    """Raise if a rank has an empty shard: Accelerate matches parameters by their addresses."""
+    """Raise if a rank has an empty shard: Accelerate matches parameters by their data pointers."""
     for model in args:
         for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
             if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
                 raise ValueError(
-                    f"{name} {tuple(parameter.shape)} leaves a rank without a share, and "
-                    f"Accelerate cannot take a model that is sharded so; load it with "
-                    f"transformers' from_pretrained and call patch(model)"
+                    f"{name} {tuple(parameter.shape)} has an empty shard on this rank, and "
+                    f"Accelerate cannot prepare such a model; load it with transformers' "
+                    f"from_pretrained and call patch(model)"
                 )
 
 
@@ -146,12 +147,12 @@ def prepare_model(
         return original(accelerator, model)
     if state.meshes is None:
         inner = unwrap(model)
-        shard_model(inner, state, options_of(accelerator, inner), accelerator.device)
+        shard_model(inner, state, build_options(accelerator, inner), accelerator.device)
     return model
 
 
-def options_of(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
-    """Return the options of sharding that Accelerate's FSDP plugin asks for."""
+def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
+    """Translate the settings of Accelerate's FSDP plugin into our sharding options."""
     plugin = accelerator.state.fsdp_plugin
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     quantized = packed_parameters(model)
@@ -175,8 +176,9 @@ def _check_launch(accelerator: Accelerator) -> None:
     kind, processes = accelerator.distributed_type, launched_world_size()
     if kind == DistributedType.NO and processes > 1:
         raise ValueError(
-            f"{processes} processes were launched but this Accelerator sees 1, so each would train "
-            "alone; on CPU write Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
+            f"{processes} processes were launched but this Accelerator sees 1, so each process "
+            "would train alone; on CPU write Accelerator(cpu=True), or "
+            "TrainingArguments(use_cpu=True)"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         version = accelerator.state.fsdp_plugin.fsdp_version
@@ -187,7 +189,7 @@ def _check_launch(accelerator: Accelerator) -> None:
 
 
 def _check_loss(model: Any) -> None:
-    """Raise if an older TRL would compute a wrong loss of a patched model on several ranks."""
+    """Raise if an older TRL would compute a wrong loss for a patched model on several ranks."""
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
         return
@@ -198,7 +200,7 @@ def _check_loss(model: Any) -> None:
     if getattr(text_config(inner.config), "output_router_logits", False):
         raise ValueError(
             f"this TRL's chunked loss adds the router's aux loss of each rank's own batch, which "
-            f"is not that of the global batch; {remedy}, or set router_aux_loss_coef=0.0"
+            f"differs from that of the global batch; {remedy}, or set router_aux_loss_coef=0.0"
         )
     if (state.config.sp_size or 1) > 1:
         raise ValueError(

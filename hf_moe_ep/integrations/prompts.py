@@ -1,8 +1,8 @@
-"""PEFT's prompt encoders (prompt tuning, prefix tuning) of a sharded model.
+"""Let PEFT call the prompt encoders (prompt tuning, prefix tuning) of a sharded model.
 
 Inside the model's forward FSDP2 has gathered the parameters of the encoder. PEFT also calls the
-encoder outside of that forward, when it saves and in `generate`. The parameters are shards then,
-while PEFT passes plain token ids, so the wrappers here gather the parameters first.
+encoder outside the forward, when it saves and in `generate`. There the parameters are DTensor
+shards, but PEFT passes plain token ids, so the wrappers gather the parameters first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_moe_ep.upstream.sharded_models import begin_with_root
 def compute_prompt_to_save(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `PeftModel.get_prompt_embedding_to_save`: gather the parameters; every rank calls this.
+    """Wrap `PeftModel.get_prompt_embedding_to_save`, which every rank has to call.
 
     Raises:
         RuntimeError: rank 0 alone calls this.
@@ -48,17 +48,17 @@ def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 def begin_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `PeftModelForCausalLM.prepare_inputs_for_generation`: initialise FSDP2's root first.
 
-    PEFT calls the embedding there before it calls the model.
+    In this function PEFT calls the embedding before it calls the model.
     """
     begin_with_root(self)
     return original(self, *args, **kwargs)
 
 
 def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[], Any]) -> None:
-    """Call PEFT's `save` on one rank, with the prompt encoders of a gathered state dict.
+    """Call PEFT's `save` on one rank, with the prompt encoders' tensors of a gathered state dict.
 
     Raises:
-        ValueError: the state dict lacks the prompt encoders.
+        ValueError: the state dict lacks tensors of the prompt encoders.
     """
     prefix = f"{PROMPT_ENCODERS}."
     values = {
@@ -76,7 +76,7 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
 
 
 def _sharded_parameters(model: Any) -> dict[str, DTensor]:
-    """Return the parameters of the prompt encoders that are shards now, by name."""
+    """Return by name the parameters of the prompt encoders that are sharded at the moment."""
     named = prompt_encoders(model).named_parameters()
     return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
 

@@ -1,16 +1,16 @@
-"""Models that are evaluated but not trained: reference models and teachers.
+"""Shard models that are evaluated but not trained: reference models and teachers.
 
-TRL's trainers compare a policy with a reference model. TRL shards the reference by one
-`fully_shard` of its root, so every forward gathers the whole model on every rank. Here the
-reference is frozen and sharded layer by layer:
+TRL's trainers compare a policy with a reference model. Stock TRL calls `fully_shard` once, on the
+root of the reference, so every forward gathers the whole model on every rank. Here the reference is
+frozen and sharded layer by layer, and a forward gathers one FSDP2 unit at a time:
 
-    a patched model                  by its own config
-    a stock language model of the    patched with the policy's config. Both models have the same
-    policy's architecture            units and shards then, and a forward gathers one unit at a time
-    any other model                  left to TRL: a reward model, the reference of a stock policy
+    a patched model                  is sharded by its own config
+    a stock language model of the    is patched with the policy's config first, so that both models
+    policy's architecture            have the same units and shards
+    any other model                  is left to TRL: a reward model, the reference of a stock policy
 
-`sync_ref_model=True` mixes the policy's weights into the reference's. As both have the same shards,
-each rank mixes its own, and nothing is gathered.
+`sync_ref_model=True` mixes the policy's weights into the reference. As both models have the same
+shards, each rank mixes its own shards, without gathering any parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.prepare import check_parallelism, options_of
+from hf_moe_ep.integrations.prepare import build_options, check_parallelism
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.shard import shard_model
@@ -55,18 +55,18 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
 
     Raises:
         ValueError: on every rank: the reference is a language model of another architecture or with
-            other experts than the policy; its sp ranks do not share batches; or ranks have
-            different references.
+            other experts than the policy; it has sp_size > 1, but its ranks do not share batches;
+            or ranks have different references.
     """
     policy: ModelState | None = getattr(accelerator, _POLICY, None)
     if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
         return original(model, accelerator)
-    kind = together("the reference model", partial(_kind, model, policy, accelerator))
+    kind = together("the reference model", partial(_classify_reference, model, policy, accelerator))
     if kinds := differing(kind):
-        odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+        other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         raise ValueError(
-            f"ranks disagree about the reference model: rank 0 has {kinds[0]}, rank {odd} has "
-            f"{kinds[odd]}; give every rank the same"
+            f"ranks disagree about the reference model: rank 0 has {kinds[0]}, rank {other} has "
+            f"{kinds[other]}; pass the same reference model on every rank"
         )
     if kind == _OTHER:
         return original(model, accelerator)
@@ -81,8 +81,10 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
 _PATCHED, _STOCK, _OTHER = "a patched model", "a stock language model", "another model"
 
 
-def _kind(model: nn.Module, policy: ModelState | None, accelerator: Accelerator) -> str:
-    """Return how a reference model is sharded; ValueError if it cannot be a reference."""
+def _classify_reference(
+    model: nn.Module, policy: ModelState | None, accelerator: Accelerator
+) -> str:
+    """Return which of the three kinds above a reference is; raise if it cannot be a reference."""
     state = find_state(model)
     if state is None and output_head(model) is None:
         return _OTHER
@@ -97,38 +99,39 @@ def _kind(model: nn.Module, policy: ModelState | None, accelerator: Accelerator)
 
 
 def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState) -> None:
-    """Raise if a reference cannot be the model that the policy was before training."""
+    """Raise if a reference differs from the policy in its architecture, experts or MoE layers."""
     if state is not None:
-        found = (state.plan.model_type, state.num_experts, len(state.moe_layers))
+        reference_sizes = (state.plan.model_type, state.num_experts, len(state.moe_layers))
     else:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        found = (str(kind), 0, 0)
-        if kind == policy.plan.model_type:
-            given = policy.plan if policy.plan.origin == "given" else None
-            parts = find_parts(model, given)
-            found = (parts.plan.model_type, parts.num_experts, len(parts.experts))
-    wanted = (policy.plan.model_type, policy.num_experts, len(policy.moe_layers))
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        reference_sizes = (str(model_type), 0, 0)
+        if model_type == policy.plan.model_type:
+            given_plan = policy.plan if policy.plan.origin == "given" else None
+            parts = find_parts(model, given_plan)
+            reference_sizes = (parts.plan.model_type, parts.num_experts, len(parts.experts))
+    policy_sizes = (policy.plan.model_type, policy.num_experts, len(policy.moe_layers))
     remedy = "pass the checkpoint that the policy was loaded from, or no reference"
-    if found[0] != wanted[0]:
+    if reference_sizes[0] != policy_sizes[0]:
         raise ValueError(
-            f"the reference model is of architecture {found[0]!r} and the policy of "
-            f"{wanted[0]!r}, but a reference is what the policy was before training; {remedy}"
+            f"the reference model is of architecture {reference_sizes[0]!r} and the policy of "
+            f"{policy_sizes[0]!r}, but a reference is the policy before training; {remedy}"
         )
-    if found != wanted:
+    if reference_sizes != policy_sizes:
         raise ValueError(
-            f"the reference model has {found[2]} MoE layers of {found[1]} experts and the policy "
-            f"{wanted[2]} of {wanted[1]}, but a reference is what the policy was before training; "
-            f"{remedy}"
+            f"the reference model has {reference_sizes[2]} MoE layers of {reference_sizes[1]} "
+            f"experts and the policy has {policy_sizes[2]} of {policy_sizes[1]}, but a reference "
+            f"is the policy before training; {remedy}"
         )
 
 
 def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
-    """Raise if a model would split batches that its sp ranks do not share."""
-    size, shared = state.config.sp_size or 1, shared_batches.sharing(accelerator)
-    if size not in (1, shared):
+    """Raise if a model would split batches that the ranks of an sp group do not share."""
+    size, ranks_per_batch = state.config.sp_size or 1, shared_batches.sharing(accelerator)
+    if size not in (1, ranks_per_batch):
         raise ValueError(
-            f"this model was patched with sp_size={size}, but the model that is trained has "
-            f"sp_size={shared}; patch both with the same sp_size, or this one with sp_size=1"
+            f"this model was patched with sp_size={size}, but the trained model has "
+            f"sp_size={ranks_per_batch}; patch both with the same sp_size, or this model with "
+            f"sp_size=1"
         )
 
 
@@ -139,10 +142,10 @@ def prepare_evaluated(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:
-    """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated, a teacher.
+    """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated (a teacher).
 
     Raises:
-        ValueError: the model would split batches that its sp ranks do not share.
+        ValueError: the model has sp_size > 1, but its ranks do not share batches.
     """
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
@@ -157,9 +160,9 @@ def shard_own_reference(
 ) -> Any:
     """Wrap `compute_ref_log_probs` of TRL's DPO and KTO trainers: shard the policy first.
 
-    With adapters the policy without them is the reference. If `precompute_ref_log_probs=True`, TRL
-    evaluates it before `train` prepares it. TRL 1 passes (model, inputs); TRL 0.29 and ms-swift
-    pass the inputs alone and use the policy.
+    A policy with adapters is its own reference: its adapters are disabled for that forward. With
+    `precompute_ref_log_probs=True` TRL evaluates this reference before `train` shards the policy.
+    TRL 1 passes (model, inputs); TRL 0.29 and ms-swift pass the inputs alone and use the policy.
     """
     model = args[0] if args and isinstance(args[0], nn.Module) else self.model
     state = find_state(model)
@@ -169,7 +172,7 @@ def shard_own_reference(
 
 
 def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState | None) -> None:
-    """Freeze a patched reference and shard it if it is not sharded; rank 0 logs this."""
+    """Freeze a patched reference and, unless it is sharded already, shard it. Rank 0 logs this."""
     state = find_state(model)
     assert state is not None
     name = type(model).__name__
@@ -197,7 +200,7 @@ def _shard(
     check_parallelism(accelerator.parallelism_config, state)
     if frozen:
         model.requires_grad_(False)
-    options = options_of(accelerator, inner)
+    options = build_options(accelerator, inner)
     if frozen:
         # No backward follows that would use the gathered parameters.
         options = replace(options, reshard_after_forward=True)
@@ -225,18 +228,19 @@ def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, al
 def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
     reshard(model)
     reshard(target_model)
-    ours, theirs = _parameters_by_name(model), _parameters_by_name(target_model)
-    for name in sorted(ours.keys() | theirs.keys()):
-        here, there = _describe_layout(ours.get(name)), _describe_layout(theirs.get(name))
-        if here != there:
+    sources, targets = _parameters_by_name(model), _parameters_by_name(target_model)
+    for name in sorted(sources.keys() | targets.keys()):
+        in_policy = _describe_layout(sources.get(name))
+        in_reference = _describe_layout(targets.get(name))
+        if in_policy != in_reference:
             raise ValueError(
-                f"sync_ref_model=True mixes shards, and {name} is {here} in the policy and "
-                f"{there} in the reference; pass a stock reference, which is sharded like the "
-                f"policy, or patch both with the same sizes"
+                f"sync_ref_model=True mixes shards, and {name} is {in_policy} in the policy and "
+                f"{in_reference} in the reference; pass a stock reference, which is sharded like "
+                f"the policy, or patch both with the same sizes"
             )
     with torch.no_grad():
-        for name, target in theirs.items():
-            _local_part(target).mul_(1.0 - alpha).add_(_local_part(ours[name]), alpha=alpha)
+        for name, target in targets.items():
+            _local_part(target).mul_(1.0 - alpha).add_(_local_part(sources[name]), alpha=alpha)
 
 
 def _parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -244,7 +248,7 @@ def _parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _describe_layout(tensor: Tensor | None) -> str:
-    """Describe the shape and the shards of a parameter, to compare and to show in an error."""
+    """Describe the shape and the sharding of a parameter, for comparisons and errors."""
     if tensor is None:
         return "absent"
     if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Saving a patched model by Accelerate, the Trainer and PEFT, in the layout of stock files.
+"""Save a patched model from Accelerate, the Trainer and PEFT, in the layout of stock files.
 
 function                          with a state dict           without a state dict
 Trainer.save_model                                            sharded save, file by file
@@ -6,8 +6,8 @@ PreTrainedModel.save_pretrained   written in hub layout       sharded save, call
 PeftModel.save_pretrained         packed as PEFT packs it     gathered first, called on every rank
 
 `Accelerator.save_state` writes its own files. Quantised experts are frozen, so their bytes are left
-out of these files, as `save_checkpoint` leaves them out. Their hashes are written instead
-(`checkpoints/training/base.py`), and compared when the state is loaded.
+out, as in `save_checkpoint`. Their hashes are written instead (`checkpoints/training/base.py`) and
+compared when the state is loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def save_model(
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
-    """Wrap `Trainer.save_model`: save shard by shard in hub layout, or gather the adapters."""
+    """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters."""
     state = find_state(self.model)
     sharded = state is not None and state.meshes is not None
     if not sharded or _internal_call or not self.is_fsdp_enabled:
@@ -66,7 +66,7 @@ def save_model(
 
 
 class _SavedAlready(dict[str, Tensor]):
-    """A state dict for `Trainer._save`, which then saves everything except the model."""
+    """An empty state dict that makes `Trainer._save` save everything except the model."""
 
 
 def save_in_hub_layout(
@@ -82,8 +82,8 @@ def save_in_hub_layout(
     files; `is_main_process` and `save_function` are ignored.
 
     Raises:
-        ValueError: no state dict is given, and `hf_moe_ep.save_pretrained` lacks an option.
-        RuntimeError: no state dict is given, and rank 0 alone calls this.
+        ValueError: without a state dict: `hf_moe_ep.save_pretrained` does not have a given option.
+        RuntimeError: without a state dict: only rank 0 calls this.
     """
     state = find_state(self)
     meshes = None if state is None or has_adapters(self) else state.meshes
@@ -91,16 +91,16 @@ def save_in_hub_layout(
         original(self, save_directory, *args, **kwargs)
         return
     options = _bind_options(original, self, save_directory, args, kwargs)
-    given = options.get("state_dict")
+    state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
-    if given is None:
+    if state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, **size)
     elif options.get("push_to_hub"):
         original(self, save_directory, *args, **kwargs)
-    elif not isinstance(given, _SavedAlready) and options.get("is_main_process", True):
-        save_state_dict(self, save_directory, given, **size)
+    elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
+        save_state_dict(self, save_directory, state_dict, **size)
 
 
 def _bind_options(
@@ -110,29 +110,29 @@ def _bind_options(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the options that a call of `save_pretrained` was given, by name."""
+    """Return all arguments of a call of `save_pretrained` by name."""
     bound = dict(signature(original).bind(model, save_directory, *args, **kwargs).arguments)
     return bound | bound.pop("kwargs", {})
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise on options of `save_pretrained` that a sharded save would ignore."""
+    """Raise if an option of `save_pretrained` is given that a sharded save would ignore."""
     remedies = {
         "push_to_hub": "save, then upload_folder of huggingface_hub on rank 0",
         "variant": "save, then rename the files on rank 0",
         "distributed_checkpoint": "leave it out: the folder can be loaded at any world size",
     }
-    asked = [name for name in remedies if options.get(name)]
+    unsupported = [name for name in remedies if options.get(name)]
     if options.get("save_original_format") is False:
-        asked.append("save_original_format")
+        unsupported.append("save_original_format")
         remedies["save_original_format"] = (
             "leave it out: experts are written one by one, as every hub checkpoint has them"
         )
-    if asked:
+    if unsupported:
+        name = unsupported[0]
         raise ValueError(
-            f"save_pretrained of a sharded model does not take {asked[0]}="
-            f"{options[asked[0]]!r}; {remedies[asked[0]]}, or pass "
-            f"state_dict=accelerator.get_state_dict(model)"
+            f"save_pretrained of a sharded model does not take {name}={options[name]!r}; "
+            f"{remedies[name]}, or pass state_dict=accelerator.get_state_dict(model)"
         )
 
 
@@ -141,14 +141,15 @@ def save_adapters(
 ) -> None:
     """Wrap `PeftModel.save_pretrained`: pack the adapters of a sharded model as PEFT does."""
     state = find_state(self)
-    given = kwargs.get("state_dict")
+    state_dict = kwargs.get("state_dict")
     if state is None or state.meshes is None:
         original(self, save_directory, *args, **kwargs)
-    elif given is not None:
-        kwargs["state_dict"] = pack_factors(self, given)
+    elif state_dict is not None:
+        kwargs["state_dict"] = pack_factors(self, state_dict)
         if learns_prompts(self):
             if kwargs.get("is_main_process", True):
-                save_prompts(self, given, partial(original, self, save_directory, *args, **kwargs))
+                save = partial(original, self, save_directory, *args, **kwargs)
+                save_prompts(self, state_dict, save)
             return
         with canonical_modules(self):
             original(self, save_directory, *args, **kwargs)
@@ -185,12 +186,12 @@ def get_model_state_dict(
         sd_options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False
     )
     state_dict = original(model, sd_options=sharded_options)
-    kept = {name: state_dict[name] for name in model_slots(model)}
-    return _gather_tensors(kept, sd_options) if sd_options.full_state_dict else kept
+    saved = {name: state_dict[name] for name in model_slots(model)}
+    return _gather_tensors(saved, sd_options) if sd_options.full_state_dict else saved
 
 
 def _gather_tensors(state_dict: dict[str, Tensor], sd_options: Any) -> dict[str, Tensor]:
-    """Gather one tensor at a time; with `cpu_offload` rank 0 alone keeps it, on the host."""
+    """Gather one tensor at a time. With `cpu_offload` only rank 0 keeps it, in host memory."""
     on_host = sd_options.cpu_offload
     whole: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
@@ -225,14 +226,14 @@ def set_model_state_dict(
 def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
     """Raise if a state dict has other tensors than `get_model_state_dict` saves."""
     names = model_slots(model).keys()
-    for found, words in (
+    for missing, subject in (
         (names - state_dict.keys(), "a checkpoint lacks"),
         (state_dict.keys() - names, "the model lacks"),
     ):
-        if found:
+        if missing:
             raise ValueError(
-                f"{words} {len(found)} tensors, {min(found)} among them; load what save_state "
-                f"wrote of this model with the same experts_dtype and adapters"
+                f"{subject} {len(missing)} tensors, {min(missing)} among them; load a state that "
+                f"save_state wrote for this model with the same experts_dtype and adapters"
             )
 
 
@@ -241,7 +242,7 @@ def _has_quantised_experts(model: nn.Module) -> bool:
 
 
 def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
-    """Write the hashes of quantised experts beside Accelerate's state of each model."""
+    """Write the hashes of each model's quantised experts to the folder of Accelerate's state."""
     for index, model in enumerate(models):
         if _is_sharded(model):
             reshard(model)
@@ -252,7 +253,7 @@ def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
 
 
 def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
-    """Raise ValueError on every rank if the adapters in a folder were trained on another base."""
+    """Raise ValueError on every rank if the adapters in a folder belong to another base model."""
     for index, model in enumerate(models):
         if _is_sharded(model):
             reshard(model)

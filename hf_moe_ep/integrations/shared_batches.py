@@ -1,4 +1,4 @@
-"""Batches that several ranks share, under Accelerate and the Trainer (sequence parallelism).
+"""Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
 
 4 processes with sp_size 2 are 2 data ranks: each pair of processes works on the same batch.
 `share_batches` stores the number of ranks per batch on one Accelerator, and `sharing` returns it.
@@ -9,9 +9,10 @@ that Accelerator and its Trainer:
     gather_for_metrics    takes each sample once, from the first rank of its group
     schedulers            take one step per data rank and optimizer step, not one per process
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
-                          `num_input_tokens_seen` and `total_flos`; `predict()` sees whole logits
+                          `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
+                          of whole sequences
 
-The Trainer has one number for the ranks that share a batch, `get_tp_size()`, and divides by it.
+The Trainer knows one number of ranks per batch, `get_tp_size()`, and divides its counts by it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Let each `state.config.sp_size` consecutive ranks share the batches of `accelerator`.
+    """Let each group of `sp_size` consecutive ranks share the batches of `accelerator`.
 
     Raises:
-        ValueError: data loaders were prepared before, with other batches for each rank; or sp_size
-            does not divide the number of ranks.
+        ValueError: a data loader was prepared earlier, with different batches for each rank; or
+            sp_size does not divide the number of ranks.
     """
     size = state.config.sp_size or 1
     if size == sharing(accelerator):
@@ -62,16 +63,16 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
 
 
 def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> None:
-    """Let sp ranks share the batches of a Trainer, and tell the model how the Trainer sums losses.
+    """Let the ranks of an sp group share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: ranks would share batches that each of them generates for itself.
+        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions.
     """
     if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
         raise ValueError(
-            f"{type(trainer).__name__} lets each rank generate completions of its own, but "
-            f"with sp_size={state.config.sp_size} that many ranks share a batch; patch with "
-            f"sp_size=1 (TRL refuses its own sequence parallelism here, too)"
+            f"{type(trainer).__name__} lets each rank generate completions of its own, but with "
+            f"sp_size={state.config.sp_size} the ranks of an sp group share one batch; patch with "
+            f"sp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
@@ -93,8 +94,8 @@ def prepare_data_loader(
     """Wrap `Accelerator.prepare_data_loader`: ranks that share batches draw the same samples.
 
     Raises:
-        ValueError: ranks share batches, and the loader deals samples in a way that cannot be
-            shared: `dispatch_batches=True`, "batch_rebalance", or a stream with batches of its own;
+        ValueError: ranks share batches, and the loader assigns samples to single processes
+            (`dispatch_batches=True`, "batch_rebalance") or is a stream that makes its own batches;
             or the loader has more batches for one rank than for another.
     """
     if sharing(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
@@ -110,19 +111,20 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     if self.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True sends each rank a batch of its own, but with sp_size="
-            f"{sharing(self)} that many ranks share one; set dispatch_batches=False"
+            f"{sharing(self)} the ranks of an sp group share one batch; set dispatch_batches=False"
         )
     data_ranks = self.num_processes // sharing(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
         _check_stream(data_loader)
-        # Set in __dict__, as the __setattr__ of a loader refuses another data set.
+        # Set in __dict__, because DataLoader.__setattr__ refuses a new data set.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
-            f"train_sampling_strategy='batch_rebalance' deals samples to single processes, but "
-            f"with sp_size={sharing(self)} that many share them; use another strategy"
+            f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
+            f"with sp_size={sharing(self)} the ranks of an sp group share their samples; use "
+            f"another strategy"
         )
     elif getattr(sampler, "generator", self) is None and data_ranks == 1:
         # With one data rank Accelerate does not synchronise the generators of the ranks.
@@ -157,12 +159,12 @@ def gather_for_metrics(
     """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
-    _count_stream(self)
+    _set_stream_remainder(self)
     if use_gather_object or not _all_tensors(input_data):
         first = self.process_index % sharing(self) == 0
         return original(self, input_data if first else input_data[:0], True)
     gather = self.gather
-    # Stock calls self.gather, and afterwards drops the samples that fill up the last batch.
+    # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
     self.gather = lambda data: _first_of_each_group(gather(data), self)
     try:
         return original(self, input_data, False)
@@ -171,9 +173,9 @@ def gather_for_metrics(
 
 
 def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> Any:
-    """Wrap `Accelerator.prepare_scheduler`: one step per data rank and optimizer step.
+    """Wrap `Accelerator.prepare_scheduler`: step once per data rank in each optimizer step.
 
-    A scheduler of stock Accelerate takes one step per process.
+    Stock Accelerate steps a scheduler once per process instead.
     """
     prepared = original(self, scheduler)
     per_process = prepared.step_with_optimizer and not prepared.split_batches
@@ -185,9 +187,10 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer._get_num_items_in_batch`: the number of label tokens to divide the loss by.
+    """Wrap `Trainer._get_num_items_in_batch`: return the label tokens by which to divide the loss.
 
-    Stock divides by `get_tp_size()` a count of this rank alone, too. That division is undone here.
+    Stock divides the count by `get_tp_size()`, even if it is the count of this rank alone. In this
+    case the division is undone.
     """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
@@ -196,7 +199,7 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: a rank's share, as the Trainer sums over all ranks."""
+    """Wrap `Trainer.floating_point_ops`: divide by sp_size, as the Trainer sums over all ranks."""
     return original(self, inputs) // sharing(self.accelerator)
 
 
@@ -215,7 +218,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: gather the logits of whole sequences if they are returned."""
+    """Wrap `Trainer.prediction_step`: if it returns logits, gather those of whole sequences."""
     state = find_state(self.model)
     if state is None or sharing(self.accelerator) == 1:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -231,8 +234,8 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
     """Wrap `Trainer._track_num_input_tokens`: count input tokens once per data rank."""
     before = self.state.num_input_tokens_seen
     original(self, inputs)
-    seen = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + seen // sharing(self.accelerator)
+    new_tokens = self.state.num_input_tokens_seen - before
+    self.state.num_input_tokens_seen = before + new_tokens // sharing(self.accelerator)
 
 
 class _EveryNthStep:
@@ -249,16 +252,16 @@ class _EveryNthStep:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_scheduler":  # copy and pickle ask before __init__
+        if name == "_scheduler":  # copy and pickle look it up before __init__
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream that every rank reads as a whole, and of which it keeps its own samples.
+    """A stream that every rank reads completely; Accelerate then selects the rank's samples.
 
-    A streaming data set of `datasets` would give each data rank its own files, so that the ranks
-    would end at different steps. `rows` counts the samples that were read.
+    Without this class, a streaming data set of `datasets` would give each data rank different
+    files, and ranks would end at different steps. `rows` counts the samples that were read.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -273,7 +276,7 @@ class _Stream(IterableDataset[Any]):
             yield sample
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "rows"):  # copy and pickle ask before __init__
+        if name in ("dataset", "rows"):  # copy and pickle look them up before __init__
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -287,16 +290,16 @@ def _check_stream(data_loader: Any) -> None:
     """Raise if a stream makes its own batches."""
     if data_loader.batch_size is None:
         raise ValueError(
-            "a stream that makes its own batches (batch_size=None) cannot be dealt to the data "
+            "a stream that makes its own batches (batch_size=None) cannot be split over the data "
             "ranks of sp_size > 1; yield samples and set batch_size"
         )
 
 
-def _count_stream(accelerator: Accelerator) -> None:
-    """Set `remainder` of a stream's loader at its end: the real samples in the last batch.
+def _set_stream_remainder(accelerator: Accelerator) -> None:
+    """At the end of a stream, set `remainder` of its loader: the real samples in the last batch.
 
-    Accelerate drops the samples that fill up this batch by `remainder`, and does not know the
-    length of a stream.
+    Accelerate uses `remainder` to drop the samples that pad this batch, but does not set it for a
+    stream, whose length it does not know.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
@@ -307,7 +310,7 @@ def _count_stream(accelerator: Accelerator) -> None:
 
 
 def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
-    """Return a loader's `worker_init_fn`. The Trainer's seeds by process; seed by data rank."""
+    """Make the Trainer's `worker_init_fn` seed by data rank instead of by process."""
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
@@ -315,12 +318,12 @@ def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
 
 
 def _seed_of_rank_0(seed: int) -> int:
-    """Return the seed that rank 0 was given."""
+    """Return the seed of rank 0 on every rank."""
     return on_first("accelerator.prepare", lambda: int(seed))
 
 
 def _all_tensors(data: Any) -> bool:
-    """Return True if nested data holds nothing but tensors."""
+    """Return True if all leaves of nested data are tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
     except TypeError:
@@ -329,10 +332,10 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _first_of_each_group(gathered: Any, accelerator: Accelerator) -> Any:
-    """Select from the rows of all ranks those of the first rank of each group."""
+    """Select the rows of the first rank of each sp group from the gathered rows of all ranks."""
 
-    def pick(rows: Tensor) -> Tensor:
+    def select(rows: Tensor) -> Tensor:
         by_rank = rows.unflatten(0, (accelerator.num_processes, -1))
         return by_rank[:: sharing(accelerator)].flatten(0, 1)
 
-    return recursively_apply(pick, gathered)
+    return recursively_apply(select, gathered)

@@ -1,7 +1,7 @@
-"""Errors of experiment trackers (tensorboard, wandb, ..): they name the tracker and the rank.
+"""Name the experiment tracker (tensorboard, wandb, ..) and the rank when a tracker fails.
 
-Accelerate calls trackers on the main process alone. If a tracker fails there, the other ranks wait
-in the next collective until the launcher ends them, so the error on rank 0 has to say this.
+Accelerate calls trackers only on the main process. If a tracker raises there, the other ranks wait
+in the next collective until the launcher ends them. The error on rank 0 says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hf_moe_ep.upstream.training_frameworks import prepared_models
 
 
 def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Wrap `Accelerator.log`: an error names the tracker.
+    """Wrap `Accelerator.log`: call one tracker at a time, and name it if it fails.
 
     Raises:
-        RuntimeError: a tracker failed.
+        RuntimeError: a tracker raised an error, and there are several ranks.
     """
     accelerator: Accelerator = args[0]
     models = prepared_models(accelerator)
@@ -36,8 +36,8 @@ def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         kind = type(tracker)
         raise RuntimeError(
             f"tracker {tracker.name!r} ({kind.__module__}.{kind.__qualname__}) failed on rank "
-            f"{this_rank()}: {one_line(error)}; the other ranks wait for this one from now on, so "
-            f"catch inside of a tracker what training shall survive"
+            f"{this_rank()}: {one_line(error)}; the other ranks now wait for this rank, so catch "
+            f"inside the tracker all errors that should not end training"
         ) from error
     finally:
         accelerator.trackers = trackers

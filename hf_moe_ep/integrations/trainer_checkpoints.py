@@ -1,23 +1,23 @@
-"""The Trainer's own checkpoints of a patched model: complete, or recognised as unfinished.
+"""Write and load the Trainer's own checkpoints, which are complete or marked as unfinished.
 
 A save writes a marker first and a manifest last (`checkpoints/storage/manifest.py`):
 
-    1. the marker           from here on the folder counts as unfinished
-    2. Trainer._save_checkpoint; its push to the hub and its deletion of older checkpoints are
-       held back
-    3. the manifest         from here on the folder counts as complete
-    4. the push, then the deletion of unfinished checkpoints and of the oldest complete ones
+    1. Write the marker. From here on the folder counts as unfinished.
+    2. Call `Trainer._save_checkpoint`, but postpone its push to the hub and its deletion of older
+       checkpoints.
+    3. Write the manifest. From here on the folder counts as complete.
+    4. Push, then delete all unfinished checkpoints and the oldest complete ones.
 
-Stock deletes older checkpoints in step 2: a kill right after that would leave none that is
-complete. `resume_from_checkpoint=True` takes the newest complete checkpoint. A checkpoint that is
-named is compared with its manifest before anything is loaded. A folder without our marker was
-written by stock, or before there were manifests: it is loaded with a warning.
+Stock deletes older checkpoints in step 2. If the job were killed right after that, there might be
+no complete checkpoint. `resume_from_checkpoint=True` resumes from the newest complete checkpoint. A
+checkpoint that is given by its path is compared with its manifest before anything is loaded. A
+folder without our marker was written by stock or by an old hf_moe_ep; it is loaded with a warning.
 `accelerate_states.py` does the same for `Accelerator.save_state`.
 
-A model that is not sharded is loaded with its experts too: stock looks in a file of hub layout for
-the model's own names, reports those of experts as missing, and keeps their old values. The Trainer
-reads all files except those of DCP with weights_only=True; `checkpoints/storage/unpickle.py`
-checks DCP's.
+`load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
+model's own parameter names, but in hub layout experts have other names: it would report them as
+missing and keep their old values. The Trainer reads all files except those of DCP with
+weights_only=True; `checkpoints/storage/unpickle.py` checks DCP's files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
-# The last calls of `_save_checkpoint`, which wait for a manifest; by the Trainer's output folder.
+# By output folder of the Trainer: calls that are postponed until the manifest is written.
 _held_back: dict[str, list[Callable[[], None]]] = {}
 
 
@@ -71,7 +71,7 @@ def save_checkpoint(
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
-    held = _held_back[os.path.abspath(folder.parent)] = []
+    postponed = _held_back[os.path.abspath(folder.parent)] = []
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each():
             together(f"saving {folder}", lambda: original(self, model, trial))
@@ -82,19 +82,19 @@ def save_checkpoint(
         base = describe_base(self.model)
         on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     manifest.write(folder, layout_of(state))
-    together(f"pushing {folder}, deleting older ones", lambda: [call() for call in held])
+    together(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
 
 def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str) -> None:
-    """Wrap `Trainer._push_from_checkpoint`: push after the manifest was written.
+    """Wrap `Trainer._push_from_checkpoint`: push after the manifest is written.
 
-    Without a manifest the checkpoint on the hub would count as unfinished for ever.
+    If it were pushed without its manifest, the checkpoint on the hub would count as unfinished.
     """
-    held = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
-    if held is None:
+    postponed = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
+    if postponed is None:
         original(self, checkpoint_folder)
     else:
-        held.append(partial(original, self, checkpoint_folder))
+        postponed.append(partial(original, self, checkpoint_folder))
 
 
 def rotate(
@@ -104,12 +104,13 @@ def rotate(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap `rotate_checkpoints`: delete older checkpoints after the manifest was written.
+    """Wrap `rotate_checkpoints`: delete older checkpoints after the manifest is written.
 
-    Stock counts an unfinished checkpoint as one to keep, and deletes a complete one for it.
+    Unfinished checkpoints are deleted first. Stock counts them towards `save_total_limit`, and
+    deletes complete checkpoints in their stead.
     """
-    held = _held_back.get(os.path.abspath(output_dir))
-    if held is None:
+    postponed = _held_back.get(os.path.abspath(output_dir))
+    if postponed is None:
         original(output_dir, save_total_limit, *args, **kwargs)
         return
 
@@ -121,7 +122,7 @@ def rotate(
                 shutil.rmtree(folder)
         original(output_dir, save_total_limit, *args, **kwargs)
 
-    held.append(delete)
+    postponed.append(delete)
 
 
 def train(
@@ -131,7 +132,7 @@ def train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Train as `Trainer.train` does, but resume from complete checkpoints only.
+    """Wrap `Trainer.train`: resume from complete checkpoints only.
 
     Raises:
         ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
@@ -143,8 +144,8 @@ def train(
     def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
             return newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
-        given = Path(os.fspath(resume_from_checkpoint))
-        return given, is_verifiable(given)
+        named_folder = Path(os.fspath(resume_from_checkpoint))
+        return named_folder, is_verifiable(named_folder)
 
     folder, verifiable = on_first("resuming", choose)
     check_resumable(folder, verifiable)
@@ -158,7 +159,7 @@ def load_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer._load_optimizer_and_scheduler`: load with experts in hub order, and no code."""
+    """Wrap `Trainer._load_optimizer_and_scheduler`: use hub order, refuse code in DCP's files."""
     if checkpoint is None or self.model is None or find_state(self.model) is None:
         return original(self, checkpoint, *args, **kwargs)
     with (
@@ -173,13 +174,13 @@ def load_model(
 ) -> Any:
     """Wrap `Trainer._load_from_checkpoint` and `Trainer._load_best_model`.
 
-    A model that one process holds is loaded from hub layout, every parameter by name.
+    A model in one process, without adapters, is loaded from hub layout, with its experts.
     """
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     if state is None:
         return original(self, *args, **kwargs)
-    given = [*args, *kwargs.values()]  # `_load_best_model` is given nothing.
-    folder = given[0] if given else self.state.best_model_checkpoint
+    arguments = [*args, *kwargs.values()]  # `_load_best_model` has no arguments.
+    folder = arguments[0] if arguments else self.state.best_model_checkpoint
     if state.meshes is not None:
         reshard(model)
         check_base(Path(folder), model)
@@ -195,9 +196,10 @@ def load_model(
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the files that single ranks of an earlier save wrote to this folder.
+    """Remove the per-rank files that an earlier save wrote to this folder.
 
-    If the earlier run had more ranks, a later run of as many would go on with old random numbers.
+    Otherwise, if the earlier run had more ranks than this run, a later run with as many ranks
+    would resume with outdated random states.
     """
     for pattern in ("rng_state*.pth", "*/*.distcp"):
         for file in folder.glob(pattern):

@@ -1,4 +1,4 @@
-"""A check of data loaders that would give ranks different numbers of batches.
+"""`check_even` refuses data loaders that would give ranks different numbers of batches.
 
 All ranks of a sharded model must run every forward together. With `even_batches=False` Accelerate
 gives the last batches of an epoch to the first ranks only. With 7 batches on 2 ranks:
@@ -6,8 +6,8 @@ gives the last batches of an epoch to the first ranks only. With 7 batches on 2 
     rank 0   0 2 4 6
     rank 1   1 3 5       ends its epoch, while rank 0 waits in the experts' all-to-all
 
-Streams are not checked, as they have no length (a streaming data set of `datasets`, of which every
-rank reads files of its own under `dispatch_batches=False`).
+Streams have no length, so they are not checked. For example, with `dispatch_batches=False` each
+rank reads different files of a streaming data set of `datasets`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check_even(accelerator: Accelerator) -> None:
                 raise ValueError(
                     f"even_batches=False gives rank 0 {numbers[0]} batches and rank "
                     f"{len(numbers) - 1} {numbers[-1]}, but ranks of a patched model run every "
-                    f"forward together; set even_batches=True, which fills the end up with rows "
-                    f"of the beginning, or drop_last=True in the DataLoader"
+                    f"forward together; set even_batches=True, which pads the last batches with "
+                    f"rows of the first, or drop_last=True in the DataLoader"
                 )
 
 
@@ -46,14 +46,16 @@ def _numbers_of_batches(sampler: Any) -> list[int]:
     """Return the number of batches of each rank; empty if all ranks have the same number."""
     if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
         return []
-    whole, ranks = sampler.batch_sampler, sampler.num_processes
+    batches, num_ranks = sampler.batch_sampler, sampler.num_processes
+    # The last round of batches reaches only the first `num_longer` ranks.
     if not sampler.split_batches:
-        left = len(whole) % ranks if isinstance(whole, Sized) else 0
+        num_longer = len(batches) % num_ranks if isinstance(batches, Sized) else 0
     else:
-        rows = getattr(whole, "sampler", None)
-        share = sampler.batch_size // ranks
-        left = -(-(len(rows) % sampler.batch_size) // share) if isinstance(rows, Sized) else 0
-    if left == 0:
+        rows = getattr(batches, "sampler", None)
+        rows_per_rank = sampler.batch_size // num_ranks
+        last_rows = len(rows) % sampler.batch_size if isinstance(rows, Sized) else 0
+        num_longer = -(-last_rows // rows_per_rank)
+    if num_longer == 0:
         return []
-    each = len(whole) - 1 if sampler.split_batches else len(whole) // ranks
-    return [each + (rank < left) for rank in range(ranks)]
+    shortest = len(batches) - 1 if sampler.split_batches else len(batches) // num_ranks
+    return [shortest + (rank < num_longer) for rank in range(num_ranks)]

@@ -272,7 +272,7 @@ def _lean_under_accelerate(rank: int, world: int, folder: str) -> None:
         accelerator = Accelerator(cpu=True)
         small = tiny(dtype=torch.float32, num_experts=2, moe_intermediate_size=9)
         apply_ep_fsdp2(small)
-        with pytest.raises(ValueError, match=r"leaves a rank without a share"):
+        with pytest.raises(ValueError, match=r"has an empty shard on this rank"):
             accelerator.prepare(small, torch.optim.AdamW(small.parameters()))
 
 

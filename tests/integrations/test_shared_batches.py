@@ -212,7 +212,7 @@ def _a_sampler_of_single_processes(rank: int, folder: str) -> None:
         model=_two_share(),
         train_dataset=_rows(),
     )
-    with pytest.raises(ValueError, match=r"'batch_rebalance' deals .* with sp_size=2 that many"):
+    with pytest.raises(ValueError, match=r"'batch_rebalance' assigns .* with sp_size=2 the ranks"):
         trainer.get_train_dataloader()
 
 
@@ -251,5 +251,5 @@ def test_what_each_rank_generates_for_itself_cannot_be_shared() -> None:
     trainer: Any = SimpleNamespace(model=model, _generate_and_score_completions=None)
     state = find_state(model)
     assert state is not None
-    with pytest.raises(ValueError, match=r"lets each rank generate .* with sp_size=2 that many"):
+    with pytest.raises(ValueError, match=r"lets each rank generate .* with sp_size=2 the ranks"):
         share_trainer_batches(trainer, state)
