@@ -201,7 +201,7 @@ def test_a_state_dict_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None
         (given | {"value_head": torch.ones(2)}, "unexpected 1 tensors: value_head"),
         ({}, "missing 24 tensors"),
     ):
-        with pytest.raises(ValueError, match=f"is not that of this Qwen3MoeForCausalLM: {words}"):
+        with pytest.raises(ValueError, match=f"does not fit this Qwen3MoeForCausalLM: {words}"):
             checkpoint.save_state_dict(model, tmp_path, other)
         assert_equal(read_all(tmp_path), want)
 

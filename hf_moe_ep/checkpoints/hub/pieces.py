@@ -42,8 +42,8 @@ class Piece:
         shape: the shape of the whole checkpoint tensor.
         start: the index in the parameter of the first element of the piece.
         sizes: the number of indices that the piece holds along each dim of the parameter.
-        axes: for each dim of the parameter, the dim of the view that runs along it; None where the
-            piece holds a single index of that dim.
+        axes: for each dim of the parameter, the corresponding dim of the view; None where the piece
+            holds a single index of the parameter's dim.
         view: the shape in which the checkpoint tensor is viewed.
         corner: the index in the view of the first element of the piece.
         steps: the distance in the parameter, along each of its dims, between neighbours in the
@@ -96,7 +96,7 @@ class Piece:
         )
 
     def in_view(self, values: Tensor) -> Tensor:
-        """Permute values of the parameter into the dims of the view; the memory is shared."""
+        """Permute values of the parameter to the order of the view's dims; the memory is shared."""
         varying = [dim for dim, axis in enumerate(self.axes) if axis is not None]
         single = [dim for dim, axis in enumerate(self.axes) if axis is None]
         axes = [axis for axis in self.axes if axis is not None]
@@ -118,9 +118,10 @@ def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
 
 
 def filled_box(pieces: Sequence[Piece]) -> Box | None:
-    """Return the box of the view that several pieces fill together, None if they fill none.
+    """Return the box of the view that several pieces fill together.
 
-    Interleaved rows are read and written in one go by this box instead of row by row.
+    With this box interleaved rows are read and written at once instead of row by row. The result is
+    None for a single piece, and for pieces that do not fill a box.
     """
     if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):
         return None
@@ -154,7 +155,7 @@ def per_expert_pieces(
     Args:
         module: the name of the experts module.
         names: the tensors that make up the rows of one expert, in order, with a placeholder for the
-            expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
+            number of the expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
     """
     experts, out, inner = shape
     rows = out // len(names)
