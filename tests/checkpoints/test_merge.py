@@ -250,7 +250,7 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     ):
         done = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), of_peft(small))
-    assert done.notes == ["tokenizer.json is the base's; the adapter's folder has a different one"]
+    assert done.notes == ["tokenizer.json comes from the base; that of the adapter is different"]
 
 
 @pytest.mark.slow
@@ -531,7 +531,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a part quantized": (
         lambda base, _: _edit(base / "config.json", text_config={"quantization_config": FP8}),
-        r"quantized by fp8, to which nothing can be added",
+        r"quantized by fp8, to which no adapter can be added",
     ),
 }
 BAD |= {
