@@ -209,8 +209,8 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
         )
     if (folder / BASE).exists():
         raise ValueError(
-            f"{folder} holds no experts, because its run held them quantised; load it into that "
-            f"model, or take the experts from the checkpoint from which the run started"
+            f"{folder} holds no experts, because its run held them quantised; load it into a model "
+            f"that is patched as in that run, or take the experts from the run's base checkpoint"
         )
     problems = [list_names("missing", missing), list_names("misshapen", misshapen)]
     if any(problems):
