@@ -72,7 +72,7 @@ def _odd_dtype(folder: Path) -> None:
 # What happened to the checkpoint, and the words of the error on every rank.
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_cut, r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+"),
-    "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, and {INDEX} names it"),
+    "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, but {INDEX} names it"),
     "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is no safetensors file"),
     "header damaged": (
         lambda f: (f / FIRST).write_bytes(b"\x10" + bytes(7) + b"{" * 200),
@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index lies": (
         lambda f: _edit_index(f, lambda places: places.update(extra=FIRST)),
-        rf"{FIRST} has no tensor extra, and {INDEX} says so",
+        rf"{FIRST} has no tensor extra, but {INDEX} says that it has",
     ),
     "misshapen": (
         lambda f: _edit_tensors(f, EXPERT, _replace),
