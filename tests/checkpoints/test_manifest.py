@@ -75,7 +75,10 @@ def _flip(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "truncated": (lambda f: os.truncate(f / "a.bin", 999), r"a\.bin has 999 bytes.*says 1000"),
-    "missing": (lambda f: (f / "deep/b.bin").unlink(), r"deep/b\.bin is missing.*that it has 70 bytes"),
+    "missing": (
+        lambda f: (f / "deep/b.bin").unlink(),
+        r"deep/b\.bin is missing.*has 70 bytes",
+    ),
     "flipped": (lambda f: _flip(f / "a.bin"), r"a\.bin has changed.*sha256 [0-9a-f]{64}.*says"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), r"was not finished"),
     "half a manifest": (
