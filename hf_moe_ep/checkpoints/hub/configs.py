@@ -29,7 +29,7 @@ def save_configs(
     file is either the old or the new one.
 
     Args:
-        dtype: the dtype to write into config.json; None writes that of the model's config.
+        dtype: the dtype to write into config.json; None writes the dtype of the model's config.
         others: tokenizers and processors.
     """
     publish(stage_configs(model, folder, dtype, others), folder)
@@ -40,7 +40,7 @@ def stage_configs(
 ) -> Path:
     """Save the files of `save_configs` into a new subfolder, for `publish`.
 
-    Leftovers of a save that was killed are cleaned up first.
+    The files that a killed save has left are cleaned up first.
     """
     settle(folder)
     for leftover in folder.glob(f"{STAGED}*"):

@@ -75,8 +75,7 @@ class ScaledTensor(FileTensor):
         ends = [dim for dim in range(len(view) + 1) if math.prod(view[dim:]) == self.shape[-1]]
         if not ends:
             raise ValueError(
-                f"cannot decode a tensor {self.shape} in the view {view}: its rows do not begin at "
-                f"a dim of the view"
+                f"cannot decode {self.shape} in the view {view}, where rows do not begin at a dim"
             )
         return ends[0]
 
@@ -112,8 +111,8 @@ def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, Fi
     Scales of activations are left out, because only FP8 kernels need them.
 
     Raises:
-        ValueError: scales have another shape than the weight needs; config.json lacks the block
-            size.
+        ValueError: scales do not have the shape that the weight needs; config.json lacks the size
+            of a block.
     """
     weights = _without_scales(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)

@@ -84,9 +84,9 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
 
 @torch.no_grad()
 def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield (box, values) of a parameter in host memory of rank 0, None elsewhere.
+    """Yield (box, values) of a parameter in host memory of rank 0; every rank iterates to the end.
 
-    Every rank iterates to the end.
+    On other ranks the values are None, or the whole tensor, or nothing is yielded.
     """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
@@ -111,7 +111,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
 
 
 def _shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield the box of each shard in order, and its values on rank 0, None elsewhere."""
+    """Yield (box, values) of each shard in order; the values are None on ranks other than 0."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
     # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
@@ -142,9 +142,7 @@ def slabs_for_all(
     max_bytes: int,
     slots_E: Tensor | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield (box, values) of a parameter on the compute device of every rank.
-
-    Every rank iterates to the end.
+    """Yield (box, values) of a parameter on the compute device; every rank iterates to the end.
 
     Args:
         dtype: the dtype of the tensors that `change` returns.

@@ -1,11 +1,11 @@
-"""The hub layout of a model: which checkpoint tensors make up each of its parameters.
+"""Find the hub layout of a model: the checkpoint tensors that make up each parameter.
 
 `hub_layout` derives the layout from transformers' own conversion: it replaces the model's
 parameters and buffers by traced tensors, transformers converts these as `save_pretrained` would,
 and `derived.py` computes the pieces from the results. A plan can override the layout of stacked
 expert weights.
 
-`find_pieces` reads checkpoints in the layout that `save_pretrained` writes. Stacked weights are
+`find_pieces` accepts a checkpoint in the layout that `save_pretrained` writes. Stacked weights are
 also accepted in their shape in memory (transformers writes this shape with
 save_original_format=False, and always for Qwen3-VL-MoE), and with the last two dims of that shape
 exchanged. Both shapes fit a square weight (in = out); then the other weight of the same experts
@@ -43,11 +43,7 @@ Shape = tuple[int, ...]
 
 
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied weights only once.
-
-    Args:
-        without: the names to leave out.
-    """
+    """Return parameters and persistent buffers by name, without tied copies and names `without`."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if canonical_name(name) not in without:
@@ -64,10 +60,11 @@ def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layo
         shapes: the shapes of the parameters and buffers, by their names in a stock model.
 
     Raises:
-        ValueError: the conversion uses an operation that cannot be traced; the tensor is named.
+        ValueError: the conversion uses an operation that cannot be traced. The error names the
+            tensor.
     """
     from_plan = {
-        name for name in shapes if _is_stacked(name, plan) and _weight(name) in plan.stored
+        name for name in shapes if _is_stacked(name, plan) and _weight_name(name) in plan.stored
     }
     layout = _derive_layout(model, {name: shapes[name] for name in shapes if name not in from_plan})
     found = {
@@ -78,7 +75,7 @@ def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layo
 
 
 def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
-    stored = plan.stored[_weight(name)]
+    stored = plan.stored[_weight_name(name)]
     if stored.parts:
         experts, out, inner = shape
         return per_expert_pieces(name.rpartition(".")[0], (experts, out, inner), stored.parts)
@@ -138,10 +135,10 @@ def find_pieces(
     found: dict[str, list[Piece]] = {}
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
-    for group in _groups(parameters, layout, plan):
+    for group in _group_by_layout(parameters, layout, plan):
         layouts = [
             {name: pieces_of(name, parameters[name]) for name in group}
-            for pieces_of in _layouts(layout, plan)
+            for pieces_of in _candidate_layouts(layout, plan)
         ]
         fitting = next((candidate for candidate in layouts if _fits(candidate, tensors)), None)
         if fitting is None:
@@ -191,7 +188,9 @@ def group_by_shared_tensors(layout: Layout, names: Iterable[str]) -> list[list[s
     return groups
 
 
-def _groups(parameters: Mapping[str, Shape], layout: Layout, plan: ModelPlan) -> list[list[str]]:
+def _group_by_layout(
+    parameters: Mapping[str, Shape], layout: Layout, plan: ModelPlan
+) -> list[list[str]]:
     """Group the parameters that must be read in the same layout.
 
     These are the weights of one experts module, and parameters that share checkpoint tensors.
@@ -209,11 +208,13 @@ def _is_stacked(name: str, plan: ModelPlan) -> bool:
     return weight in plan.expert_weights and matches(plan.experts, module)
 
 
-def _weight(name: str) -> str:
+def _weight_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _layouts(layout: Layout, plan: ModelPlan) -> list[Callable[[str, Shape], list[Piece]]]:
+def _candidate_layouts(
+    layout: Layout, plan: ModelPlan
+) -> list[Callable[[str, Shape], list[Piece]]]:
     """List the layouts to try: the hub's, the one in memory, and its transpose.
 
     Each layout is a function that returns the pieces of a parameter from its name and shape.

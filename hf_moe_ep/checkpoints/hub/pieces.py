@@ -1,4 +1,4 @@
-"""A piece says which box of a checkpoint tensor holds which elements of a parameter.
+"""Describe by `Piece` which box of a checkpoint tensor holds which elements of a parameter.
 
 With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be stored as
 
@@ -11,8 +11,8 @@ With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be sto
                                                       [:, :, 0, :] starts at (0, 0, 0)
                                                       [:, :, 1, :] starts at (0, 3, 0)
 
-A tensor in a file is contiguous, so a reader may view it in another shape (`Piece.view`). In the
-right view every rearrangement that transformers makes is a box of the view with permuted dims.
+A tensor in a file is contiguous, so a reader may view it in another shape (`Piece.view`). For every
+rearrangement that transformers makes, there is a view in which each piece is a box.
 
 Each rank needs only its shard of a parameter. `Piece.cut` restricts a piece to a box of the
 parameter; the result is a smaller piece. Here for expert 1, rows 2 to 4, of the interleaved w13:
@@ -46,7 +46,7 @@ class Piece:
             holds a single index of the parameter's dim.
         view: the shape in which the checkpoint tensor is viewed.
         corner: the index in the view of the first element of the piece.
-        steps: the distance in the parameter, along each of its dims, between neighbours in the
+        steps: for each dim of the parameter, the distance between the indices of neighbours in the
             piece.
     """
 

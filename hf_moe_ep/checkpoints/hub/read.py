@@ -103,7 +103,7 @@ def find_weights(
             tensors = _rename_keys(model, join_scales(in_files, Path(directory)), layout)
             tensors = join_stacked_scales(tensors, layout, Path(directory))
             tensors = join_blocks(tensors, layout)
-            found = _match(model, tensors, layout, plan, set(empty))
+            found = _match_parameters(model, tensors, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             text = f"{directory} does not fit this {kind}: {error}"
@@ -116,8 +116,8 @@ def find_weights(
             raise ValueError(text) from error
         return found, fingerprint(in_files)
 
-    found, weights = together(f"reading {directory}", find)
-    _check_same_weights(weights, os.fspath(directory))
+    found, own_fingerprint = together(f"reading {directory}", find)
+    _check_same_weights(own_fingerprint, os.fspath(directory))
     return found
 
 
@@ -151,14 +151,9 @@ def _rename_keys(
     return {new_name.get(key, key): tensor for key, tensor in tensors.items()}
 
 
-def _check_same_weights(weights: str, folder: str) -> None:
-    """Raise ValueError if ranks read different weights: their shards would mix two models.
-
-    Args:
-        weights: the fingerprint of the weights that this rank reads.
-        folder: the folder that this rank reads.
-    """
-    fingerprints = differing(weights)
+def _check_same_weights(own_fingerprint: str, folder: str) -> None:
+    """Raise ValueError if ranks read different weights: the shards would be of two models."""
+    fingerprints = differing(own_fingerprint)
     if fingerprints is None:
         return
     folders = gather(folder)
@@ -170,7 +165,7 @@ def _check_same_weights(weights: str, folder: str) -> None:
         )
 
 
-def _match(
+def _match_parameters(
     model: nn.Module,
     tensors: Mapping[str, FileTensor],
     layout: Layout,
@@ -178,27 +173,27 @@ def _match(
     empty: set[str],
 ) -> dict[str, InFiles]:
     """Find where each parameter in `empty` and each persistent buffer is stored, by name."""
-    # A tied weight has several names.
-    aliases: dict[int, list[str]] = {}
+    aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    wanted: dict[str, tuple[int, ...]] = {}
+    # By the name under which the checkpoint stores a parameter:
+    shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    owners: dict[str, list[str]] = {}
-    tied: set[str] = set()
+    model_names: dict[str, list[str]] = {}
+    tied_keys: set[str] = set()
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*parameters, *persistent_buffers(model)):
         names = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [alias for alias in names if _single_key(alias, layout, tensors)]
         keys = [_single_key(alias, layout, tensors) for alias in present]
         _check_tied({key: tensors[key] for key in filter(None, keys)})
-        tied |= set(filter(None, keys[1:]))
-        first = (present or names)[0]
-        wanted[first], dtypes[first] = tuple(tensor.shape), tensor.dtype
-        owners.setdefault(first, []).append(name)
+        tied_keys |= set(filter(None, keys[1:]))
+        stored_name = (present or names)[0]
+        shapes[stored_name], dtypes[stored_name] = tuple(tensor.shape), tensor.dtype
+        model_names.setdefault(stored_name, []).append(name)
     model_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     try:
-        found = find_pieces(tensors, wanted, layout, plan)
+        found = find_pieces(tensors, shapes, layout, plan)
     except ValueError as error:
         unknown = sorted(unexpected_keys(model, tensors.keys() - model_keys))
         if not unknown:
@@ -208,17 +203,17 @@ def _match(
             f"layout: load the checkpoint in transformers and save it there, or give the layout of "
             f"the weights in a plan (plan=)"
         ) from error
-    known = {piece.key for pieces in found.values() for piece in pieces} | tied
-    # Parameters that are not empty are not read, but the checkpoint may hold them.
-    read = {id(tensor) for _, tensor in parameters}
-    others = [names for key, names in aliases.items() if key not in read]
+    known = {piece.key for pieces in found.values() for piece in pieces} | tied_keys
+    # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
+    ids = {id(tensor) for _, tensor in parameters}
+    others = [names for key, names in aliases.items() if key not in ids]
     known |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
     if unexpected := sorted(unexpected_keys(model, tensors.keys() - known)):
         raise ValueError(list_names("unexpected", unexpected))
     return {
-        name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[first])
-        for first, pieces in found.items()
-        for name in owners[first]
+        name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name])
+        for stored_name, pieces in found.items()
+        for name in model_names[stored_name]
     }
 
 

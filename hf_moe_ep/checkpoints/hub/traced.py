@@ -1,8 +1,8 @@
 """Trace how transformers' conversion rearranges parameters, by tensors that have no values.
 
-A `Traced` tensor knows from which element of which parameter each of its elements comes. If
-transformers' own conversion runs on such tensors, the results show how checkpoint tensors are made
-up of parameters, so this package needs no conversion code of its own. Parameters are numbered; the
+For each element of a `Traced` tensor, the tensor knows an element of a parameter. If transformers'
+own conversion runs on such tensors, the results show how checkpoint tensors are made up of
+parameters, so this package needs no conversion code of its own. Parameters are numbered; the
 element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0, 0). After any views,
 transpositions and concatenations, the coordinates of a tensor are a base plus one term per dim:
 
@@ -170,10 +170,7 @@ class Tracer:
     def tensor(self, number: int, shape: Sequence[int]) -> Traced:
         """Make the traced tensor of parameter `number`."""
         if len(shape) >= COORDINATES:
-            raise Untraceable(
-                f"a tensor with {len(shape)} dims, {tuple(shape)}, cannot be traced; the limit is "
-                f"{COORDINATES - 1} dims"
-            )
+            raise Untraceable(f"a tensor with {len(shape)} dims, {tuple(shape)}, cannot be traced")
         base = np.zeros(COORDINATES, np.int64)
         base[0] = number
         return Traced(base, [partial(self._along, dim + 1, n) for dim, n in enumerate(shape)])
@@ -202,9 +199,7 @@ def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
         for other, (axis, expected) in enumerate(zip(tensor.axes, first.axes, strict=True)):
             same = axis is expected or np.array_equal(axis - axis[:1], expected - expected[:1])
             if other != dim and not same:
-                raise Untraceable(
-                    "it concatenates tensors whose other dims are arranged differently"
-                )
+                raise Untraceable("it concatenates tensors that are arranged differently")
         parts.append(tensor.axes[dim] - tensor.axes[dim][:1] + start)
     axes = [axis if axis[0].any() == 0 else axis - axis[:1] for axis in first.axes]
     axes[dim] = np.concatenate(parts)

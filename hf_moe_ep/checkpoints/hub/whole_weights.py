@@ -7,18 +7,14 @@ from torch import nn
 from hf_moe_ep.state import patched_state, quantised_matrices
 
 
-def check_whole_weights(model: nn.Module, what: str) -> None:
-    """Raise ValueError if the experts are held quantised, because quantisation rounded them.
-
-    Args:
-        what: the name of the function that exports the weights, for the error.
-    """
+def check_whole_weights(model: nn.Module, function_name: str) -> None:
+    """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
     if any(True for _ in quantised_matrices(model)):
         kind = patched_state(model).config.experts_dtype
         raise ValueError(
-            f"{what} cannot export experts that are held quantised (experts_dtype={kind!r}); "
-            f"their original values are in the checkpoint from which they were loaded. Save the "
-            f"adapter with save_pretrained(model, directory), which PEFT and inference engines "
-            f"load together with that checkpoint, or merge both: hf-moe-ep merge-adapter BASE "
-            f"ADAPTER OUT"
+            f"{function_name} cannot export experts that are held quantised "
+            f"(experts_dtype={kind!r}); their original values are in the checkpoint from which "
+            f"they were loaded. Save the adapter with save_pretrained(model, directory), which "
+            f"PEFT and inference engines load together with that checkpoint, or merge both: "
+            f"hf-moe-ep merge-adapter BASE ADAPTER OUT"
         )

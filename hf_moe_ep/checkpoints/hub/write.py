@@ -56,8 +56,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-# (box, values) of a parameter, cut along dim 0 and in order. While a checkpoint is written, only
-# rank 0 has values and the other ranks have None; every rank iterates to the end.
+# (box, values) of a parameter, cut along dim 0 and in order. While a checkpoint is written, the
+# values are used only on rank 0, but every rank iterates to the end.
 Slabs = Iterable[tuple[Box, Tensor | None]]
 
 
