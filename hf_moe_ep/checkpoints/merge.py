@@ -182,8 +182,8 @@ def _check_not_quantized(folder: Path) -> None:
     config = read_object(folder / CONFIG)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config
     for part in parts:
-        if found := part.get("quantization_config"):
-            method = dict(found).get("quant_method", "an unknown method")
+        if quantization := part.get("quantization_config"):
+            method = dict(quantization).get("quant_method", "an unknown method")
             raise ValueError(
                 f"{folder} holds weights quantized by {method}, to which no adapter can be added; "
                 f"name a bf16 checkpoint of this model; to make one from fp8 or mxfp4, load the "
@@ -211,8 +211,8 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
 def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, InFiles]:
     """Return {id of a parameter or buffer: where the base's folder stores its values}."""
     tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
-    found = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
-    return {id(tensors[name]): stored for name, stored in found.items()}
+    weights = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
+    return {id(tensors[name]): stored for name, stored in weights.items()}
 
 
 def _match_adapter(

@@ -59,7 +59,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     root = Path(folder)
     complete, reasons = on_first(f"looking for a checkpoint in {root}", lambda: _search(root))
     newest = complete[-1] if complete else None
-    skipped = [why for path, why in reasons.items() if is_first() and _looks_unfinished(path)]
+    skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
     if skipped:
         chosen = "starting a new run" if newest is None else f"resuming from {newest}"
         warnings.warn(f"{chosen}; skipped: " + "; ".join(skipped), stacklevel=2)

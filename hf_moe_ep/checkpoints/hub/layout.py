@@ -44,11 +44,11 @@ Shape = tuple[int, ...]
 
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, without tied copies and names `without`."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    by_id: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if canonical_name(name) not in without:
-            found.setdefault(id(tensor), (canonical_name(name), tensor))
-    return dict(found.values())
+            by_id.setdefault(id(tensor), (canonical_name(name), tensor))
+    return dict(by_id.values())
 
 
 def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layout:
@@ -67,11 +67,11 @@ def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layo
         name for name in shapes if _is_stacked(name, plan) and _weight_name(name) in plan.stored
     }
     layout = _derive_layout(model, {name: shapes[name] for name in shapes if name not in from_plan})
-    found = {
+    pieces_of = {
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
-    return found | {PADDING: layout[PADDING]}
+    return pieces_of | {PADDING: layout[PADDING]}
 
 
 def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
@@ -132,7 +132,7 @@ def find_pieces(
     Raises:
         ValueError: no layout fits; the error names missing tensors and tensors of another shape.
     """
-    found: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
     for group in _group_by_layout(parameters, layout, plan):
@@ -154,13 +154,13 @@ def find_pieces(
                 elif tensors[piece.key].shape != piece.shape:
                     shapes = f"{tensors[piece.key].shape} instead of {piece.shape}"
                     misshapen[f"{piece.key} {shapes}"] = None
-        found |= fitting or {}
+        pieces |= fitting or {}
     problems = [
         list_names(kind, names) for kind, names in (("missing", missing), ("misshapen", misshapen))
     ]
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
-    return found
+    return pieces
 
 
 def list_names(kind: str, names: Iterable[str]) -> str:

@@ -109,12 +109,12 @@ class Piece:
 
 def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
     """Restrict pieces to a box of their parameter, grouped by checkpoint tensor."""
-    found: dict[str, list[Piece]] = {}
+    by_key: dict[str, list[Piece]] = {}
     for piece in pieces:
-        inside = piece.cut(box)
-        if inside is not None:
-            found.setdefault(piece.key, []).append(inside)
-    return found
+        part = piece.cut(box)
+        if part is not None:
+            by_key.setdefault(piece.key, []).append(part)
+    return by_key
 
 
 def filled_box(pieces: Sequence[Piece]) -> Box | None:

@@ -103,7 +103,7 @@ def find_weights(
             tensors = _rename_keys(model, join_scales(in_files, Path(directory)), layout)
             tensors = join_stacked_scales(tensors, layout, Path(directory))
             tensors = join_blocks(tensors, layout)
-            found = _match_parameters(model, tensors, layout, plan, set(empty))
+            stored = _match_parameters(model, tensors, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             text = f"{directory} does not fit this {kind}: {error}"
@@ -114,11 +114,11 @@ def find_weights(
                     "and save the model"
                 )
             raise ValueError(text) from error
-        return found, fingerprint(in_files)
+        return stored, fingerprint(in_files)
 
-    found, own_fingerprint = together(f"reading {directory}", find)
+    stored, own_fingerprint = together(f"reading {directory}", find)
     _check_same_weights(own_fingerprint, os.fspath(directory))
-    return found
+    return stored
 
 
 def _rename_keys(
@@ -193,7 +193,7 @@ def _match_parameters(
         model_names.setdefault(stored_name, []).append(name)
     model_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     try:
-        found = find_pieces(tensors, shapes, layout, plan)
+        pieces_of = find_pieces(tensors, shapes, layout, plan)
     except ValueError as error:
         unknown = sorted(unexpected_keys(model, tensors.keys() - model_keys))
         if not unknown:
@@ -203,7 +203,7 @@ def _match_parameters(
             f"layout: load the checkpoint in transformers and save it there, or give the layout of "
             f"the weights in a plan (plan=)"
         ) from error
-    known = {piece.key for pieces in found.values() for piece in pieces} | tied_keys
+    known = {piece.key for pieces in pieces_of.values() for piece in pieces} | tied_keys
     # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
     ids = {id(tensor) for _, tensor in parameters}
     others = [names for key, names in aliases.items() if key not in ids]
@@ -212,7 +212,7 @@ def _match_parameters(
         raise ValueError(list_names("unexpected", unexpected))
     return {
         name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name])
-        for stored_name, pieces in found.items()
+        for stored_name, pieces in pieces_of.items()
         for name in model_names[stored_name]
     }
 

@@ -73,9 +73,9 @@ def save_pretrained(
     """
     check_everyone_calls("save_pretrained")
     folder, model = Path(directory), unwrap(model)
-    others = processor if isinstance(processor, (list, tuple)) else [processor]
+    processors = processor if isinstance(processor, (list, tuple)) else [processor]
     if has_adapters(model):
-        _save_adapters(model, folder, others, kwargs)
+        _save_adapters(model, folder, processors, kwargs)
         return
     # The number of collectives depends on these arguments.
     check_alike("save_pretrained", max_shard_size=max_shard_size, dtype=dtype)
@@ -88,7 +88,7 @@ def save_pretrained(
     check_whole_weights(model, "save_pretrained")
     size = parse_size(max_shard_size)
     with experts_in_hub_order(model):
-        _save_weights(model, state, folder, size, dtype, others)
+        _save_weights(model, state, folder, size, dtype, processors)
 
 
 def _save_weights(
@@ -97,7 +97,7 @@ def _save_weights(
     folder: Path,
     max_shard_size: int,
     dtype: torch.dtype | None,
-    others: Sequence[Any],
+    processors: Sequence[Any],
 ) -> None:
     tensors = distinct_tensors(model)
     groups = group_tensors(
@@ -111,7 +111,7 @@ def _save_weights(
 
     def write_configs() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        return stage_configs(model, folder, first_dtype(groups), others)
+        return stage_configs(model, folder, first_dtype(groups), processors)
 
     configs = on_first(f"saving to {folder}", write_configs)
     write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
@@ -126,7 +126,7 @@ def save_state_dict(
     """Write a full state dict in the hub's layout; one process calls this.
 
     Raises:
-        ValueError: the state dict lacks tensors of the model, or has others; nothing is written.
+        ValueError: the state dict lacks tensors of the model or has others. Nothing is written then.
     """
     state = find_state(model)
     assert state is not None
@@ -157,12 +157,14 @@ def save_state_dict(
     write_checkpoint(folder, files, configs=configs)
 
 
-def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict[str, Any]) -> None:
+def _save_adapters(
+    model: Any, folder: Path, processors: Iterable[Any], kwargs: dict[str, Any]
+) -> None:
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
         model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
-        for other in others:
-            other.save_pretrained(folder)
+        for processor in processors:
+            processor.save_pretrained(folder)
 
     on_first(f"saving to {folder}", write)

@@ -58,8 +58,8 @@ def local_box(tensor: Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     box = box_at(tensor, coordinate)
-    held, local = tuple(box_sizes(box)), tuple(tensor.to_local().shape)
-    assert held == local, f"{held} is not {local}"
+    sizes, local_shape = tuple(box_sizes(box)), tuple(tensor.to_local().shape)
+    assert sizes == local_shape, f"{sizes} is not {local_shape}"
     return box
 
 

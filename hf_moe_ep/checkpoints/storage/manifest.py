@@ -43,7 +43,7 @@ from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
-# This file is written first. It tells an unfinished checkpoint of this package from other folders.
+# This file is written first. It marks a checkpoint of this package, even an unfinished one.
 STARTED = "hf_moe_ep.json"
 PARTIAL = partial_name(Path(MANIFEST)).name
 _FORMAT = 1
@@ -104,7 +104,7 @@ def write(
         files = known | {name: entry for part in parts or () for name, entry in part.items()}
         manifest = {
             "format": _FORMAT,
-            "number": 1 + max(_numbers_beside(path), default=0),
+            "number": 1 + max(_neighbour_numbers(path), default=0),
             "written": {"time": time.time(), **versions()},
             "layout": layout,
             "files": {name: files[name] for name in sorted(files)},
@@ -227,7 +227,7 @@ def saved(folder: Path) -> Saved:
     return Saved(folder, content.get("number", 0), content["written"]["time"])
 
 
-def _numbers_beside(folder: Path) -> Iterator[int]:
+def _neighbour_numbers(folder: Path) -> Iterator[int]:
     """Yield the numbers of the complete checkpoints in the neighbouring folders."""
     for other in folder.absolute().parent.iterdir():
         if other.name == folder.name or not other.is_dir():

@@ -56,7 +56,7 @@ def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, A
     for number, shards in enumerate(files, 1):
         if not shards:
             continue
-        # Larger elements first, so that each tensor is aligned to the size of its elements.
+        # Tensors with larger elements come first, so each tensor is aligned to its element size.
         names = sorted(shards, key=lambda name: (-shards[name][1].element_size(), name))
         path = folder / file_name(rank, number, len(files))
         offsets = {name: {_OFFSETS: [start for start, _ in shards[name][0]]} for name in names}

@@ -148,11 +148,11 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path} is no safetensors file or was cut off: it has {size} bytes")
+            raise ValueError(f"{path} is no safetensors file or is truncated: it has {size} bytes")
         text = file.read(length)
     try:
         rows, metadata = _parse(text)
-    # RecursionError: brackets nested too deeply.
+    # json raises RecursionError if brackets are nested too deeply.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} has a damaged header: {reason}") from error
@@ -165,8 +165,8 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         # The format, and the library, demand that tensors follow each other without gaps.
         if start != end or stop - start != tensor.nbytes or min(shape, default=0) < 0:
             raise ValueError(
-                f"{path} has a damaged header: {key} {shape} lies in bytes {start} to {stop}, and "
-                f"the tensor before it ends at byte {end}"
+                f"{path} has a damaged header: {key} {shape} has bytes {start} to {stop}, but the "
+                f"tensor before it ends at byte {end}"
             )
         tensors[key], end = tensor, stop
     end += 8 + length

@@ -57,8 +57,8 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     model = unwrap(model)
     tensors = {
         f"{stock_name(name)}{suffix}": tensor
-        for name, held, _ in quantised_matrices(model)
-        for suffix, tensor in held.by_name("").items()
+        for name, matrix, _ in quantised_matrices(model)
+        for suffix, tensor in matrix.by_name("").items()
     }
     if not tensors:
         return None

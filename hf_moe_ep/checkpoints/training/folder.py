@@ -10,8 +10,8 @@
     random-00003.json        the random generators of rank 3
     config.json, ..          the model's config, for `hf-moe-ep convert`
 
-No file is a pickle. All files are written in place, except that the manifest is renamed at the end:
-a folder without a manifest is unfinished, and the checkpoint before it stays the newest.
+No file is a pickle. The manifest gets its name by a rename at the end: a folder without a manifest
+is unfinished, and the checkpoint before it stays the newest.
 """
 
 from __future__ import annotations

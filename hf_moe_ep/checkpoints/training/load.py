@@ -109,8 +109,7 @@ def load_checkpoint(
             scheduler.load_state_dict(saved.scheduler)
         _restore_random(path, saved.layout, state)
 
-    # The optimizer is included, because its new state is in hub order, too: on exit it moves back
-    # together with the experts.
+    # The optimizer's new state is in hub order, too. On exit it moves back with the experts.
     with experts_in_hub_order(model, optimizer):
         saved, targets = together(f"reading {path}", compare)
         together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
@@ -156,16 +155,16 @@ def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState)
     num_saved = saved_layout["world_size"] // saved_layout["sp_size"]
     num_now = layout["world_size"] // layout["sp_size"]
     data_rank = rank // layout["sp_size"]
-    of_rank_0 = _read_random(path, 0)
-    if num_saved == num_now and of_rank_0["device"] == state.device.type:
+    rank_0_state = _read_random(path, 0)
+    if num_saved == num_now and rank_0_state["device"] == state.device.type:
         sp_rank = rank % layout["sp_size"] % saved_layout["sp_size"]
-        of_this_rank = _read_random(path, data_rank * saved_layout["sp_size"] + sp_rank)
-        random_state.restore(of_this_rank, state.device)
+        rank_state = _read_random(path, data_rank * saved_layout["sp_size"] + sp_rank)
+        random_state.restore(rank_state, state.device)
         return
-    random_state.reseed(of_rank_0, data_rank)
+    random_state.reseed(rank_0_state, data_rank)
     if is_first():
         warnings.warn(
-            f"{path} was saved by {num_saved} data ranks on {of_rank_0['device']}, this run has "
+            f"{path} was saved by {num_saved} data ranks on {rank_0_state['device']}, this run has "
             f"{num_now} on {state.device.type}: random generators are seeded anew, so dropout and "
             f"shuffling will differ",
             stacklevel=2,

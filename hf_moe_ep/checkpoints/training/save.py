@@ -98,7 +98,7 @@ def save_checkpoint(
         ValueError: on every rank: `directory` holds a complete checkpoint or other files, the model
             is not patched, or a value cannot be saved.
         RuntimeError: on every rank, with the rank that failed and the reason; earlier checkpoints
-            are unchanged and training can go on.
+            are unchanged and training can continue.
     """
     check_everyone_calls("save_checkpoint")
     state = patched_state(model)

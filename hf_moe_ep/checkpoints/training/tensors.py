@@ -98,7 +98,7 @@ class NamedState:
         Every rank has the same number of files; some may be empty.
         """
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
-        num_bytes, rank = 0, this_rank()  # of all ranks
+        rank, num_bytes = this_rank(), 0  # the bytes of all ranks
         for name, tensor in self.tensors.items():
             while num_bytes // (limit * world_size()) >= len(files):
                 files.append({})
