@@ -126,7 +126,7 @@ def save_state_dict(
     """Write a full state dict in the hub's layout; one process calls this.
 
     Raises:
-        ValueError: the state dict lacks tensors of the model or has others. Nothing is written then.
+        ValueError: the state dict lacks tensors of the model, or has others; nothing is written.
     """
     state = find_state(model)
     assert state is not None
