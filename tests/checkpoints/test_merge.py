@@ -478,7 +478,7 @@ BEYOND_A_PRODUCT: dict[str, Any] = {
 # What is done to the two folders, and the words of the error.
 BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "fp8": (partial(_quantized, "fp8"), r"quantized by fp8, to which .* dequantize=True"),
-    "mxfp4": (partial(_quantized, "mxfp4"), r"quantized by mxfp4, .*name the bf16 checkpoint"),
+    "mxfp4": (partial(_quantized, "mxfp4"), r"quantized by mxfp4, .*name a bf16 checkpoint"),
     "dora": (partial(_adapter_config, use_dora=True), r"DoRA \(use_dora\), .*merge_and_unload"),
     "pissa": (
         partial(_adapter_config, init_lora_weights="pissa"),
