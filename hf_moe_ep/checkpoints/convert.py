@@ -4,9 +4,9 @@
     out/step-300                   saved by save_checkpoint: tensors/ (safetensors, readable by DCP)
     out/step-300 -> out/model      config, tokenizer, shards, index, as save_pretrained writes them
 
-One tensor is in memory at a time, for any number of ranks that wrote it. If the checkpoint has a
-manifest, the files that are read are compared with its hashes first. The model is written into a
-temporary folder next to the target, which is renamed to the target when everything is on disk.
+`convert` holds one tensor in memory at a time, even if many ranks wrote its shards. If the
+checkpoint has a manifest, the files are first compared with its hashes. The model is written into a
+temporary folder next to the target, which is renamed to the target when all files are on disk.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def convert(
         lambda name, _: _slabs(reader, metadata, name),
     )
     _check_fits(folder, model, metadata)
-    small_files = [file for file in config_folder.iterdir() if file.is_file() and is_of_model(file)]
+    small_files = [
+        file for file in config_folder.iterdir() if file.is_file() and describes_model(file)
+    ]
     size = sum(group.num_bytes for group in groups)
     check_room(out, size + sum(file.stat().st_size for file in small_files))
     if check_hashes and manifest.is_ours(folder):
@@ -153,14 +155,14 @@ def check_room(out: Path, needed: int) -> None:
     existing = next(path for path in (out, *out.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        old = left_behind(out)
+        old = list_leftovers(out)
         raise ValueError(
             f"{out} needs {needed:,} bytes, but {existing} has room for {free:,}; delete files, or "
             f"name another disk" + (f"; {old} is left from a killed run; delete it" if old else "")
         )
 
 
-def left_behind(out: Path) -> str:
+def list_leftovers(out: Path) -> str:
     """List the folders that killed runs left next to `out`, as text; "" if there are none."""
     names = os.listdir(out.parent) if out.parent.is_dir() else []
     leftovers = [name for name in names if name.startswith(partial_folder(out))]
@@ -204,8 +206,8 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
             misshapen.append(f"{name} {tuple(saved.size)} instead of {tuple(tensor.shape)}")
     if any("lora_" in key for key in metadata.state_dict_metadata):
         raise ValueError(
-            f"{folder} holds adapters; load it into the model and call save_pretrained, which "
-            f"writes the adapter, then merge it: hf-moe-ep merge-adapter BASE ADAPTER OUT"
+            f"{folder} holds adapters; load it into the model, call save_pretrained, which writes "
+            f"the adapter, and merge the adapter: hf-moe-ep merge-adapter BASE ADAPTER OUT"
         )
     if (folder / BASE).exists():
         raise ValueError(
@@ -229,8 +231,8 @@ def _slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Te
     yield from whole(tensor)
 
 
-def is_of_model(file: Path) -> bool:
-    """Return True if a file describes a model: no weights, and no state of a training run."""
+def describes_model(file: Path) -> bool:
+    """Return True for a file that holds neither weights nor the state of a training run."""
     names = (manifest.MANIFEST, manifest.STARTED, STATE, "trainer_state.json", INDEX)
     is_of_run = file.name in names or file.name.startswith(("random-", "rng_state", "adapter_"))
     return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run

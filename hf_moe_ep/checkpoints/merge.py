@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.convert import check_room, is_of_model, left_behind
+from hf_moe_ep.checkpoints.convert import check_room, describes_model, list_leftovers
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
@@ -76,7 +76,7 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import persistent_buffers
 
-_SLAB_BYTES = 2**28  # of a parameter, merged at a time
+_SLAB_BYTES = 2**28  # the part of a parameter that is merged at a time
 _PICKLED = "adapter_model.bin"
 
 
@@ -304,7 +304,7 @@ def _small_files(folder: Path) -> list[Path]:
     files: list[Path] = []
     for path in folder.iterdir():
         inside = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-        if not path.name.startswith(".") and all(map(is_of_model, inside)):
+        if not path.name.startswith(".") and all(map(describes_model, inside)):
             files += inside
     return sorted(files, key=lambda path: (path == folder / CONFIG, path))
 
@@ -340,7 +340,7 @@ def _note_files(
         if path.name == "README.md" or not in_adapter.is_file():
             continue
         if not cmp(path, in_adapter, shallow=False):
-            notes.append(f"{path.name} comes from the base; that of the adapter is different")
-    if old := left_behind(out):
+            notes.append(f"{path.name} comes from the base; the adapter's {path.name} is different")
+    if old := list_leftovers(out):
         notes.append(f"{old} is left from a killed run; delete it")
     return notes

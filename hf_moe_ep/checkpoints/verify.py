@@ -33,7 +33,7 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     """Read every file of a checkpoint and compare it with its hash, header and config.
 
     Raises:
-        ValueError: a file or tensors are missing, truncated, changed or misshapen; they are named.
+        ValueError: names files or tensors that are missing, truncated, changed or misshapen.
     """
     path = _checkpoint_folder(folder)
     if manifest.is_ours(path):

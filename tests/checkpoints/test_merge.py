@@ -250,7 +250,9 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     ):
         done = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), of_peft(small))
-    assert done.notes == ["tokenizer.json comes from the base; that of the adapter is different"]
+    assert done.notes == [
+        "tokenizer.json comes from the base; the adapter's tokenizer.json is different"
+    ]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ class InFiles:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:
-        """Read a box of the parameter into `target`, one piece at a time."""
+        """Read a box of the parameter into `target`, which has the shape of the box."""
         tensors = {piece.key: tensor for piece, tensor in self.pieces}
         for key, pieces in cut_pieces((piece for piece, _ in self.pieces), box).items():
             tensor, view = tensors[key], pieces[0].view

@@ -108,7 +108,7 @@ class HeldAsBytes:
             piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
 
 
-def held_as_bytes(model: nn.Module) -> dict[str, HeldAsBytes]:
+def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     shards = {}
     for name, matrix, quantisation in quantised_matrices(model):

@@ -22,7 +22,7 @@ from hf_moe_ep.checkpoints.hub.fp8 import join_scales, join_stacked_scales
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
-from hf_moe_ep.checkpoints.hub.quantised import held_as_bytes
+from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
@@ -245,7 +245,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    quantised = held_as_bytes(model)
+    quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
     sizes = {
         name: quantised[name].num_bytes if name in quantised else local_tensor(targets[name]).nbytes

@@ -153,8 +153,8 @@ def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
     layers = zip(state.moe_layers, before, strict=True)
     if any(layer.placement is not placement for layer, placement in layers):
         raise RuntimeError(
-            "balance_experts has moved experts while hub_tensors sent them; iterate to the end, "
-            "and move them after that"
+            "balance_experts has moved experts while hub_tensors sent them; call it after the last "
+            "tensor"
         )
 
 

@@ -4,7 +4,7 @@
     rank 1 holds     (2, 4), (0, 6)       (2, 4), (3, 6)            rank's local tensor:
     a file holds     (0, 4), (3, 6)                                 rows 0 to 2, columns 3 to 6
 
-The box that a rank holds of a sharded tensor follows from the tensor's mesh and placements alone.
+The mesh and the placements of a sharded tensor determine the box that each rank holds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(box: Box, other: Box) -> Box | None:
     """Return the box of the elements that are in both boxes, or None if there are none."""
-    pairs = zip(one, other, strict=True)
-    box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
-    return box if all(start < stop for start, stop in box) else None
+    pairs = zip(box, other, strict=True)
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
+    return common if all(start < stop for start, stop in common) else None
 
 
 def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
@@ -42,7 +42,7 @@ def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield a tensor that is not sharded as one slab: its box and its values."""
+    """Yield a tensor that is not sharded as a single slab, (box, values)."""
     yield whole_box(tensor.shape), tensor
 
 

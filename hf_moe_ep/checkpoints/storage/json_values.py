@@ -92,7 +92,7 @@ def _encode_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
 
 
 def _decode_tensor(numbers: Any, dtype: torch.dtype, shape: list[int] | None) -> Tensor:
-    """Make the tensor in host memory, whatever torch.set_default_device says."""
+    """Make the tensor in host memory, even if torch.set_default_device names another device."""
     if shape is not None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype.is_complex:

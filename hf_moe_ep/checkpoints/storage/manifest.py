@@ -217,11 +217,11 @@ def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
         except (ValueError, PermissionError) as error:  # lost+found belongs to root
             reasons[folder] = str(error)
         else:
-            complete.append(saved(folder))
+            complete.append(read_saved(folder))
     return newest_last(complete), reasons
 
 
-def saved(folder: Path) -> Saved:
+def read_saved(folder: Path) -> Saved:
     """Read the number and the time of a checkpoint; raise ValueError without a valid manifest."""
     content = read(folder)
     return Saved(folder, content.get("number", 0), content["written"]["time"])
@@ -233,7 +233,7 @@ def _neighbour_numbers(folder: Path) -> Iterator[int]:
         if other.name == folder.name or not other.is_dir():
             continue
         try:
-            yield saved(other).number
+            yield read_saved(other).number
         except (ValueError, OSError):  # no checkpoint, unfinished, or not readable
             continue
 

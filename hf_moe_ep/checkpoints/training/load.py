@@ -27,10 +27,10 @@ from hf_moe_ep.checkpoints.training.base import check_base
 from hf_moe_ep.checkpoints.training.same_run import check_model, check_optimizer
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
+    allocate_moment,
     model_slots,
-    new_moment,
     parameter_names,
-    put_optimizer,
+    restore_optimizer,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import (
@@ -104,7 +104,7 @@ def load_checkpoint(
     def restore() -> None:
         _restore_model(model, targets, saved)
         if optimizer is not None and saved.optimizer is not None:
-            put_optimizer(model, optimizer, saved.optimizer, targets)
+            restore_optimizer(model, optimizer, saved.optimizer, targets)
         if scheduler is not None:
             scheduler.load_state_dict(saved.scheduler)
         _restore_random(path, saved.layout, state)
@@ -131,7 +131,7 @@ def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[
         parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.in_file is not None:
-                targets[value.in_file] = new_moment(
+                targets[value.in_file] = allocate_moment(
                     trained[parameter],
                     saved.tensors[value.in_file].dtype,
                     None if parameter_form is None else parameter_form.dtype,

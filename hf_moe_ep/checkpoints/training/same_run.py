@@ -15,8 +15,8 @@ from torch import nn
 from hf_moe_ep.checkpoints.training.state_file import OptimizerState, StateFile, TensorForm
 from hf_moe_ep.checkpoints.training.tensors import (
     StateTensor,
-    bases_of,
-    kind_of,
+    base_names_of,
+    class_name_of,
     model_slots,
     parameter_names,
 )
@@ -94,10 +94,10 @@ def check_optimizer(
 
 def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
     """Accept the saved class, a class derived from it, or one of its bases."""
-    saved_kind, kind = saved.kind, kind_of(optimizer)
+    saved_kind, kind = saved.kind, class_name_of(optimizer)
     if saved_kind in (None, kind):
         return
-    if saved_kind not in bases_of(optimizer) and kind not in saved.bases:
+    if saved_kind not in base_names_of(optimizer) and kind not in saved.bases:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, which would take over "
             f"the lr of {saved_kind} without its own state; load into {saved_kind}, then create "

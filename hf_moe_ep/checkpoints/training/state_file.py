@@ -1,7 +1,7 @@
 """Convert the training state, except the tensors, to `state.json` and back.
 
     {"format": 1,
-     "layout": {"world_size": 8, "ep_size": 4, ...},         the layout that saved it
+     "layout": {"world_size": 8, "ep_size": 4, ...},         the layout at the time of the save
      "progress": {"step": 100},                              given by the user
      "scheduler": {"last_epoch": 100, ...},                  null without a scheduler
      "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     see `spread.py`
@@ -70,7 +70,7 @@ class OptimizerValue:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group of an optimizer: names of parameters; lr and other options."""
+    """A parameter group of an optimizer: names of parameters, and options such as lr."""
 
     names: list[str]
     options: dict[str, Any]
@@ -107,7 +107,7 @@ class StateFile:
         """Copy everything into values that JSON can hold.
 
         Raises:
-            ValueError: a value has no form in JSON; the message says where it is.
+            ValueError: a value has no form in JSON; the error names its position.
         """
         scheduler = None if self.scheduler is None else encode(self.scheduler, "scheduler")
         spreads = {form.spread: None for form in self.tensors.values() if form.spread is not None}

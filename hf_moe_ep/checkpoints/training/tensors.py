@@ -187,15 +187,17 @@ def _collect_optimizer(
         Group([names[id(parameter)] for parameter in group["params"]], _options(group))
         for group in optimizer.param_groups
     ]
-    return tensors, OptimizerState(kind_of(optimizer), bases_of(optimizer), values, groups)
+    return tensors, OptimizerState(
+        class_name_of(optimizer), base_names_of(optimizer), values, groups
+    )
 
 
-def kind_of(optimizer: Any) -> str:
+def class_name_of(optimizer: Any) -> str:
     """Return the class name of an optimizer, which Accelerate may have wrapped."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
-def bases_of(optimizer: Any) -> list[str]:
+def base_names_of(optimizer: Any) -> list[str]:
     """Return the names of an optimizer's base classes, up to the first class of torch.
 
     The bases of torch's own classes are left out: torch's AdamW derives from Adam, but the state of
@@ -235,7 +237,7 @@ def parameter_names(
     return names, trained
 
 
-def new_moment(
+def allocate_moment(
     parameter: StateTensor, dtype: torch.dtype, parameter_dtype: torch.dtype | None
 ) -> Tensor:
     """Allocate one tensor of a parameter's optimizer state, in the form of the files.
@@ -252,7 +254,7 @@ def new_moment(
     return torch.zeros_like(parameter.in_file_form(tensor), dtype=new_dtype)
 
 
-def put_optimizer(
+def restore_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState, tensors: dict[str, Tensor]
 ) -> None:
     """Replace the optimizer's state and options by the saved ones."""
