@@ -1,4 +1,4 @@
-"""Merge a LoRA adapter into its base model: a hub checkpoint, written in one process.
+"""Merge a LoRA adapter into its base model and write a hub checkpoint, in one process.
 
     Qwen3-30B-A3B                  16 files, model-00001-of-00016.safetensors, ..
     out/adapter                    saved by this package, PEFT or transformers

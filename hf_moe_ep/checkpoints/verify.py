@@ -23,7 +23,7 @@ from hf_moe_ep.upstream.hub import progress_bar
 
 @dataclass(frozen=True)
 class Found:
-    """What `verify` or `look` found: a short description of the checkpoint, and facts by name."""
+    """The result of `verify` or `look`: a short description of a checkpoint, and facts by name."""
 
     what: str
     facts: dict[str, str]

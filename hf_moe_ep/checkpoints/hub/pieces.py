@@ -73,7 +73,7 @@ class Piece:
         return tuple(box)
 
     def cut(self, box: Box) -> Piece | None:
-        """Restrict the piece to a box of the parameter; None if they have no element in common."""
+        """Return the part of the piece inside a box of the parameter, or None if it is empty."""
         starts, sizes, corner = [], [], list(self.corner)
         dims = zip(box, self.start, self.sizes, self.steps, self.axes, strict=True)
         for (first, end), start, size, step, axis in dims:

@@ -143,7 +143,7 @@ def _zeros(piece: Piece, dtype: torch.dtype) -> Slabs:
 
 
 def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is saved; `dtype` applies to floating point tensors."""
+    """Return the dtype in which a tensor is saved: `dtype` if the tensor is floating point."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 

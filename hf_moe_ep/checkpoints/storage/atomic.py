@@ -38,7 +38,7 @@ def check_is_free(target: Path) -> None:
 
 
 def check_can_appear(target: Path) -> None:
-    """Raise ValueError if `whole_folder` cannot make a folder."""
+    """Raise ValueError if `whole_folder` cannot make the folder `target`."""
     check_is_free(target)
     if target.is_mount():
         raise ValueError(

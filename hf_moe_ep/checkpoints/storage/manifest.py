@@ -206,7 +206,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """List the complete checkpoints in `root`, the newest last, and say why others are not."""
+    """Return the complete checkpoints in `root`, the newest last, and {other folder: reason}."""
     complete: list[Saved] = []
     reasons: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:

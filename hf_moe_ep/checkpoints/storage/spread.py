@@ -1,4 +1,4 @@
-"""Describe how a tensor is sharded, which rank writes which box, and who wrote a box to read.
+"""Describe how a tensor is sharded, which ranks write it, and which ranks hold a box of it.
 
 `Spread` describes the sharding over a grid of ranks. Each axis of the grid cuts one dim of a tensor
 or none; the last axis cuts first, and each earlier axis cuts the resulting shards. The ranks along

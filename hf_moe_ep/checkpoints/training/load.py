@@ -141,7 +141,7 @@ def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[
 
 @torch.no_grad()
 def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFile) -> None:
-    """Copy the values that were not read into the model's own memory."""
+    """Fill those tensors of the model into which `read_tensors` did not read directly."""
     for name, slot in model_slots(model).items():
         if not slot.tensor.ndim:
             slot.tensor.copy_(saved.scalars[name])
