@@ -96,7 +96,7 @@ def convert(
         manifest.check_sizes(folder)
     if not (config_folder / CONFIG).is_file():
         raise ValueError(f"{config_folder} has no {CONFIG}; name the model's folder with --config")
-    reader, metadata = _open(folder)
+    reader, metadata = _open_checkpoint(folder)
     model, plan = described_model(config_folder)
     saved_in = dtype or next(p.dtype for p in model.parameters())
     tensors = distinct_tensors(model)
@@ -105,7 +105,7 @@ def convert(
         plan,
         tensors,
         lambda _, tensor: saved_dtype(tensor, saved_in),
-        lambda name, _: _slabs(reader, metadata, name),
+        lambda name, _: _read_slabs(reader, metadata, name),
     )
     _check_fits(folder, model, metadata)
     small_files = [
@@ -169,7 +169,7 @@ def list_leftovers(out: Path) -> str:
     return ", ".join(os.fspath(out.parent / name) for name in sorted(leftovers))
 
 
-def _open(folder: Path) -> tuple[Any, Metadata]:
+def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
     """Return the reader of DCP (torch.distributed.checkpoint), and the checkpoint's metadata."""
     if (folder / _ACCELERATE_TENSORS).is_dir():
         reader: Any = MetadataReader(folder / _ACCELERATE_TENSORS)
@@ -187,7 +187,7 @@ def _open(folder: Path) -> tuple[Any, Metadata]:
     return reader, metadata
 
 
-def _key(name: str, metadata: Metadata) -> str | None:
+def _find_key(name: str, metadata: Metadata) -> str | None:
     """Return the key of a tensor in the checkpoint; Accelerate adds one more "model." prefix."""
     keys = (f"{_PREFIX}{name}", f"{_PREFIX}{_PREFIX}{name}", name)
     return next((key for key in keys if key in metadata.state_dict_metadata), None)
@@ -196,7 +196,7 @@ def _key(name: str, metadata: Metadata) -> str | None:
 def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
     missing, misshapen = [], []
     for name, tensor in distinct_tensors(model).items():
-        key = _key(name, metadata)
+        key = _find_key(name, metadata)
         if key is None:
             missing.append(name)
             continue
@@ -221,8 +221,8 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
         )
 
 
-def _slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Tensor]]:
-    key = _key(name, metadata)
+def _read_slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Tensor]]:
+    key = _find_key(name, metadata)
     assert key is not None
     saved = metadata.state_dict_metadata[key]
     assert isinstance(saved, TensorStorageMetadata)

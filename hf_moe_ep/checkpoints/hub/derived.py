@@ -12,7 +12,7 @@ second dim of w13 adds these numbers to the row in the parameter:
     _split_axis       the array is the sum of 0 1 2 (one per pair) and 0 3 (within a pair), so the
                       dim is [3, 2] in the view, with steps 1 and 3
     _join_dims        joins neighbouring dims if one continues the other; here there are none
-    _boxes            two dims of the view run along the rows. The longer dim, [3], stays whole; the
+    _find_boxes       two dims of the view run along the rows. The longer dim, [3], stays whole; the
                       other dim, [2], is split up: one box per index
     -> two pieces     w13 viewed as [2, 3, 2, 5]:  [:, :, 0, :] starts at row 0,
                                                    [:, :, 1, :] starts at row 3
@@ -46,9 +46,11 @@ class PieceFinder:
         """
         axes = tuple(id(axis) for axis in tensor.axes)
         if axes not in self._boxes:
-            runs = [self._runs_of(axis) for axis in tensor.axes]
+            runs = [self._find_cached_runs(axis) for axis in tensor.axes]
             shape = tuple(map(len, tensor.axes))
-            self._boxes[axes] = [box for chosen in product(*runs) for box in _boxes(shape, chosen)]
+            self._boxes[axes] = [
+                box for chosen in product(*runs) for box in _find_boxes(shape, chosen)
+            ]
         base = tensor.base.tolist()
         for box in self._boxes[axes]:
             number, *start = map(operator.add, base, box.start)
@@ -63,11 +65,11 @@ class PieceFinder:
             )
             yield number, piece
 
-    def _runs_of(self, axis: Axis) -> list[_Run]:
+    def _find_cached_runs(self, axis: Axis) -> list[_Run]:
         axis_and_runs = self._runs.get(id(axis))
         if axis_and_runs is None:
             # The axis is stored too: it stays alive, so no other array gets its id.
-            axis_and_runs = self._runs[id(axis)] = axis, _runs(axis)
+            axis_and_runs = self._runs[id(axis)] = axis, _find_runs(axis)
         return axis_and_runs[1]
 
 
@@ -100,7 +102,7 @@ class _Run:
     dims: list[_Dim]
 
 
-def _runs(axis: Axis) -> list[_Run]:
+def _find_runs(axis: Axis) -> list[_Run]:
     """Describe a dim of a tensor as one run with several dims of a view, or as consecutive runs.
 
     Rows 0 3 1 4 2 5 are one run with two dims, [3, 2]. Rows 0 1 2 of parameter 7 followed by rows
@@ -176,7 +178,7 @@ def _join_dims(dims: list[_Dim]) -> list[_Dim]:
     return joined
 
 
-def _boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
+def _find_boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
     """Yield the boxes of a view, each of which holds elements of one parameter.
 
     A box is a `Piece` without a key. Its `start` is (parameter, index in each dim), with as many

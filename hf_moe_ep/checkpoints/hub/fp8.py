@@ -66,9 +66,9 @@ class ScaledTensor(FileTensor):
             part = ((start, min(start + step, end)), *others)
             scale_rows, scale_columns = self._find_blocks(part, view, split)
             values = reader.read(self, part, view).to(torch.float32)
-            factors = scales[scale_rows][:, scale_columns]
-            decoded = values.view(factors.shape).mul_(factors).view(values.shape)
-            out[start - first : part[0][1] - first] = decoded.to(dtype)
+            matrix = values.view(len(scale_rows), len(scale_columns))
+            matrix.mul_(scales[scale_rows][:, scale_columns])  # changes `values`, too
+            out[start - first : part[0][1] - first] = values.to(dtype)
 
     def _split_at_rows(self, view: tuple[int, ...]) -> int:
         """Return the number of leading dims of a view that count rows; the rest count columns."""
@@ -81,13 +81,14 @@ class ScaledTensor(FileTensor):
 
     def _find_blocks(self, box: Box, view: tuple[int, ...], split: int) -> tuple[Tensor, Tensor]:
         """Return the row of `scales` for each row of a box, and the column for each column."""
-        rows, columns = _indices(box[:split], view[:split]), _indices(box[split:], view[split:])
+        rows = _number_elements(box[:split], view[:split])
+        columns = _number_elements(box[split:], view[split:])
         num_rows, num_scale_rows = self.shape[-2], self.scales.shape[-2]
         scale_rows = rows // num_rows * num_scale_rows + rows % num_rows // self.block[0]
         return scale_rows, columns // self.block[1]
 
 
-def _indices(box: Box, view: tuple[int, ...]) -> Tensor:
+def _number_elements(box: Box, view: tuple[int, ...]) -> Tensor:
     """Number the elements of a box by their position in a row-major tensor of shape `view`.
 
     The box (1, 3), (0, 2) of a view [3, 5] has the numbers 5, 6, 10, 11.
@@ -114,10 +115,10 @@ def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, Fi
         ValueError: scales do not have the shape that the weight needs; config.json lacks the size
             of a block.
     """
-    weights = _without_scales(tensors)
+    weights = _find_unscaled(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
-        key: _scaled(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
+        key: _join_weight(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
         for key in weights
         if key + _SCALE in tensors
     }
@@ -138,7 +139,7 @@ def join_stacked_scales(
     Raises:
         ValueError: as in `join_scales`; or scales are missing.
     """
-    weights = _without_scales(tensors)
+    weights = _find_unscaled(tensors)
     if not weights:
         return tensors
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
@@ -150,15 +151,15 @@ def join_stacked_scales(
         for piece in in_fp8:
             scales = _slice_scales(piece, name + _SCALE, stack, block)
             weight = tensors[piece.key]
-            joined[piece.key] = _scaled(piece.key, weight, name + _SCALE, scales, block)
+            joined[piece.key] = _join_weight(piece.key, weight, name + _SCALE, scales, block)
         del joined[name + _SCALE]
-    if missing := [key + _SCALE for key in _without_scales(joined)]:
+    if missing := [key + _SCALE for key in _find_unscaled(joined)]:
         weight_key = missing[0].removesuffix(_SCALE)
         raise ValueError(f"{list_names('missing', missing)}, but {weight_key} is stored in {_FP8}")
     return joined
 
 
-def _without_scales(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+def _find_unscaled(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Find the FP8 weights that are not joined with their scales yet."""
     return {
         key: tensor
@@ -167,7 +168,7 @@ def _without_scales(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     }
 
 
-def _scaled(
+def _join_weight(
     key: str, weight: FileTensor, scales_key: str, scales: FileTensor, block: tuple[int, int]
 ) -> ScaledTensor:
     *outer, rows, columns = weight.shape if len(weight.shape) > 1 else (0, *weight.shape)

@@ -96,7 +96,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         yield from whole(gathered.detach().cpu()) if is_first() else ()
         return
     slab: Tensor | None = None
-    for box, part in _shards(tensor):
+    for box, part in _gather_shards(tensor):
         rows = (box[0], *((0, size) for size in tensor.shape[1:]))
         if part is not None and box == rows:
             slab = part.cpu()
@@ -110,14 +110,14 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab = None
 
 
-def _shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
+def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of each shard in order; the values are None on ranks other than 0."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
     # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
     local = tensor.to_local().detach().contiguous().to(mesh.device_type)
     sharded = _sharded_axes(tensor)
-    for owner, box in _owners(tensor, (0,) * mesh.ndim):
+    for owner, box in _list_shards(tensor, (0,) * mesh.ndim):
         part = local if owner == coordinate else None
         # Broadcast axis by axis, from the owner to rank 0, which has the coordinate 0, 0, ..
         position = list(owner)
@@ -195,7 +195,7 @@ def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -
     coordinate = tuple(mesh.get_coordinate() or ())
     shard_box, shard = local_box(tensor), tensor.to_local().detach()
     slab = torch.empty(box_sizes(rows), dtype=dtype, device=mesh.device_type)
-    for owner, box in _owners(tensor, coordinate):
+    for owner, box in _list_shards(tensor, coordinate):
         part = overlap(box, rows)
         if part is None:
             continue
@@ -226,7 +226,7 @@ def _sharded_axes(tensor: DTensor) -> list[int]:
     return [axis for axis, placement in placements if not isinstance(placement, Replicate)]
 
 
-def _owners(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[int, ...], Box]]:
+def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[int, ...], Box]]:
     """List (mesh coordinate of the owner, box) of all shards, in the order of the boxes.
 
     Args:

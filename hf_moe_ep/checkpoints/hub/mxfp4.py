@@ -84,13 +84,15 @@ def join_blocks(
         return tensors
     joined = dict(tensors)
     for weight in weights:
-        joined[weight.key] = _packed(weight.key, weight.shape, tensors)
+        joined[weight.key] = _pack_weight(weight.key, weight.shape, tensors)
         joined.pop(weight.key + _BLOCKS, None)
         joined.pop(weight.key + _SCALES, None)
     return joined
 
 
-def _packed(key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]) -> PackedTensor:
+def _pack_weight(
+    key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]
+) -> PackedTensor:
     blocks_key, scales_key = key + _BLOCKS, key + _SCALES
     blocks, scales = tensors[blocks_key], tensors.get(scales_key)
     if scales is None:

@@ -174,12 +174,12 @@ def _describe_groups(
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-        return _slabs(tensor, dtype_of(name, tensor), tensor_updates, max_bytes, slots_E)
+        return _gather_slabs(tensor, dtype_of(name, tensor), tensor_updates, max_bytes, slots_E)
 
     return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 
 
-def _slabs(
+def _gather_slabs(
     tensor: Tensor,
     dtype: torch.dtype,
     updates: Sequence[LowRank],

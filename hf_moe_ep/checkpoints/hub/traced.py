@@ -127,7 +127,7 @@ class Traced(torch.Tensor):
 
     def unsqueeze(self, dim: int) -> Traced:
         dim %= self.ndim + 1
-        return Traced(self.base, (*self.axes[:dim], _zero_terms(1), *self.axes[dim:]))
+        return Traced(self.base, (*self.axes[:dim], _make_zero_terms(1), *self.axes[dim:]))
 
     def transpose(self, dim0: int, dim1: int) -> Traced:
         axes = list(self.axes)
@@ -135,16 +135,16 @@ class Traced(torch.Tensor):
         return Traced(self.base, tuple(axes))
 
     def permute(self, *dims: Any) -> Traced:
-        return Traced(self.base, tuple(self.axes[dim] for dim in _flat(dims)))
+        return Traced(self.base, tuple(self.axes[dim] for dim in _flatten_dims(dims)))
 
     def reshape(self, *shape: Any) -> Traced:
-        return _reshaped(self, _flat(shape))
+        return _split_and_merge_dims(self, _flatten_dims(shape))
 
     def view(self, *shape: Any) -> Traced:
-        return _reshaped(self, _flat(shape))
+        return _split_and_merge_dims(self, _flatten_dims(shape))
 
     def new_zeros(self, *size: Any, **_: Any) -> Traced:
-        return Tracer().tensor(ZEROS, _flat(size))
+        return Tracer().tensor(ZEROS, _flatten_dims(size))
 
     @classmethod
     def __torch_function__(
@@ -177,17 +177,17 @@ class Tracer:
 
     def _along(self, coordinate: int, size: int) -> Axis:
         if (coordinate, size) not in self._axes:
-            axis = _zero_terms(size)
+            axis = _make_zero_terms(size)
             axis[:, coordinate] = np.arange(size)
             self._axes[coordinate, size] = axis
         return self._axes[coordinate, size]
 
 
-def _zero_terms(size: int) -> Axis:
+def _make_zero_terms(size: int) -> Axis:
     return np.zeros((size, COORDINATES), np.int64)
 
 
-def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+def _concatenate(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -206,11 +206,11 @@ def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     return Traced(np.zeros(COORDINATES, np.int64), tuple(axes))
 
 
-def _stacked(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    return _concatenated([tensor.unsqueeze(dim) for tensor in tensors], dim)
+def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _concatenate([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
-def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
+def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
     """Split and merge dims, [E, 2F, H] to [E, 2, F, H] or [E * 2F, H] and back.
 
     The new dims are made one after the other: dims of the tensor are merged until the merged dim
@@ -225,7 +225,7 @@ def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
     result: list[Axis] = []
     while sizes:
         size = sizes.pop(0)
-        axis = axes.pop(0) if axes else _zero_terms(1)
+        axis = axes.pop(0) if axes else _make_zero_terms(1)
         while len(axis) < size:
             next_axis = axes.pop(0)
             axis = (axis[:, None] + next_axis[None]).reshape(-1, COORDINATES)
@@ -245,13 +245,13 @@ def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
     return Traced(base, tuple(result))
 
 
-def _flat(dims: Sequence[Any]) -> Sequence[int]:
+def _flatten_dims(dims: Sequence[Any]) -> Sequence[int]:
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.cat: _concatenated,
-    torch.stack: _stacked,
+    torch.cat: _concatenate,
+    torch.stack: _stack,
     torch.chunk: Traced.chunk,
     torch.split: Traced.split,
     torch.unbind: Traced.unbind,

@@ -131,12 +131,12 @@ def group_tensors(
         dtype = dtypes[group[0]]
         keys = {piece.key for pieces, _ in parameters for piece in pieces}
         padding = [piece for piece in layout[PADDING] if piece.key in keys]
-        parameters += [([piece], partial(_zeros, piece, dtype)) for piece in padding]
+        parameters += [([piece], partial(_zero_slabs, piece, dtype)) for piece in padding]
         groups.append(TensorGroup(parameters, dtype))
     return groups
 
 
-def _zeros(piece: Piece, dtype: torch.dtype) -> Slabs:
+def _zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
     dims = zip(piece.start, piece.sizes, strict=True)
     box = tuple((start, start + size) for start, size in dims)
     return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]
@@ -216,7 +216,7 @@ def write_checkpoint(
 def _write_file(
     writer: _HubWriter | None, number: int, groups: list[TensorGroup], progress: Any
 ) -> None:
-    slabs = _all_slabs(groups)
+    slabs = _iterate_slabs(groups)
     if writer is None:
         for _ in slabs:
             pass
@@ -234,7 +234,7 @@ def _write_file(
             pass
 
 
-def _all_slabs(
+def _iterate_slabs(
     groups: list[TensorGroup],
 ) -> Iterator[tuple[torch.dtype, list[Piece], Box, Tensor | None]]:
     for group in groups:

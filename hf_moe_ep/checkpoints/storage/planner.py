@@ -97,7 +97,7 @@ class SpreadPlanner(DefaultSavePlanner):
             spread, replica = self._writers[name]
             key = (id(spread), replica, value.shape)
             if key not in shared:
-                shared[key] = _chunks(spread, replica, value.shape)
+                shared[key] = _list_chunks(spread, replica, value.shape)
             properties = TensorProperties.create_from_tensor(local_tensor(value))
             entries[name] = TensorStorageMetadata(properties, value.shape, shared[key])
         self.metadata = Metadata(entries, planner_data=self.mappings)
@@ -130,7 +130,7 @@ class SpreadPlanner(DefaultSavePlanner):
         return hashed.hexdigest()
 
 
-def _chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkStorageMetadata]:
+def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkStorageMetadata]:
     """List the shards of a tensor in DCP's form; empty shards are left out."""
     return [
         ChunkStorageMetadata(
