@@ -109,7 +109,7 @@ def write(
             "layout": layout,
             "files": {name: files[name] for name in sorted(files)},
         }
-        _commit(path, manifest)
+        _sync_and_write(path, manifest)
 
     on_first(f"writing {path / MANIFEST}", commit, group)
 
@@ -299,7 +299,7 @@ def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:
             )
 
 
-def _commit(folder: Path, manifest: dict[str, Any]) -> None:
+def _sync_and_write(folder: Path, manifest: dict[str, Any]) -> None:
     for parent in {(folder / name).parent for name in manifest["files"]}:
         sync_folder(parent)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
