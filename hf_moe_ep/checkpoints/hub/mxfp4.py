@@ -1,7 +1,7 @@
 """Decode MXFP4 weights of the hub (gpt-oss) while a rank reads its own experts.
 
-A checkpoint stores a weight [E, in, out] as two tensors. Every 32 values along `in` share one scale;
-a byte holds two values, the first of them in its low bits:
+A checkpoint stores a weight [E, in, out] as two tensors. 32 values along `in` share one scale, and
+each byte holds two values, the first of them in its low bits:
 
     down_proj_blocks  [E, out, in / 32, 16]   byte 0x72: codes 2 and 7, so 1.0 and 6.0
     down_proj_scales  [E, out, in / 32]       130: times 2 ** (130 - 127)
