@@ -1,29 +1,29 @@
-"""Merge a LoRA adapter into its base model: a hub checkpoint, written in one process.
+"""Merge a LoRA adapter into its base model and write a hub checkpoint, in one process.
 
     Qwen3-30B-A3B                  16 files, model-00001-of-00016.safetensors, ..
-    out/adapter                    as this package, PEFT or transformers saves it
+    out/adapter                    saved by this package, PEFT or transformers
     -> out/model                   files of the same names; config and tokenizer of the base
 
-If the experts of a stack are in several files of the base, the merged stack is written whole to the
-first of them; a file that becomes empty is not written.
+If the base stores the experts of a stack in several files, the merged stack is written whole to the
+first of these files; a file that becomes empty is not written.
 
-The model is built on the meta device and PEFT attaches its layers there, so PEFT decides which
-modules have an adapter, with which rank and scale. Then each parameter is read, a few experts or
-rows at a time, the product of its factors is added, and the sum is written. Keys, dtypes and the
-points of rounding are those of `merge_and_unload()` and `save_pretrained()` on a CPU:
+The model is built on the meta device, and PEFT attaches its layers there. So PEFT decides which
+modules have an adapter, with which rank and scale. Then `merge_adapter` reads each parameter, a few
+experts or rows at a time (a slab), adds the product of its factors, and writes the sum. Keys,
+dtypes and rounding are those of `merge_and_unload()` and `save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32
-    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype). For a Linear it
+    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype). For a Linear B A
                  is added in fp32 and the sum is rounded; for an embedding, a stack of experts and
-                 other target_parameters it is rounded to bf16 and added in bf16
+                 other target_parameters B A is rounded to bf16 and added in bf16
 
 A slab is a smaller matrix than the parameter, and a BLAS library chooses its algorithm by the
-shape, so the sums of B A may run in another order than PEFT's. In fp32 that changes the last bits
-of a value; in bf16 about one value in a thousand is rounded to its other neighbour. Tensors that
-the adapter does not change are copied bit for bit.
+shape, so the sums in B A may have another order than PEFT's. In fp32 this changes the last bits of
+a value; in bf16 about one value in a thousand is rounded to its other neighbour. Tensors that the
+adapter does not change are copied bit for bit.
 
-Memory is needed for one slab, what is added to it, and the factors of one parameter. Adapters that
-are no product of two factors, and quantised weights, are not supported.
+The process needs memory for one slab, its product, and the factors of one parameter. Quantised
+weights are not supported, nor are adapters that are not a product of two factors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.convert import check_room, is_of_model, left_behind
+from hf_moe_ep.checkpoints.convert import check_room, describes_model, list_leftovers
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
@@ -76,7 +76,7 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import persistent_buffers
 
-_SLAB_BYTES = 2**28  # of a parameter, merged at a time
+_SLAB_BYTES = 2**28  # the part of a parameter that is merged at a time
 _PICKLED = "adapter_model.bin"
 
 
@@ -88,8 +88,8 @@ class Merged:
         bytes: the size of all tensors.
         files: the number of files.
         changed: the number of parameters that the adapter changes.
-        parameters: the number of parameters of the model, tied ones once.
-        notes: sentences about what a user may not expect.
+        parameters: the number of parameters of the model; tied parameters count once.
+        notes: sentences about results that a user may not expect.
     """
 
     bytes: int
@@ -109,19 +109,19 @@ def merge_adapter(
     """Write a model with a LoRA adapter merged into it, in the hub's layout.
 
     Args:
-        base: the folder of the model that was trained, or its name on the hub; the hub's cache is
-            used if the model is there.
+        base: the folder of the model that was trained, or its name on the hub, which is read from
+            the hub's cache if possible.
         adapter: a folder with adapter_config.json and adapter_model.safetensors, or with several
             files and their index.
         target: a folder that is missing or empty; it appears complete or not at all.
-        max_bytes: the size of the slabs of a parameter that are merged at a time. A slab has at
-            least one expert of a stack, or one row of a matrix. With a bf16 base the process needs
-            about five times this memory, because products and sums are in fp32.
+        max_bytes: the size of a slab, the part of a parameter that is merged at a time. A slab has
+            at least one expert of a stack, or one row of a matrix. With a bf16 base the process
+            needs about five times this memory, because products and sums are in fp32.
 
     Raises:
         ValueError: a folder is missing; the adapter belongs to another base, or is no product of
             two factors; the base is quantised or its layout cannot be read; the disk has too little
-            room.
+            free space.
     """
     adapter_folder, out = Path(adapter).resolve(), Path(target).resolve()
     check_can_appear(out)
@@ -132,41 +132,46 @@ def merge_adapter(
         raise ValueError(f"target {target} lies in {base} or in {adapter}; name another folder")
     _check_not_quantized(folder)
     config = read_lora_config(adapter_folder)
-    in_adapter = _read_adapter(adapter_folder)
+    adapter_tensors = _read_adapter(adapter_folder)
     model, plan = described_model(folder, partial(dtype_of_weights, folder))
-    stored, num_of_base = _find_base(model, folder, plan), len(distinct_tensors(model))
+    stored, num_in_base = _find_base(model, folder, plan), len(distinct_tensors(model))
     try:
         model = attach_without_values(model, config)
-        trained = _match(model, in_adapter)
+        trained = _match_adapter(model, adapter_tensors)
     except ValueError as error:
         trained_on = config.base_model_name_or_path or "a model that its config does not name"
         raise ValueError(
             f"{adapter} does not fit {base}: {error}; it was trained on {trained_on}: merge it "
-            f"into that one, with the {ADAPTER_CONFIG} that was saved with it"
+            f"into that model, with the {ADAPTER_CONFIG} that was saved with it"
         ) from error
     check_mergeable(model)
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
-    small = _small_files(folder)
+    small_files = _small_files(folder)
     with Reader() as reader:
         merging = _Merging(reader, stored | trained, updates, max_bytes)
         groups = group_tensors(
-            model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, one: merging.slabs(one)
+            model,
+            plan,
+            tensors,
+            lambda _, tensor: tensor.dtype,
+            lambda _, tensor: merging.slabs(tensor),
         )
         size = sum(group.num_bytes for group in groups)
-        check_room(out, size + sum(path.stat().st_size for path in small))
+        check_room(out, size + sum(path.stat().st_size for path in small_files))
         files = _assign_files(groups, stored.values())
         with whole_folder(out) as written:
             what = f"merging into {target}"
             write_checkpoint(written, list(files.values()), names=list(files), what=what)
-            for path in small:
+            for path in small_files:
                 _copy(path, written / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
-    notes = _note_other_base(config, base, folder) + _notes(folder, adapter_folder, small, out)
-    if len(tensors) > num_of_base:
+    notes = _note_other_base(config, base, folder)
+    notes += _note_files(folder, adapter_folder, small_files, out)
+    if len(tensors) > num_in_base:
         notes.append(
-            f"weights that the base ties are separate now, because one of them was trained; set "
-            f"tie_word_embeddings to false in {out / CONFIG}: some servers read it"
+            f"the base ties weights that are separate now, because one of them was trained; set "
+            f"tie_word_embeddings to false in {out / CONFIG}, which some servers read"
         )
     return Merged(size, len(files), changed, len(tensors), notes)
 
@@ -177,13 +182,13 @@ def _check_not_quantized(folder: Path) -> None:
     config = read_object(folder / CONFIG)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config
     for part in parts:
-        if found := part.get("quantization_config"):
-            method = dict(found).get("quant_method", "an unknown method")
+        if quantization := part.get("quantization_config"):
+            method = dict(quantization).get("quant_method", "an unknown method")
             raise ValueError(
-                f"{folder} holds weights quantized by {method}, to which nothing can be added; "
-                f"name the bf16 checkpoint of this model, or make one: load it in transformers "
-                f"with a quantization_config that has dequantize=True (fp8, mxfp4), and call "
-                f"save_pretrained"
+                f"{folder} holds weights quantized by {method}, to which no adapter can be added; "
+                f"name a bf16 checkpoint of this model; to make one from fp8 or mxfp4, load the "
+                f"model in transformers with a quantization_config that has dequantize=True, and "
+                f"call save_pretrained"
             )
 
 
@@ -191,7 +196,7 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
     """Return the tensors of an adapter by the keys that PEFT gives them."""
     if (folder / _PICKLED).is_file() and not (folder / WEIGHTS).is_file():
         raise ValueError(
-            f"{folder} holds a pickle, {_PICKLED}; load it in PEFT and save it, which writes "
+            f"{folder} holds a pickle, {_PICKLED}; load it in PEFT and save it again, which writes "
             f"{WEIGHTS}"
         )
     tensors = read_index(folder, WEIGHTS)
@@ -204,35 +209,37 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
 
 
 def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, InFiles]:
-    """Find where the base's folder stores each parameter and buffer of the model, by its `id`."""
-    held = dict(model.named_parameters()) | dict(persistent_buffers(model))
-    found = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
-    return {id(held[name]): stored for name, stored in found.items()}
+    """Return {id of a parameter or buffer: where the base's folder stores its values}."""
+    tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
+    weights = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
+    return {id(tensors[name]): stored for name, stored in weights.items()}
 
 
-def _match(model: nn.Module, in_adapter: Mapping[str, FileTensor]) -> dict[int, InFiles]:
-    """Find where the adapter's folder stores tensors of the model, by the `id` of each tensor.
+def _match_adapter(
+    model: nn.Module, adapter_tensors: Mapping[str, FileTensor]
+) -> dict[int, InFiles]:
+    """Return {id of a tensor of the model: where the adapter's folder stores its values}.
 
     Raises:
-        ValueError: names tensors that are missing, have another shape, or are not the model's.
+        ValueError: tensors are missing, have another shape, or do not belong to the model.
     """
-    own, of_base = saved_tensors(model)
-    known = own | of_base
+    of_adapter, of_base = saved_tensors(model)
+    known = of_adapter | of_base
     misshapen = [
         f"{key} {tensor.shape} instead of {tuple(known[key].shape)}"
-        for key, tensor in in_adapter.items()
+        for key, tensor in adapter_tensors.items()
         if key in known and tensor.shape != known[key].shape
     ]
     problems = [
-        list_names("missing", sorted(own.keys() - in_adapter.keys())),
+        list_names("missing", sorted(of_adapter.keys() - adapter_tensors.keys())),
         list_names("misshapen", misshapen),
-        list_names("unexpected", sorted(in_adapter.keys() - known.keys())),
+        list_names("unexpected", sorted(adapter_tensors.keys() - known.keys())),
     ]
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
     return {
         id(known[key]): InFiles([(whole_piece(key, tensor.shape), tensor)], tensor.dtype)
-        for key, tensor in in_adapter.items()
+        for key, tensor in adapter_tensors.items()
     }
 
 
@@ -241,8 +248,8 @@ class _Merging:
     """Reads parameters and factors from files and yields merged parameters, slab by slab.
 
     Attributes:
-        stored: where each tensor of the model with adapters is stored, by its `id`.
-        updates: the adapters of each parameter, by its `id`.
+        stored: where the values of each tensor are stored, by the `id` of the tensor.
+        updates: the adapters of each parameter, by the `id` of the parameter.
         max_bytes: the size of a slab.
     """
 
@@ -252,12 +259,12 @@ class _Merging:
     max_bytes: int
 
     def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the merged values of a parameter, cut along dim 0; the parameter is on meta."""
+        """Yield the merged values of a parameter on the meta device, cut along dim 0."""
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
-        change = partial(self._merged, tensor, updates)
+        change = partial(self._read_merged, tensor, updates)
         return slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
 
-    def _merged(self, tensor: Tensor, updates: list[Update], box: Box, _: Tensor) -> Tensor:
+    def _read_merged(self, tensor: Tensor, updates: list[Update], box: Box, _: Tensor) -> Tensor:
         values = self._read(tensor, box, tensor.dtype)
         return add_updates(values, tuple(slice(start, stop) for start, stop in box), updates)
 
@@ -275,30 +282,31 @@ class _Merging:
 
 
 def _assign_files(
-    groups: Iterable[TensorGroup], of_base: Iterable[InFiles]
+    groups: Iterable[TensorGroup], in_base: Iterable[InFiles]
 ) -> dict[str, list[TensorGroup]]:
-    """Assign groups to the files of the base; a group in several files goes to the first one."""
-    file_of = {piece.key: tensor.file.name for stored in of_base for piece, tensor in stored.pieces}
+    """Assign groups to files named as in the base; each goes to the first file of its tensors."""
+    file_of = {piece.key: tensor.file.name for stored in in_base for piece, tensor in stored.pieces}
     files: dict[str, list[TensorGroup]] = {}
     name = next(iter(file_of.values()))
     for group in groups:
-        # A tensor that only the adapter has goes to the file of the tensor before it.
+        # A tensor that the base does not have is written to the file of the tensor before it.
         name = next((file_of[key] for key in group.shapes if key in file_of), name)
         files.setdefault(name, []).append(group)
     return files
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """List the files that describe a model, from folders without weights too; config.json last.
+    """List the files that describe a model, also those in subfolders without weights.
 
-    A folder without config.json does not load, so a copy that is killed is not taken for a model.
+    config.json is the last in the list and is copied last: without it the folder cannot be loaded,
+    so the result of a killed run cannot be mistaken for a model.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in folder.iterdir():
-        inside = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-        if not path.name.startswith(".") and all(map(is_of_model, inside)):
-            found += inside
-    return sorted(found, key=lambda path: (path == folder / CONFIG, path))
+        inside = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        if not path.name.startswith(".") and all(map(describes_model, inside)):
+            files += inside
+    return sorted(files, key=lambda path: (path == folder / CONFIG, path))
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -309,26 +317,30 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _note_other_base(config: Any, base: str | os.PathLike[str], folder: Path) -> list[str]:
-    """Return a note if the adapter names another base than the one that is merged.
+    """Return a note if the adapter's config names another base than `base`.
 
-    A folder counts as the base if its name is that of the base on the hub, or if it lies in the
-    hub's cache of that base.
+    A folder counts as the named base if it has the same name as the base on the hub, or if it is
+    in the hub's cache of that base.
     """
     named = (config.base_model_name_or_path or "").rstrip("/")
-    cached = f"models--{named.replace('/', '--')}"
-    own = {Path(base).name, folder.name, folder.resolve().name}
-    if not named or Path(named).name in own or cached in folder.parts:
+    cache = f"models--{named.replace('/', '--')}"
+    names = {Path(base).name, folder.name, folder.resolve().name}
+    if not named or Path(named).name in names or cache in folder.parts:
         return []
     return [f"the adapter was trained on {named}; the merge is right if {base} has the same values"]
 
 
-def _notes(folder: Path, adapter_folder: Path, small: list[Path], out: Path) -> list[str]:
+def _note_files(
+    folder: Path, adapter_folder: Path, small_files: list[Path], out: Path
+) -> list[str]:
     """Return notes about files that differ between base and adapter, and about killed runs."""
     notes = []
-    for path in small:
-        other = adapter_folder / path.relative_to(folder)
-        if path.name != "README.md" and other.is_file() and not cmp(path, other, shallow=False):
-            notes.append(f"{path.name} is the base's; the adapter's folder has a different one")
-    if old := left_behind(out):
-        notes.append(f"{old} is left from a killed run, delete it")
+    for path in small_files:
+        in_adapter = adapter_folder / path.relative_to(folder)
+        if path.name == "README.md" or not in_adapter.is_file():
+            continue
+        if not cmp(path, in_adapter, shallow=False):
+            notes.append(f"{path.name} comes from the base; the adapter's {path.name} is different")
+    if old := list_leftovers(out):
+        notes.append(f"{old} is left from a killed run; delete it")
     return notes

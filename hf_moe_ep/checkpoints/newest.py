@@ -1,11 +1,12 @@
 """Find the checkpoint from which a restarted script resumes.
 
-Only complete checkpoints count (`storage/manifest.py`). The newest is chosen by the steps in their
-names, not by a clock (`storage/order.py`). A warning names folders that look like an unfinished
-checkpoint, because a run that starts again next to them may be a surprise.
+Only complete checkpoints count (`storage/manifest.py`). The newest one is chosen by the steps in
+the names, not by a clock (`storage/order.py`). A warning names folders that look like unfinished
+checkpoints, because a user may expect that the run resumes from them.
 
-The Trainer and Accelerate also resume, with a warning, from a folder without marker and manifest:
-stock transformers or Accelerate wrote it, or a version of this package without manifests.
+`newest_checkpoint` is for scripts. The Trainer and Accelerate use `newest_resumable`: they also
+resume, with a warning, from a folder without marker and manifest, which was written by stock
+transformers or Accelerate, or by a version of this package without manifests.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import is_first, on_first
 
-# Names that the Trainer and Accelerate choose.
-_THEIRS = re.compile(r"checkpoint[-_]\d+")
+# Names of checkpoints of the Trainer and of Accelerate.
+_STOCK_NAME = re.compile(r"checkpoint[-_]\d+")
 # Files of accelerator.save_state for a sharded model; the folder can have any name.
 _ACCELERATE_FILES = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
 
@@ -35,14 +36,14 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         newest = newest_checkpoint("out")
         step = load_checkpoint(newest, model, optimizer, scheduler)["step"] if newest else 0
 
-    or with Accelerate, where `folder` may also be the one folder that every save overwrites,
+    or with Accelerate, where `folder` may also be a single checkpoint that every save overwrites,
 
         if (newest := newest_checkpoint("out/checkpoints")) is not None:
             accelerator.load_state(newest)
 
     Checkpoints of `save_checkpoint`, of a patched model's Trainer and of `accelerator.save_state`
-    are found, whatever their names are. `step-200` is newer than `step-100`; names without a number
-    are ordered by the order of writing, not by time. Rank 0 compares the sizes of the files only;
+    are found under any name. `step-200` is newer than `step-100`; folders without a number in their
+    names are ordered by a counter in their manifests. Rank 0 compares only the sizes of the files;
     loading compares the hashes. A warning names unfinished folders, and folders that cannot be
     verified because they were written without this package.
 
@@ -56,17 +57,20 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         RuntimeError: on every rank: rank 0 could not read the folder.
     """
     root = Path(folder)
-    complete, others = on_first(f"looking for a checkpoint in {root}", lambda: _look(root))
+    complete, reasons = on_first(f"looking for a checkpoint in {root}", lambda: _search(root))
     newest = complete[-1] if complete else None
-    unfit = [why for path, why in others.items() if is_first() and _looks_like_one(path)]
-    if unfit:
-        chosen = "beginning anew" if newest is None else f"going on from {newest}"
-        warnings.warn(f"{chosen}; passed over: " + "; ".join(unfit), stacklevel=2)
+    skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
+    if skipped:
+        chosen = "starting a new run" if newest is None else f"resuming from {newest}"
+        warnings.warn(f"{chosen}; skipped: " + "; ".join(skipped), stacklevel=2)
     return newest
 
 
-def _look(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """List complete checkpoints, the newest last, and for others the reason; `root` may be one."""
+def _search(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """Return the complete checkpoints, the newest last, and {other folder: reason}.
+
+    `root` is a folder of checkpoints, or a checkpoint.
+    """
     if not manifest.is_ours(root):
         return manifest.complete_in(root)
     try:
@@ -76,23 +80,23 @@ def _look(root: Path) -> tuple[list[Path], dict[Path, str]]:
     return [root], {}
 
 
-def _looks_like_one(path: Path) -> bool:
-    """Tell whether a folder looks like an unfinished checkpoint."""
+def _looks_unfinished(path: Path) -> bool:
+    """Return True if a folder that is no complete checkpoint looks like an unfinished one."""
     has_states = any((path / name).exists() for name in _ACCELERATE_FILES)
-    return manifest.is_ours(path) or bool(_THEIRS.fullmatch(path.name)) or has_states
+    return manifest.is_ours(path) or bool(_STOCK_NAME.fullmatch(path.name)) or has_states
 
 
 def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
-    """List the folders in `root` whose names match, the highest number last."""
-    found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return newest_last(Saved(path) for path in found if names.fullmatch(path.name))
+    """List the folders in `root` whose names match `names`, the highest number last."""
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return newest_last(Saved(path) for path in folders if names.fullmatch(path.name))
 
 
 def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
-    """Return the highest-numbered folder that is not unfinished, and whether it has a manifest.
+    """Return the newest folder that is not unfinished, and True if it has a manifest.
 
     Raises:
-        ValueError: there is no such folder; the message lists the others.
+        ValueError: there is no such folder; the message lists the unfinished ones.
     """
     unfinished = []
     for folder in reversed(in_series(root, names)):
@@ -104,16 +108,17 @@ def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
         if unfinished:
             warnings.warn(f"resuming from {folder}, because " + "; ".join(unfinished), stacklevel=2)
         return folder, verifiable
-    none = "  no folder in it has a name that ends in its number"
-    lines = "\n".join(f"  {line}" for line in unfinished) or none
+    lines = "\n".join(f"  {line}" for line in unfinished) or (
+        "  no folder in it has a name like checkpoint-100 or checkpoint_1"
+    )
     raise ValueError(f"no complete checkpoint in {root}:\n{lines}")
 
 
 def is_verifiable(folder: Path) -> bool:
-    """Tell whether a folder has a manifest; compares only the sizes of the files with it.
+    """Return True if a folder has a manifest; only the sizes of the files are compared with it.
 
     Raises:
-        ValueError: the checkpoint is unfinished, or files are missing or too short.
+        ValueError: the checkpoint is unfinished, or files are missing or have another size.
     """
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
@@ -134,7 +139,7 @@ def check_resumable(folder: Path, verifiable: bool) -> None:
         manifest.check(folder)
     elif is_first():
         warnings.warn(
-            f"{folder} has no {manifest.MANIFEST}, as checkpoints of the stock Trainer and "
-            f"Accelerate: it cannot be verified",
+            f"{folder} cannot be verified: it has no {manifest.MANIFEST}, like all checkpoints of "
+            f"the stock Trainer and Accelerate",
             stacklevel=2,
         )

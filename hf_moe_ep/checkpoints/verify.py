@@ -1,7 +1,7 @@
-"""Verify or describe a checkpoint, of the hub or of a training run; nothing is written.
+"""Verify or describe a checkpoint in the hub's layout or of a training run, without writing.
 
 verify   reads every file and compares it with hashes, headers and the config
-look     reads headers and the manifest only
+look     reads only headers and the manifest
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_moe_ep.upstream.hub import progress_bar
 
 @dataclass(frozen=True)
 class Found:
-    """The result: a short description of the checkpoint, and facts by name."""
+    """The result of `verify` or `look`: a short description of a checkpoint, and facts by name."""
 
     what: str
     facts: dict[str, str]
@@ -33,9 +33,9 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     """Read every file of a checkpoint and compare it with its hash, header and config.
 
     Raises:
-        ValueError: a file or tensors are missing, truncated, changed or misshapen; they are named.
+        ValueError: names files or tensors that are missing, truncated, changed or misshapen.
     """
-    path = _existing(folder)
+    path = _checkpoint_folder(folder)
     if manifest.is_ours(path):
         files = manifest.read(path)["files"]
         size = sum(entry["size"] for entry in files.values())
@@ -51,24 +51,24 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     hashes: dict[str, str] = {}
     if (path / INDEX).is_file():
         index = json.loads((path / INDEX).read_text("utf-8"))
-        # Only of files that are read: a model.safetensors has precedence over an old index.
-        read = {tensor.file.name for tensor in tensors.values()}
-        known = index.get("metadata", {}).get(HASHES, {})
-        hashes = {name: digest for name, digest in known.items() if name in read}
+        # Files that are not read are not hashed: a model.safetensors has precedence over an index.
+        used = {tensor.file.name for tensor in tensors.values()}
+        in_index = index.get("metadata", {}).get(HASHES, {})
+        hashes = {name: digest for name, digest in in_index.items() if name in used}
     size = sum((path / name).stat().st_size for name in hashes)
     with progress_bar(size, f"reading {path}", bool(hashes)) as progress:
         for name, digest in hashes.items():
-            found = sha256_of(path / name, progress.update)
-            if found != digest:
+            actual = sha256_of(path / name, progress.update)
+            if actual != digest:
                 raise ValueError(
-                    f"{path / name} has changed since it was written: sha256 {found}, {INDEX} says "
-                    f"{digest}"
+                    f"{path / name} has changed since it was written: sha256 {actual}, {INDEX} "
+                    f"says {digest}"
                 )
     facts["hashes"] = f"{len(hashes)} files, all right" if hashes else "none are known"
     return Found("whole", facts)
 
 
-def _existing(folder: str | os.PathLike[str]) -> Path:
+def _checkpoint_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -76,21 +76,21 @@ def _existing(folder: str | os.PathLike[str]) -> Path:
     is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
     if is_adapter and not manifest.is_ours(path):
         raise ValueError(
-            f"{path} holds an adapter alone; name the folder of a model; hf-moe-ep merge-adapter "
-            f"makes one of a base and an adapter"
+            f"{path} holds only an adapter; name the folder of a model, which hf-moe-ep "
+            f"merge-adapter makes from a base and an adapter"
         )
     return path
 
 
 def look(folder: str | os.PathLike[str]) -> Found:
-    """Describe a checkpoint: its versions and its layout, or its tensors; reads only headers."""
-    path = _existing(folder)
+    """Describe a checkpoint by its versions and layout, or by its tensors; reads only headers."""
+    path = _checkpoint_folder(folder)
     if manifest.is_ours(path):
-        found = manifest.read(path)
-        facts = {name: str(value) for name, value in found["layout"].items()}
-        facts |= {name: str(value) for name, value in found["written"].items()}
-        facts["bytes"] = f"{sum(entry['size'] for entry in found['files'].values()):,}"
-        return Found("a training checkpoint, complete as far as sizes tell", facts)
+        content = manifest.read(path)
+        facts = {name: str(value) for name, value in content["layout"].items()}
+        facts |= {name: str(value) for name, value in content["written"].items()}
+        facts["bytes"] = f"{sum(entry['size'] for entry in content['files'].values()):,}"
+        return Found("a training checkpoint with a manifest", facts)
     tensors = read_index(path).values()
     facts = {
         "tensors": str(len(tensors)),

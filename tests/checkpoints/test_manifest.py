@@ -75,7 +75,10 @@ def _flip(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "truncated": (lambda f: os.truncate(f / "a.bin", 999), r"a\.bin has 999 bytes.*says 1000"),
-    "missing": (lambda f: (f / "deep/b.bin").unlink(), r"deep/b\.bin is missing.*says 70 bytes"),
+    "missing": (
+        lambda f: (f / "deep/b.bin").unlink(),
+        r"deep/b\.bin is missing.*has 70 bytes",
+    ),
     "flipped": (lambda f: _flip(f / "a.bin"), r"a\.bin has changed.*sha256 [0-9a-f]{64}.*says"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), r"was not finished"),
     "half a manifest": (
@@ -100,7 +103,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
 def test_newest_is_the_last_written_and_none_lists_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n  it does not exist"):
         manifest.newest_complete(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="no folders in it"):
+    with pytest.raises(ValueError, match="it has no folders"):
         manifest.newest_complete(tmp_path)
     manifest.begin(_folder(tmp_path / "torn"))
     with pytest.raises(ValueError, match=r"torn has no manifest.json: this checkpoint was not fin"):

@@ -250,7 +250,9 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     ):
         done = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), of_peft(small))
-    assert done.notes == ["tokenizer.json is the base's; the adapter's folder has a different one"]
+    assert done.notes == [
+        "tokenizer.json comes from the base; the adapter's tokenizer.json is different"
+    ]
 
 
 @pytest.mark.slow
@@ -478,7 +480,7 @@ BEYOND_A_PRODUCT: dict[str, Any] = {
 # What is done to the two folders, and the words of the error.
 BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "fp8": (partial(_quantized, "fp8"), r"quantized by fp8, to which .* dequantize=True"),
-    "mxfp4": (partial(_quantized, "mxfp4"), r"quantized by mxfp4, .*name the bf16 checkpoint"),
+    "mxfp4": (partial(_quantized, "mxfp4"), r"quantized by mxfp4, .*name a bf16 checkpoint"),
     "dora": (partial(_adapter_config, use_dora=True), r"DoRA \(use_dora\), .*merge_and_unload"),
     "pissa": (
         partial(_adapter_config, init_lora_weights="pissa"),
@@ -531,7 +533,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a part quantized": (
         lambda base, _: _edit(base / "config.json", text_config={"quantization_config": FP8}),
-        r"quantized by fp8, to which nothing can be added",
+        r"quantized by fp8, to which no adapter can be added",
     ),
 }
 BAD |= {

@@ -42,7 +42,7 @@ def test_the_highest_step_is_the_newest_whatever_the_clock_says(tmp_path: Path) 
     newer = _complete(tmp_path / "step-100", NOW - AN_HOUR)
     assert newest_checkpoint(str(tmp_path)) == newer == manifest.newest_complete(tmp_path)
     (newer / "weights").write_bytes(b"x" * 99)
-    with pytest.warns(UserWarning, match=r"going on from .*step-90; passed over: .*99 bytes"):
+    with pytest.warns(UserWarning, match=r"resuming from .*step-90; skipped: .*99 bytes"):
         assert newest_checkpoint(tmp_path) == older
 
 
@@ -79,7 +79,7 @@ def test_accelerates_own_names(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == newest
     for torn in (tmp_path / "checkpoint_11", tmp_path / "mine"):
         (torn / "pytorch_model_fsdp_0").mkdir(parents=True)
-    with pytest.warns(UserWarning, match=r"passed over: .*checkpoint_11 has no .*mine has no man"):
+    with pytest.warns(UserWarning, match=r"skipped: .*checkpoint_11 has no .*mine has no man"):
         assert newest_checkpoint(tmp_path) == newest
 
 
@@ -88,7 +88,7 @@ def test_a_folder_that_is_a_checkpoint_itself(tmp_path: Path) -> None:
     _complete(tmp_path, NOW)
     assert newest_checkpoint(tmp_path) == tmp_path
     manifest.begin(tmp_path)
-    with pytest.warns(UserWarning, match="beginning anew; passed over: .* has no manifest"):
+    with pytest.warns(UserWarning, match="starting a new run; skipped: .* has no manifest"):
         assert newest_checkpoint(tmp_path) is None
 
 
@@ -97,7 +97,7 @@ def test_what_is_not_finished_or_of_the_stock_trainer_is_named(tmp_path: Path) -
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"x")
     (tmp_path / "runs").mkdir()
-    with pytest.warns(UserWarning, match="beginning anew; passed over: ") as caught:
+    with pytest.warns(UserWarning, match="starting a new run; skipped: ") as caught:
         assert newest_checkpoint(tmp_path) is None
     (warning,) = caught
     text = str(warning.message)

@@ -55,8 +55,8 @@ def test_a_subclass_goes_on_as_its_base_and_back(tmp_path: Path, kinds: tuple[ty
         (torch.optim.Adam, torch.optim.AdamW, r"saved with Adam, this optimizer is AdamW, which"),
         (torch.optim.AdamW, torch.optim.Adam, r"saved with AdamW, this optimizer is Adam, which"),
         (torch.optim.SGD, OwnAdamW, r"saved with SGD, this optimizer is OwnAdamW, which would"),
-        (torch.optim.AdamW, SlowAdamW, r"only one of them has the options slow; load with AdamW"),
-        (SlowAdamW, torch.optim.AdamW, r"only one of them has the options slow; load with SlowA"),
+        (torch.optim.AdamW, SlowAdamW, r"only one of them has the options slow; load into AdamW"),
+        (SlowAdamW, torch.optim.AdamW, r"only one of them has the options slow; load into SlowA"),
     ],
 )
 def test_another_optimizer_is_refused(tmp_path: Path, saved: type, now: type, message: str) -> None:

@@ -63,7 +63,7 @@ def test_what_nobody_can_know_is_refused() -> None:
             Spread.of("w", part, 4)
         mesh = init_device_mesh("cpu", (4,))
         summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
-        with pytest.raises(ValueError, match=r"w is .* over ranks, which is not a shard of it"):
+        with pytest.raises(ValueError, match=r"w has the placement .*can hold Shard and Repl"):
             Spread.of("w", summands, 4)
 
 

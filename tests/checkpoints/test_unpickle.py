@@ -89,7 +89,7 @@ def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
 def test_planted_metadata_runs_no_code(tmp_path: Path) -> None:
     trace, folder = tmp_path / "code ran", _saved(tmp_path / "state", {"lr": 0.1})
     (folder / ".metadata").write_bytes(pickle.dumps(Shell(trace)))
-    with pytest.raises(ValueError, match=rf"{folder}/.metadata cannot be loaded: posix.mkdir has"):
+    with pytest.raises(ValueError, match=rf"{folder}/.metadata cannot be loaded: posix.mkdir is"):
         _guarded(folder, _empty({"lr": 0}))
     assert not trace.exists()
 

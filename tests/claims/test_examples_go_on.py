@@ -50,12 +50,12 @@ def test_it_goes_on(tmp_path: Path, script: str) -> None:
     subprocess.run([*making, *(MODEL if script == "finetune_qlora.py" else [])], check=True)
     want, said = _result(script, start, whole)
     assert len(want) == (1 if script == "finetune_text_loop.py" else 9), want
-    assert "passed over" not in said
+    assert "; skipped: " not in said
     name = "step" if script == "finetune_text_loop.py" else "checkpoint"
     shutil.copytree(whole / f"{name}-2", again / f"{name}-2")
     manifest.begin(again / f"{name}-3")
     shutil.rmtree(whole)
     got, said = _result(script, start, again)
     assert got == want
-    assert f"going on from {again / name}-2; passed over: " in said, said[-3000:]
+    assert f"resuming from {again / name}-2; skipped: " in said, said[-3000:]
     assert (again / f"{name}-4" / manifest.MANIFEST).exists()

@@ -72,7 +72,7 @@ def _odd_dtype(folder: Path) -> None:
 # What happened to the checkpoint, and the words of the error on every rank.
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_cut, r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+"),
-    "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, and {INDEX} names it"),
+    "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, but {INDEX} names it"),
     "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is no safetensors file"),
     "header damaged": (
         lambda f: (f / FIRST).write_bytes(b"\x10" + bytes(7) + b"{" * 200),
@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index lies": (
         lambda f: _edit_index(f, lambda places: places.update(extra=FIRST)),
-        rf"{FIRST} has no tensor extra, and {INDEX} says so",
+        rf"{FIRST} has no tensor extra, but {INDEX} says that it has",
     ),
     "misshapen": (
         lambda f: _edit_tensors(f, EXPERT, _replace),
@@ -201,7 +201,7 @@ def test_a_state_dict_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None
         (given | {"value_head": torch.ones(2)}, "unexpected 1 tensors: value_head"),
         ({}, "missing 24 tensors"),
     ):
-        with pytest.raises(ValueError, match=f"is not that of this Qwen3MoeForCausalLM: {words}"):
+        with pytest.raises(ValueError, match=f"does not fit this Qwen3MoeForCausalLM: {words}"):
             checkpoint.save_state_dict(model, tmp_path, other)
         assert_equal(read_all(tmp_path), want)
 

@@ -278,5 +278,5 @@ def test_a_save_that_was_killed_is_not_loaded(tmp_path: Path) -> None:
     outcomes = run_ranks(_killed_while_it_saves, WORLD, str(tmp_path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
     run_ranks(_go_on, WORLD, str(tmp_path))
-    with pytest.warns(UserWarning, match="beginning anew; passed over: .*state has no manifest"):
+    with pytest.warns(UserWarning, match="starting a new run; skipped: .*state has no manifest"):
         assert newest_checkpoint(tmp_path) is None

@@ -130,7 +130,10 @@ def _resumed(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]
 
 OTHERS = {
     "other weights": (replace(CASES["fp8, full"], seed=1), "gate_up_proj .*another base"),
-    "other format": (replace(CASES["fp8, full"], held=None), "held by experts_dtype='fp8'.*=None"),
+    "other format": (
+        replace(CASES["fp8, full"], held=None),
+        "experts_dtype='fp8'.*=None",
+    ),
 }
 
 

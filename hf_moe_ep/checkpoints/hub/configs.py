@@ -25,11 +25,11 @@ def save_configs(
 ) -> None:
     """Save config.json, generation_config.json, tokenizers and processors.
 
-    Each file is written into a folder of its own and renamed: if the process is killed, the old or
-    the new file is there.
+    Each file is written into a temporary folder and then renamed: if the process is killed, each
+    file is either the old or the new one.
 
     Args:
-        dtype: the dtype that the config names; None leaves it unchanged.
+        dtype: the dtype to write into config.json; None writes the dtype of the model's config.
         others: tokenizers and processors.
     """
     publish(stage_configs(model, folder, dtype, others), folder)
@@ -40,7 +40,7 @@ def stage_configs(
 ) -> Path:
     """Save the files of `save_configs` into a new subfolder, for `publish`.
 
-    Leftovers of a save that was killed are cleaned up first.
+    The files that a killed save has left are cleaned up first.
     """
     settle(folder)
     for leftover in folder.glob(f"{STAGED}*"):
@@ -66,17 +66,17 @@ def publish(staged: Path, folder: Path) -> None:
 
 def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]) -> None:
     model = without_adapters(unwrap(model))
-    before = model.config.dtype, model.config.architectures
+    original = model.config.dtype, model.config.architectures
     if dtype is not None:
         model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [stock_class(type(model)).__name__]
     try:
         model.config.save_pretrained(folder)
     finally:
-        model.config.dtype, model.config.architectures = before
+        model.config.dtype, model.config.architectures = original
     if model.can_generate():
-        # GenerationConfig.save_pretrained refuses settings of which generate() only warns (a
-        # temperature without do_sample). A run must not fail at its first checkpoint for that.
+        # GenerationConfig.save_pretrained raises an error for settings about which generate() only
+        # warns (a temperature without do_sample). Such settings must not end a training run.
         path = folder / CONFIGS[1]
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
     for other in others:

@@ -1,19 +1,19 @@
 """Derive pieces from traced tensors: which box of a checkpoint tensor is which box of a parameter.
 
-`traced.py` runs transformers' conversion on tensors whose elements know their coordinates
-(parameter, index in each dim). The coordinates along every dim of a result are known as an array,
-one row per index. This file turns these arrays into boxes. Worked example, two experts with F = 3:
+With `traced.py`, transformers' conversion runs on tensors that know the coordinates of each element
+(parameter, index in each dim). For each dim of a result there is an array of coordinates with one
+row per index. `PieceFinder` turns these arrays into boxes. Worked example, two experts with F = 3:
 gate_up of parameter 7, [2, 6, 5], is saved as w13 [2, 6, 5] with gate and up rows interleaved. The
-second dim of w13 adds to the parameter's row number:
+second dim of w13 adds these numbers to the row in the parameter:
 
     index along the dim of w13    0   1   2   3   4   5
     row of the parameter          0   3   1   4   2   5
 
     _split_axis       the array is the sum of 0 1 2 (one per pair) and 0 3 (within a pair), so the
                       dim is [3, 2] in the view, with steps 1 and 3
-    _join_dims        neighbouring dims that count on without a gap become one dim: none here
-    _boxes            two dims of the view run along the rows. The longer one, [3], stays; the other
-                      one, [2], is split up: one box per index
+    _join_dims        joins neighbouring dims if one continues the other; here there are none
+    _find_boxes       two dims of the view run along the rows. The longer dim, [3], stays whole; the
+                      other dim, [2], is split up: one box per index
     -> two pieces     w13 viewed as [2, 3, 2, 5]:  [:, :, 0, :] starts at row 0,
                                                    [:, :, 1, :] starts at row 3
 """
@@ -32,23 +32,25 @@ from hf_moe_ep.checkpoints.hub.traced import COORDINATES, ZEROS, Axis, Traced, U
 
 
 class PieceFinder:
-    """Finds the pieces of traced tensors; results for the same axes are computed once."""
+    """Finds the pieces of traced tensors; results for the same axes are computed only once."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Axis, list[_Run]]] = {}
         self._boxes: dict[tuple[int, ...], list[Piece]] = {}
 
     def pieces(self, key: str, tensor: Traced, ranks: Sequence[int]) -> Iterator[tuple[int, Piece]]:
-        """Yield (number of the parameter, piece) for all that a checkpoint tensor holds.
+        """Yield (number of the parameter, piece) for each piece of a checkpoint tensor.
 
         Args:
             ranks: the number of dims of each parameter.
         """
         axes = tuple(id(axis) for axis in tensor.axes)
         if axes not in self._boxes:
-            runs = [self._runs_of(axis) for axis in tensor.axes]
+            runs = [self._find_cached_runs(axis) for axis in tensor.axes]
             shape = tuple(map(len, tensor.axes))
-            self._boxes[axes] = [box for chosen in product(*runs) for box in _boxes(shape, chosen)]
+            self._boxes[axes] = [
+                box for chosen in product(*runs) for box in _find_boxes(shape, chosen)
+            ]
         base = tensor.base.tolist()
         for box in self._boxes[axes]:
             number, *start = map(operator.add, base, box.start)
@@ -63,12 +65,12 @@ class PieceFinder:
             )
             yield number, piece
 
-    def _runs_of(self, axis: Axis) -> list[_Run]:
-        known = self._runs.get(id(axis))
-        if known is None:
+    def _find_cached_runs(self, axis: Axis) -> list[_Run]:
+        axis_and_runs = self._runs.get(id(axis))
+        if axis_and_runs is None:
             # The axis is stored too: it stays alive, so no other array gets its id.
-            known = self._runs[id(axis)] = axis, _runs(axis)
-        return known[1]
+            axis_and_runs = self._runs[id(axis)] = axis, _find_runs(axis)
+        return axis_and_runs[1]
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,22 @@ class _Dim:
 
 @dataclass(frozen=True)
 class _Run:
-    """A part of a tensor's dim along which coordinates grow evenly.
+    """A range of indices of a tensor's dim along which coordinates grow evenly.
 
     Attributes:
-        first: the coordinates of its first index.
-        dims: the dims of the view that make it up, the outermost first.
+        first: the coordinates of the first index.
+        dims: the dims of the view that make up the range, the outermost first.
     """
 
     first: np.ndarray
     dims: list[_Dim]
 
 
-def _runs(axis: Axis) -> list[_Run]:
-    """Describe a dim as one run, split into several dims of a view, or as several runs in a row.
+def _find_runs(axis: Axis) -> list[_Run]:
+    """Describe a dim of a tensor as one run with several dims of a view, or as consecutive runs.
 
-    Rows 0 3 1 4 2 5 are one run of two dims, [3, 2]. Rows 0 1 2 of parameter 7 followed by rows 0 1
-    of parameter 8 are no such product: they are two runs, [0, 3) and [3, 5) of one dim.
+    Rows 0 3 1 4 2 5 are one run with two dims, [3, 2]. Rows 0 1 2 of parameter 7 followed by rows
+    0 1 of parameter 8 have no such form: they are two runs, [0, 3) and [3, 5) of one dim.
     """
     factors = _split_axis(axis)
     if factors is not None:
@@ -115,9 +117,9 @@ def _runs(axis: Axis) -> list[_Run]:
         stop = start + 1
         if stop < len(axis):
             step = changes[start]
-            other = np.flatnonzero((changes[start:] != step).any(1))
-            stop = start + int(other[0]) + 1 if len(other) else len(axis)
-            if step[0] and stop < len(axis):  # the next parameter begins here: end the run
+            breaks = np.flatnonzero((changes[start:] != step).any(1))
+            stop = start + int(breaks[0]) + 1 if len(breaks) else len(axis)
+            if step[0] and stop < len(axis):  # the next index belongs to another parameter
                 stop = start + 1
         step = axis[stop - 1] - axis[stop - 2] if stop > start + 1 else np.zeros_like(axis[0])
         runs.append(_Run(axis[start], [_Dim(len(axis), start, stop - start, step)]))
@@ -126,7 +128,7 @@ def _runs(axis: Axis) -> list[_Run]:
 
 
 def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
-    """Split a dim into (size, step) of several dims, outermost first; None if that is impossible.
+    """Split a dim into several dims (size, step), outermost first; None if that is impossible.
 
     0 3 1 4 2 5  is a table of 3 rows of length 2 (up to the first change of the step):
 
@@ -140,77 +142,80 @@ def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
     if len(axis) == 1:
         return []
     changes = np.diff(axis, axis=0)
-    other = np.flatnonzero((changes != changes[0]).any(1))
-    if not len(other):
+    breaks = np.flatnonzero((changes != changes[0]).any(1))
+    if not len(breaks):
         return [(len(axis), changes[0])]
-    length = int(other[0]) + 1
+    length = int(breaks[0]) + 1
     if len(axis) % length:
         return None
     table = axis.reshape(-1, length, axis.shape[1])
     outer, inner = table[:, 0], table[0] - table[0, 0]
     if not np.array_equal(outer[:, None] + inner[None], table):
         return None
-    rest = _split_axis(outer)
-    return None if rest is None else [*rest, (length, changes[0])]
+    outer_dims = _split_axis(outer)
+    return None if outer_dims is None else [*outer_dims, (length, changes[0])]
 
 
 def _join_dims(dims: list[_Dim]) -> list[_Dim]:
-    """Join neighbouring dims of which the outer one counts on where the inner one ends.
+    """Join neighbouring dims if each step of the outer dim continues where the inner dim ends.
 
-    [4, step 3] and [3, step 1] run through 0 1 2, 3 4 5, ..: they are [12, step 1]. [3, step 1] and
-    [2, step 3] (0 3, 1 4, 2 5) stay apart. Both dims must be complete.
+    [4, step 3] and [3, step 1] run through 0 1 2, 3 4 5, ..: they become [12, step 1]. [3, step 1]
+    and [2, step 3] (0 3, 1 4, 2 5) are not joined, nor are dims of which only a range is used.
     """
     joined: list[_Dim] = []
-    for dim in dims:
-        before = joined[-1] if joined else None
+    for inner in dims:
+        outer = joined[-1] if joined else None
         if (
-            before is not None
-            and before.size == before.view_size
-            and dim.size == dim.view_size
-            and np.array_equal(before.step, dim.size * dim.step)
+            outer is not None
+            and outer.size == outer.view_size
+            and inner.size == inner.view_size
+            and np.array_equal(outer.step, inner.size * inner.step)
         ):
-            size = before.size * dim.size
-            joined[-1] = _Dim(size, 0, size, dim.step)
+            size = outer.size * inner.size
+            joined[-1] = _Dim(size, 0, size, inner.step)
         else:
-            joined.append(dim)
+            joined.append(inner)
     return joined
 
 
-def _boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
+def _find_boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
     """Yield the boxes of a view, each of which holds elements of one parameter.
 
-    A box is a piece without a key whose `start` counts (parameter, index in each dim), of as many
+    A box is a `Piece` without a key. Its `start` is (parameter, index in each dim), with as many
     dims as a parameter can have.
 
-    Along each dim of a parameter runs one dim of the view, the longest. The others are split up,
-    one box per index: a dim that leads from one parameter to the next, and a second dim along the
-    same dim of a parameter. In a view [2 experts, 3, 2, H] of which the second and the third dim
-    both run along the rows, the third is split up:
+    For each dim of a parameter one dim of the view stays whole, the longest that runs along the
+    parameter's dim. The other dims of the view are split up, one box per index: dims that lead from
+    one parameter to the next, and shorter dims that run along the same dim of a parameter. In a
+    view [2 experts, 3, 2, H] whose second and third dim both run along the rows, the third is split
+    up:
 
         box [:, :, 0, :]    start (7, 0, 0, 0)   sizes (2, 3, H)   axes (0, 1, 3)
         box [:, :, 1, :]    start (7, 0, 3, 0)   sizes (2, 3, H)   axes (0, 1, 3)
     """
     dims = _join_dims([dim for run in runs for dim in run.dims])
-    along: dict[int, int] = {}  # coordinate: dim of the view
+    view_dim_of: dict[int, int] = {}  # by coordinate: the dim of the view that stays whole
     for index, dim in sorted(enumerate(dims), key=lambda item: -item[1].size):
-        moved = np.flatnonzero(dim.step)
-        if not len(moved) and dim.size > 1:
+        changing = np.flatnonzero(dim.step)
+        if not len(changing) and dim.size > 1:
             raise Untraceable("a checkpoint tensor repeats elements of a parameter")
-        if len(moved) == 1 and moved[0] and moved[0] not in along and dim.step[moved[0]] > 0:
-            along[int(moved[0])] = index
-    split = [index for index in range(len(dims)) if index not in along.values()]
+        if len(changing) == 1:
+            coordinate = int(changing[0])
+            if coordinate and coordinate not in view_dim_of and dim.step[coordinate] > 0:
+                view_dim_of[coordinate] = index
+    split = [index for index in range(len(dims)) if index not in view_dim_of.values()]
     sizes, steps = [1] * (COORDINATES - 1), [1] * (COORDINATES - 1)
     axes: list[int | None] = [None] * (COORDINATES - 1)
-    for coordinate, index in along.items():
+    for coordinate, index in view_dim_of.items():
         sizes[coordinate - 1] = dims[index].size
         steps[coordinate - 1] = int(dims[index].step[coordinate])
         axes[coordinate - 1] = index
     for indices in product(*(range(dims[index].size) for index in split)):
         corner = [dim.start for dim in dims]
         first = sum((run.first for run in runs), np.zeros(COORDINATES, np.int64))
-        for which, index in zip(split, indices, strict=True):
-            corner[which] += index
-            first = first + index * dims[which].step
+        for dim_index, index in zip(split, indices, strict=True):
+            corner[dim_index] += index
+            first = first + index * dims[dim_index].step
         yield Piece(
             key="",
             shape=shape,

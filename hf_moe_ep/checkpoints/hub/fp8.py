@@ -1,17 +1,18 @@
-"""FP8 weights of the hub (Qwen3, DeepSeek-V3), decoded while a rank reads its own shard.
+"""Decode FP8 weights of the hub (Qwen3, DeepSeek-V3) while a rank reads its own shard.
 
 A checkpoint stores a weight [.., out, in] as two tensors: its values in E4M3, a byte each, and one
-scale per block of 128 x 128 neighbours; blocks at an edge are smaller:
+scale per block of 128 x 128 values; blocks at an edge are smaller:
 
     3.gate_proj.weight            [192, 300]   row 130, column 5: 0x38, so 1.0
     3.gate_proj.weight_scale_inv  [2, 3]       row 1, column 0: 0.25, so the weight is 0.25 there
 
-Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. config.json
-says how large the blocks are. Value and scale are multiplied in fp32 and rounded once, to the dtype
-that the model was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
+Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. The size of
+a block is in config.json. `join_scales` and `join_stacked_scales` replace both tensors by a
+`ScaledTensor`. It multiplies values and scales in fp32 and rounds once, to the dtype that the model
+was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
 
-Blocks are counted in the checkpoint's tensor, not in the parameter: a rank's shard may begin in the
-middle of a block, and a view may have other dims than the tensor.
+Blocks begin at multiples of 128 in the checkpoint's tensor, not in the parameter: a rank's shard
+may begin in the middle of a block, and a view may have other dims than the tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FP8 = torch.float8_e4m3fn
 _SCALE = "_scale_inv"
 _ACTIVATION_SCALE = "activation_scale"
 _BIAS = 127
-# The number of dims of a weight that stacks all experts.
+# A weight that stacks all experts has this number of dims.
 _STACKED = 3
 # The number of values that are decoded at a time; each takes about 8 bytes of temporary memory.
 _VALUES = 1 << 18
@@ -47,7 +48,7 @@ class ScaledTensor(FileTensor):
 
     Attributes:
         scales: the tensor of the scales.
-        block: rows and columns of a block.
+        block: the numbers of rows and columns of a block.
     """
 
     scales: FileTensor
@@ -63,40 +64,43 @@ class ScaledTensor(FileTensor):
         step = max(1, _VALUES // max(1, math.prod(out.shape[1:])))
         for start in range(first, end, step):
             part = ((start, min(start + step, end)), *others)
-            rows, columns = self._find_blocks(part, view, split)
-            numbers = reader.read(self, part, view).to(torch.float32)
-            shape = numbers.shape
-            numbers = numbers.view(len(rows), len(columns)).mul_(scales[rows][:, columns])
-            out[start - first : part[0][1] - first] = numbers.view(shape).to(dtype)
+            scale_rows, scale_columns = self._find_blocks(part, view, split)
+            values = reader.read(self, part, view).to(torch.float32)
+            matrix = values.view(len(scale_rows), len(scale_columns))
+            matrix.mul_(scales[scale_rows][:, scale_columns])  # changes `values`, too
+            out[start - first : part[0][1] - first] = values.to(dtype)
 
     def _split_at_rows(self, view: tuple[int, ...]) -> int:
         """Return the number of leading dims of a view that count rows; the rest count columns."""
         ends = [dim for dim in range(len(view) + 1) if math.prod(view[dim:]) == self.shape[-1]]
         if not ends:
-            raise ValueError(f"rows of {self.shape} do not begin where dims of {view} do")
+            raise ValueError(
+                f"cannot decode {self.shape} in the view {view}, where rows do not begin at a dim"
+            )
         return ends[0]
 
     def _find_blocks(self, box: Box, view: tuple[int, ...], split: int) -> tuple[Tensor, Tensor]:
-        """Return the row of the scales for each row of a box, and the column for each column."""
-        rows, columns = _indices(box[:split], view[:split]), _indices(box[split:], view[split:])
-        height, down = self.shape[-2], self.scales.shape[-2]
-        rows = rows // height * down + rows % height // self.block[0]
-        return rows, columns // self.block[1]
+        """Return the row of `scales` for each row of a box, and the column for each column."""
+        rows = _number_elements(box[:split], view[:split])
+        columns = _number_elements(box[split:], view[split:])
+        num_rows, num_scale_rows = self.shape[-2], self.scales.shape[-2]
+        scale_rows = rows // num_rows * num_scale_rows + rows % num_rows // self.block[0]
+        return scale_rows, columns // self.block[1]
 
 
-def _indices(box: Box, view: tuple[int, ...]) -> Tensor:
+def _number_elements(box: Box, view: tuple[int, ...]) -> Tensor:
     """Number the elements of a box by their position in a row-major tensor of shape `view`.
 
     The box (1, 3), (0, 2) of a view [3, 5] has the numbers 5, 6, 10, 11.
     """
-    found = torch.zeros(1, dtype=torch.int64)
+    indices = torch.zeros(1, dtype=torch.int64)
     for (start, stop), size in zip(box, view, strict=True):
-        found = (found[:, None] * size + torch.arange(start, stop)).flatten()
-    return found
+        indices = (indices[:, None] * size + torch.arange(start, stop)).flatten()
+    return indices
 
 
 def scales_as_fp32(scales: Tensor) -> Tensor:
-    """Return scales as fp32 factors; bytes hold the exponents of powers of two, as E8M0 does."""
+    """Return scales as fp32 factors; scales in bytes are exponents of two, as in E8M0."""
     if scales.dtype == torch.uint8:
         return torch.ldexp(torch.ones(()), scales.int() - _BIAS)
     return scales.to(torch.float32)
@@ -105,16 +109,16 @@ def scales_as_fp32(scales: Tensor) -> Tensor:
 def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, FileTensor]:
     """Replace each FP8 weight of a checkpoint and its scales by one `ScaledTensor`.
 
-    Scales of activations are left out: only FP8 kernels need them.
+    Scales of activations are left out, because only FP8 kernels need them.
 
     Raises:
-        ValueError: scales have another shape than the weight asks for; config.json does not say how
-            large the blocks are.
+        ValueError: scales do not have the shape that the weight needs; config.json lacks the size
+            of a block.
     """
-    weights = _without_scales(tensors)
+    weights = _find_unscaled(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
-        key: _scaled(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
+        key: _join_weight(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
         for key in weights
         if key + _SCALE in tensors
     }
@@ -133,30 +137,30 @@ def join_stacked_scales(
     `experts.3.gate_proj.weight` and `experts.gate_up_proj_scale_inv` [E, 2F / 128, H / 128].
 
     Raises:
-        ValueError: as `join_scales`, and where scales are missing.
+        ValueError: as in `join_scales`; or scales are missing.
     """
-    weights = _without_scales(tensors)
+    weights = _find_unscaled(tensors)
     if not weights:
         return tensors
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
     for name, pieces in layout.items():
         stack = tensors.get(name + _SCALE)
-        of_experts = [p for p in pieces if p.key in weights and len(p.start) == _STACKED]
-        if stack is None or not of_experts:
+        in_fp8 = [p for p in pieces if p.key in weights and len(p.start) == _STACKED]
+        if stack is None or not in_fp8:
             continue
-        for piece in of_experts:
+        for piece in in_fp8:
             scales = _slice_scales(piece, name + _SCALE, stack, block)
             weight = tensors[piece.key]
-            joined[piece.key] = _scaled(piece.key, weight, name + _SCALE, scales, block)
+            joined[piece.key] = _join_weight(piece.key, weight, name + _SCALE, scales, block)
         del joined[name + _SCALE]
-    if missing := [key + _SCALE for key in _without_scales(joined)]:
+    if missing := [key + _SCALE for key in _find_unscaled(joined)]:
         weight_key = missing[0].removesuffix(_SCALE)
-        raise ValueError(f"{list_names('missing', missing)}, and {weight_key} is there in {_FP8}")
+        raise ValueError(f"{list_names('missing', missing)}, but {weight_key} is stored in {_FP8}")
     return joined
 
 
-def _without_scales(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Find the FP8 weights that are not joined with scales yet."""
+def _find_unscaled(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Find the FP8 weights that are not joined with their scales yet."""
     return {
         key: tensor
         for key, tensor in tensors.items()
@@ -164,15 +168,15 @@ def _without_scales(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     }
 
 
-def _scaled(
+def _join_weight(
     key: str, weight: FileTensor, scales_key: str, scales: FileTensor, block: tuple[int, int]
 ) -> ScaledTensor:
     *outer, rows, columns = weight.shape if len(weight.shape) > 1 else (0, *weight.shape)
-    wanted = (*outer, -(-rows // block[0]), -(-columns // block[1]))
-    if scales.shape != wanted:
+    expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    if scales.shape != expected:
         raise ValueError(
-            f"misshapen: {scales_key} {scales.shape} does not go with {key} {weight.shape}, whose "
-            f"blocks of {block[0]} x {block[1]} would have scales {wanted}"
+            f"misshapen: {scales_key} {scales.shape} does not fit {key} {weight.shape}, whose "
+            f"blocks of {block[0]} x {block[1]} have scales {expected}"
         )
     return ScaledTensor(weight.file, weight.dtype, weight.shape, weight.start, scales, block)
 
@@ -182,26 +186,26 @@ def _slice_scales(
 ) -> FileTensor:
     """Return the scales of one expert's weight as a slice of the stack [E, out / 128, in / 128]."""
     expert, row, _ = piece.start
-    experts, down, across = stack.shape if len(stack.shape) == _STACKED else (0, 0, 0)
+    experts, num_rows, num_columns = stack.shape if len(stack.shape) == _STACKED else (0, 0, 0)
     first, end = row // block[0], -(-(row + piece.sizes[1]) // block[0])
-    if piece.sizes[0] != 1 or row % block[0] or expert >= experts or end > down:
+    if piece.sizes[0] != 1 or row % block[0] or expert >= experts or end > num_rows:
         raise ValueError(
-            f"misshapen: {scales_key} {stack.shape} has no scales of {piece.key} {piece.shape}, "
-            f"which is expert {expert} from row {row} on, in blocks of {block[0]} x {block[1]}"
+            f"misshapen: {scales_key} {stack.shape} has no scales for {piece.key} {piece.shape}, "
+            f"which starts at row {row} of expert {expert}, in blocks of {block[0]} x {block[1]}"
         )
-    start = stack.start + (expert * down + first) * across * stack.dtype.itemsize
-    return FileTensor(stack.file, stack.dtype, (end - first, across), start)
+    start = stack.start + (expert * num_rows + first) * num_columns * stack.dtype.itemsize
+    return FileTensor(stack.file, stack.dtype, (end - first, num_columns), start)
 
 
 def _read_block(folder: Path, weight_key: str) -> tuple[int, int]:
     """Read from config.json how many rows and columns a block has."""
     path = folder / CONFIG
     config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    found = (config.get("quantization_config") or {}).get("weight_block_size")
-    if not isinstance(found, list) or [type(size) for size in found] != [int, int]:
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    if not isinstance(block, list) or [type(size) for size in block] != [int, int]:
         raise ValueError(
-            f"{weight_key} is of {_FP8}, and {path} does not say how large its blocks are "
-            f"(quantization_config: weight_block_size {found!r}); published FP8 checkpoints say "
+            f"{weight_key} is stored in {_FP8}, but {path} does not name the size of its blocks "
+            f"(quantization_config: weight_block_size {block!r}); published FP8 checkpoints have "
             f"[128, 128]; for a model without blocks use its bf16 checkpoint"
         )
-    return found[0], found[1]
+    return block[0], block[1]

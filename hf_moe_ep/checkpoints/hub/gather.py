@@ -1,10 +1,9 @@
 """Send the values of sharded parameters to rank 0 or to all ranks, shard by shard.
 
-To rank 0 (`slabs_of`): the shards of a tensor are sent one after the other. A shard is broadcast
-along one mesh axis at a time, within that axis. So besides its own shards no rank needs memory for
-more than another rank's shard of one tensor; rank 0, where experts are sharded along dim 1, needs
-memory for the experts of one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks
-[[0, 1], [2, 3]]:
+To rank 0 (`slabs_of`, `gather_state_dict`): the shards of a tensor are sent one after the other. A
+shard is broadcast along one mesh axis, then along the next. So besides its own shards a rank needs
+memory for one shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for
+the experts of one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
     experts   owner      along ep_fsdp   along ep
     first     rank 0     -               -
@@ -14,10 +13,11 @@ memory for the experts of one ep rank. For a stacked weight on (ep_fsdp 2, ep 2)
 
 An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-To all ranks (`slabs_for_all`): a few rows of dim 0 are sent at a time. The owner broadcasts its
-part along the first axis; then every rank that has the part broadcasts it along the next axis. In
-the table above, the second part goes from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
+To all ranks (`slabs_for_all`): a few rows of dim 0 are sent at a time. Their owner broadcasts them
+along the first axis; then every rank that has them broadcasts them along the next axis. In the
+table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
 receives each byte once. A change of the values, such as a cast, is computed by their owner.
+`gather_changed` and `gather_whole` use all-gathers and return a whole tensor on every rank.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ Change = Callable[[Box, Tensor], Tensor]
 def gather_state_dict(
     model: nn.Module, save_embedding_layers: str | bool = "auto"
 ) -> dict[str, Tensor]:
-    """Gather full tensors in host memory of rank 0, {} on other ranks; every rank calls this.
+    """Gather a full state dict in host memory of rank 0, {} on other ranks; every rank calls this.
 
     For a model with adapters only the tensors that PEFT saves are gathered, packed as PEFT packs
-    them. `save_embedding_layers` is that of PEFT's save_pretrained.
+    them; `save_embedding_layers` is the argument of PEFT's save_pretrained.
     """
     with experts_in_hub_order(model):
         return _gather_by_name(unwrap(model), save_embedding_layers)
@@ -84,7 +84,10 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
 
 @torch.no_grad()
 def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield the values of a parameter in host memory of rank 0; every rank iterates to the end."""
+    """Yield (box, values) of a parameter in host memory of rank 0; every rank iterates to the end.
+
+    On other ranks the values are None, or the whole tensor, or nothing is yielded.
+    """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
         return
@@ -93,7 +96,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         yield from whole(gathered.detach().cpu()) if is_first() else ()
         return
     slab: Tensor | None = None
-    for box, part in _shards(tensor):
+    for box, part in _gather_shards(tensor):
         rows = (box[0], *((0, size) for size in tensor.shape[1:]))
         if part is not None and box == rows:
             slab = part.cpu()
@@ -107,24 +110,25 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab = None
 
 
-def _shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield the box of each shard in order, and its values on rank 0."""
+def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
+    """Yield (box, values) of each shard in order; the values are None on ranks other than 0."""
     mesh = tensor.device_mesh
-    here = tuple(mesh.get_coordinate() or ())
-    # FSDP2 offloads parameters to the host, but their process groups need the device.
-    mine = tensor.to_local().detach().contiguous().to(mesh.device_type)
+    coordinate = tuple(mesh.get_coordinate() or ())
+    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
+    local = tensor.to_local().detach().contiguous().to(mesh.device_type)
     sharded = _sharded_axes(tensor)
-    for owner, box in _owners(tensor, (0,) * mesh.ndim):
-        part = mine if owner == here else None
-        # Broadcast towards rank 0, the origin of the mesh.
-        at = list(owner)
+    for owner, box in _list_shards(tensor, (0,) * mesh.ndim):
+        part = local if owner == coordinate else None
+        # Broadcast axis by axis, from the owner to rank 0, which has the coordinate 0, 0, ..
+        position = list(owner)
         for axis in sharded:
-            source, at[axis] = int(mesh.mesh[tuple(at)]), 0
-            in_line = all(here[i] == at[i] for i in range(mesh.ndim) if i != axis)
-            if owner[axis] == 0 or not in_line:
+            source, position[axis] = int(mesh.mesh[tuple(position)]), 0
+            others = (i for i in range(mesh.ndim) if i != axis)
+            takes_part = all(coordinate[i] == position[i] for i in others)
+            if owner[axis] == 0 or not takes_part:
                 continue
             if part is None:
-                part = torch.empty(box_sizes(box), dtype=mine.dtype, device=mine.device)
+                part = torch.empty(box_sizes(box), dtype=local.dtype, device=local.device)
             dist.broadcast(part, src=source, group=mesh.get_group(axis))
         yield box, part if is_first() else None
         del part
@@ -138,16 +142,14 @@ def slabs_for_all(
     max_bytes: int,
     slots_E: Tensor | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the values of a parameter on the compute device of every rank.
-
-    Every rank iterates to the end.
+    """Yield (box, values) of a parameter on the compute device; every rank iterates to the end.
 
     Args:
         dtype: the dtype of the tensors that `change` returns.
-        change: called once for each part, by one rank that holds it.
+        change: is called for each part of a slab by the rank that owns the part.
         max_bytes: the size of a slab; a slab has at least one row of dim 0.
-        slots_E: the row in which each expert is stored. `change` gets boxes of the stored order;
-            slabs are yielded in the order of the experts.
+        slots_E: the row in which each expert is stored, or None if experts are stored in order.
+            `change` is called with stored rows; slabs are yielded in the order of the experts.
     """
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes <= max_bytes or tensor.ndim == 0:
@@ -175,9 +177,9 @@ def gather_changed(tensor: Tensor, change: Change) -> Tensor:
     if not isinstance(tensor, DTensor):
         return change(local_box(tensor), tensor.detach())
     mesh = tensor.device_mesh
-    mine = change(local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
+    local = change(local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
     changed = DTensor.from_local(
-        mine,
+        local,
         mesh,
         tensor.placements,
         run_check=False,
@@ -190,17 +192,17 @@ def gather_changed(tensor: Tensor, change: Change) -> Tensor:
 def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -> Tensor:
     """Send the box `rows` of a parameter to every rank; each owner sends its part."""
     mesh = tensor.device_mesh
-    here = tuple(mesh.get_coordinate() or ())
-    mine, local = local_box(tensor), tensor.to_local().detach()
+    coordinate = tuple(mesh.get_coordinate() or ())
+    shard_box, shard = local_box(tensor), tensor.to_local().detach()
     slab = torch.empty(box_sizes(rows), dtype=dtype, device=mesh.device_type)
-    for owner, box in _owners(tensor, here):
+    for owner, box in _list_shards(tensor, coordinate):
         part = overlap(box, rows)
         if part is None:
             continue
         target = slab[slices(part, rows)]
         values = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-        if owner == here:
-            values.copy_(change(part, local[slices(part, mine)].to(mesh.device_type)))
+        if owner == coordinate:
+            values.copy_(change(part, shard[slices(part, shard_box)].to(mesh.device_type)))
         _send_to_all(values, tensor, owner)
         if values is not target:
             target.copy_(values)
@@ -210,28 +212,33 @@ def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -
 def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> None:
     """Broadcast from the rank at `owner` along one axis, then from all receivers along the next."""
     mesh = tensor.device_mesh
-    here = tuple(mesh.get_coordinate() or ())
+    coordinate = tuple(mesh.get_coordinate() or ())
     axes = _sharded_axes(tensor)
     for number, axis in enumerate(axes):
-        if any(here[later] != owner[later] for later in axes[number + 1 :]):
+        if any(coordinate[later] != owner[later] for later in axes[number + 1 :]):
             continue
-        source = (*here[:axis], owner[axis], *here[axis + 1 :])
+        source = (*coordinate[:axis], owner[axis], *coordinate[axis + 1 :])
         dist.broadcast(values, src=int(mesh.mesh[source]), group=mesh.get_group(axis))
 
 
 def _sharded_axes(tensor: DTensor) -> list[int]:
-    return [i for i, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
+    placements = enumerate(tensor.placements)
+    return [axis for axis, placement in placements if not isinstance(placement, Replicate)]
 
 
-def _owners(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[int, ...], Box]]:
-    """List (rank's mesh coordinate, box) of all shards in order, in the replica of `replica`."""
+def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[int, ...], Box]]:
+    """List (mesh coordinate of the owner, box) of all shards, in the order of the boxes.
+
+    Args:
+        replica: the mesh coordinate of any rank of the replica that is listed.
+    """
     mesh, sharded = tensor.device_mesh, _sharded_axes(tensor)
     ranges = [
         range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
     ]
-    boxes = {at: box_at(tensor, at) for at in product(*ranges)}
-    held = [item for item in boxes.items() if all(start < stop for start, stop in item[1])]
-    return sorted(held, key=lambda item: item[1])
+    boxes = [(owner, box_at(tensor, owner)) for owner in product(*ranges)]
+    not_empty = [item for item in boxes if all(start < stop for start, stop in item[1])]
+    return sorted(not_empty, key=lambda item: item[1])
 
 
 def gather_whole(tensor: DTensor) -> Tensor:

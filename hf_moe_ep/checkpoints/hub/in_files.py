@@ -1,4 +1,4 @@
-"""Reading a box of one parameter from the checkpoint tensors that store it."""
+"""Read a box of one parameter from the checkpoint tensors that store it, with `InFiles`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class InFiles:
     """A parameter as a checkpoint stores it.
 
     Attributes:
-        pieces: which boxes of which checkpoint tensors make up the parameter.
+        pieces: the pieces that make up the parameter, each with its tensor in the files.
         dtype: the dtype that the model was built in; decoded values are rounded to it.
     """
 
@@ -25,25 +25,27 @@ class InFiles:
     dtype: torch.dtype
 
     def of_expert(self, expert: int) -> InFiles:
-        """Return the pieces that can hold elements of one expert of a stacked weight."""
+        """Restrict a stacked weight to the pieces that can hold elements of one expert."""
         pieces = [(piece, tensor) for piece, tensor in self.pieces if _may_hold(piece, expert)]
         return InFiles(pieces, self.dtype)
 
     @torch.no_grad()
     def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:
-        """Read a box of the parameter into `target`, one piece at a time."""
+        """Read a box of the parameter into `target`, which has the shape of the box."""
         tensors = {piece.key: tensor for piece, tensor in self.pieces}
         for key, pieces in cut_pieces((piece for piece, _ in self.pieces), box).items():
             tensor, view = tensors[key], pieces[0].view
+            # Pieces that fill one box, such as interleaved rows, are read by one call. Tensors that
+            # are decoded are read piece by piece.
             filled = filled_box(pieces) if type(tensor) is FileTensor else None
-            block = None if filled is None else reader.read(tensor, filled, view)
+            values = None if filled is None else reader.read(tensor, filled, view)
             for piece in pieces:
                 out = piece.in_view(target[piece.slices_in(box)])
-                inside = piece.box_in_view
-                if block is None or filled is None:
-                    tensor.read_into(out, inside, view=piece.view, dtype=self.dtype, reader=reader)
+                part = piece.box_in_view
+                if values is None or filled is None:
+                    tensor.read_into(out, part, view=piece.view, dtype=self.dtype, reader=reader)
                 else:
-                    out.copy_(block[slices(inside, filled)])
+                    out.copy_(values[slices(part, filled)])
 
 
 def _may_hold(piece: Piece, expert: int) -> bool:

@@ -1,14 +1,15 @@
-"""The hub layout of a model: which checkpoint tensors make up each of its parameters.
+"""Find the hub layout of a model: the checkpoint tensors that make up each parameter.
 
-The layout is derived from transformers' own conversion: traced tensors take the place of the
-model's parameters and buffers, transformers converts them as `save_pretrained` would, and
-`derived.py` reads the pieces off the results. A plan can override the layout of stacked expert
-weights.
+`hub_layout` derives the layout from transformers' own conversion: it replaces the model's
+parameters and buffers by traced tensors, transformers converts these as `save_pretrained` would,
+and `derived.py` computes the pieces from the results. A plan can override the layout of stacked
+expert weights.
 
-A checkpoint is read if it has the layout that is saved; stacked weights are also accepted as they
-are in memory (transformers writes them so with save_original_format=False, and for Qwen3-VL-MoE
-always) and transposed. A square weight (in = out) fits both ways; then the other weight of the same
-experts module decides, because all weights of a module are read in the same way.
+`find_pieces` accepts a checkpoint in the layout that `save_pretrained` writes. Stacked weights are
+also accepted in their shape in memory (transformers writes this shape with
+save_original_format=False, and always for Qwen3-VL-MoE), and with the last two dims of that shape
+exchanged. Both shapes fit a square weight (in = out); then the other weight of the same experts
+module decides, because all weights of a module are read in the same layout.
 """
 
 from __future__ import annotations
@@ -32,47 +33,49 @@ from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
 from hf_moe_ep.upstream.module_names import canonical_name
 
-_SHOWN = 5
+_SHOWN = 5  # names in an error
 
-# The pieces that make up each parameter, by its name; under PADDING, zeros of no parameter.
+# The pieces that make up each parameter, by the name of the parameter. The key PADDING has the
+# pieces of zeros, which belong to no parameter.
 Layout = Mapping[str, list[Piece]]
 PADDING = ""
 Shape = tuple[int, ...]
 
 
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied weights once; skip names `without`."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Return parameters and persistent buffers by name, without tied copies and names `without`."""
+    by_id: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if canonical_name(name) not in without:
-            found.setdefault(id(tensor), (canonical_name(name), tensor))
-    return dict(found.values())
+            by_id.setdefault(id(tensor), (canonical_name(name), tensor))
+    return dict(by_id.values())
 
 
 def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layout:
     """Find the pieces of every parameter in a checkpoint that is saved in the hub's layout.
 
     Args:
-        model: its class and config select transformers' conversion.
+        model: its class and config determine which conversion transformers runs.
         plan: `plan.stored` overrides the conversion for stacked weights.
         shapes: the shapes of the parameters and buffers, by their names in a stock model.
 
     Raises:
-        ValueError: the conversion uses an operation that cannot be traced; the tensor is named.
+        ValueError: the conversion uses an operation that cannot be traced. The error names the
+            tensor.
     """
     from_plan = {
-        name for name in shapes if _is_stacked(name, plan) and _weight(name) in plan.stored
+        name for name in shapes if _is_stacked(name, plan) and _weight_name(name) in plan.stored
     }
     layout = _derive_layout(model, {name: shapes[name] for name in shapes if name not in from_plan})
-    found = {
+    pieces_of = {
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
-    return found | {PADDING: layout[PADDING]}
+    return pieces_of | {PADDING: layout[PADDING]}
 
 
 def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
-    stored = plan.stored[_weight(name)]
+    stored = plan.stored[_weight_name(name)]
     if stored.parts:
         experts, out, inner = shape
         return per_expert_pieces(name.rpartition(".")[0], (experts, out, inner), stored.parts)
@@ -101,12 +104,12 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
             f"the layout in a plan, with stored="
         ) from error
     for name, pieces in layout.items():
-        held, size = sum(piece.numel for piece in pieces), math.prod(shapes[name])
-        if held != size:
+        written, size = sum(piece.numel for piece in pieces), math.prod(shapes[name])
+        if written != size:
             raise ValueError(
                 f"cannot derive how the hub stores this {type(model).__name__}: transformers "
-                f"writes {held} of the {size} elements of {name}; give the layout in a plan, with "
-                f"stored="
+                f"writes {written} of the {size} elements of {name}; give the layout in a plan, "
+                f"with stored="
             )
         pieces.sort(key=lambda piece: piece.start)
     return layout | {PADDING: padding}
@@ -118,36 +121,46 @@ def find_pieces(
     layout: Layout,
     plan: ModelPlan,
 ) -> dict[str, list[Piece]]:
-    """Find the pieces of each parameter, {name: shape}, in the first layout that a checkpoint fits.
+    """Find the pieces of each parameter in a checkpoint, by trying several layouts.
+
+    Args:
+        tensors: the tensors of the checkpoint.
+        parameters: the shapes of the parameters to find, by name.
+        layout: the hub's layout, which is tried first.
+        plan: names the stacked weights, for which other layouts are tried.
 
     Raises:
-        ValueError: names the tensors that are missing and those of another shape.
+        ValueError: no layout fits; the error names missing tensors and tensors of another shape.
     """
-    found: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
-    for group in _groups(parameters, layout, plan):
+    for group in _group_by_layout(parameters, layout, plan):
         layouts = [
             {name: pieces_of(name, parameters[name]) for name in group}
-            for pieces_of in _layouts(layout, plan)
+            for pieces_of in _candidate_layouts(layout, plan)
         ]
-        fitting = next((one for one in layouts if _fits(one, tensors)), None)
+        fitting = next((candidate for candidate in layouts if _fits(candidate, tensors)), None)
         if fitting is None:
-            # Report against the layout whose keys are there, else against the hub's.
-            known = [one for one in layouts if all(p.key in tensors for p in _all_pieces(one))]
-            for piece in _all_pieces((known or layouts)[0]):
+            # The error compares with a layout whose keys all exist, otherwise with the hub's.
+            with_all_keys = [
+                candidate
+                for candidate in layouts
+                if all(piece.key in tensors for piece in _all_pieces(candidate))
+            ]
+            for piece in _all_pieces((with_all_keys or layouts)[0]):
                 if piece.key not in tensors:
                     missing[piece.key] = None
                 elif tensors[piece.key].shape != piece.shape:
                     shapes = f"{tensors[piece.key].shape} instead of {piece.shape}"
                     misshapen[f"{piece.key} {shapes}"] = None
-        found |= fitting or {}
+        pieces |= fitting or {}
     problems = [
         list_names(kind, names) for kind, names in (("missing", missing), ("misshapen", misshapen))
     ]
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
-    return found
+    return pieces
 
 
 def list_names(kind: str, names: Iterable[str]) -> str:
@@ -158,24 +171,26 @@ def list_names(kind: str, names: Iterable[str]) -> str:
 
 
 def group_by_shared_tensors(layout: Layout, names: Iterable[str]) -> list[list[str]]:
-    """Group the parameters that share checkpoint tensors, in the order of their first members."""
-    group_of: dict[str, list[str]] = {}
+    """Group parameters that share checkpoint tensors; groups are ordered by their first members."""
+    group_of: dict[str, list[str]] = {}  # by the key of a checkpoint tensor
     groups: list[list[str]] = []
     for name in names:
-        shared = {id(g): g for p in layout[name] if (g := group_of.get(p.key)) is not None}
-        first, *others = shared.values() or [[]]
-        if not first:
-            groups.append(first)
-        first.append(name)
-        for other in others:
-            first += other
+        sharing = {id(g): g for p in layout[name] if (g := group_of.get(p.key)) is not None}
+        group, *to_merge = sharing.values() or [[]]
+        if not group:
+            groups.append(group)
+        group.append(name)
+        for other in to_merge:
+            group += other
             groups.remove(other)
-        for member in first if others else [name]:
-            group_of.update((piece.key, first) for piece in layout[member])
+        for member in group if to_merge else [name]:
+            group_of.update((piece.key, group) for piece in layout[member])
     return groups
 
 
-def _groups(parameters: Mapping[str, Shape], layout: Layout, plan: ModelPlan) -> list[list[str]]:
+def _group_by_layout(
+    parameters: Mapping[str, Shape], layout: Layout, plan: ModelPlan
+) -> list[list[str]]:
     """Group the parameters that must be read in the same layout.
 
     These are the weights of one experts module, and parameters that share checkpoint tensors.
@@ -193,12 +208,17 @@ def _is_stacked(name: str, plan: ModelPlan) -> bool:
     return weight in plan.expert_weights and matches(plan.experts, module)
 
 
-def _weight(name: str) -> str:
+def _weight_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _layouts(layout: Layout, plan: ModelPlan) -> list[Callable[[str, Shape], list[Piece]]]:
-    """List the layouts to try: the hub's, as in memory, and transposed."""
+def _candidate_layouts(
+    layout: Layout, plan: ModelPlan
+) -> list[Callable[[str, Shape], list[Piece]]]:
+    """List the layouts to try: the hub's, the one in memory, and its transpose.
+
+    Each layout is a function that returns the pieces of a parameter from its name and shape.
+    """
 
     def transposed(name: str, shape: Shape) -> list[Piece]:
         return [(transposed_piece if _is_stacked(name, plan) else whole_piece)(name, shape)]

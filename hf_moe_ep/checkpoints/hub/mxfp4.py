@@ -1,13 +1,14 @@
-"""MXFP4 weights of the hub (gpt-oss), decoded while a rank reads its own experts.
+"""Decode MXFP4 weights of the hub (gpt-oss) while a rank reads its own experts.
 
-A checkpoint stores a weight [E, in, out] as two tensors. 32 neighbours along `in` share one scale;
-a byte holds two of them, the first one in its low bits:
+A checkpoint stores a weight [E, in, out] as two tensors. 32 values along `in` share one scale, and
+each byte holds two values, the first of them in its low bits:
 
     down_proj_blocks  [E, out, in / 32, 16]   byte 0x72: codes 2 and 7, so 1.0 and 6.0
     down_proj_scales  [E, out, in / 32]       130: times 2 ** (130 - 127)
 
 The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
 Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
+`join_blocks` replaces both tensors by a `PackedTensor`, which decodes a box of the weight.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NUMBERS = (*_MAGNITUDES, *(-number for number in _MAGNITUDES))
 class PackedTensor(FileTensor):
     """A weight [E, in, out] that a checkpoint stores as packed blocks and their scales.
 
-    `shape` is that of the decoded weight; `dtype` and `start` are those of the blocks.
+    `shape` is the shape of the decoded weight; `dtype` and `start` are those of the blocks.
     """
 
     blocks: FileTensor
@@ -52,26 +53,26 @@ class PackedTensor(FileTensor):
         assert view == self.shape, f"{view} is not {self.shape}"
         (first, end), rows, columns = box
         groups = rows[0] // _BLOCK, -(-rows[1] // _BLOCK)
-        decoded = groups[0] * _BLOCK, groups[1] * _BLOCK
-        (wanted,) = slices((rows,), (decoded,))
-        step = max(1, _VALUES // max(1, decoded[1] - decoded[0]))
+        decoded_rows = groups[0] * _BLOCK, groups[1] * _BLOCK
+        (in_box,) = slices((rows,), (decoded_rows,))
+        step = max(1, _VALUES // max(1, decoded_rows[1] - decoded_rows[0]))
         for expert, start in product(range(first, end), range(*columns, step)):
-            some = (start, min(start + step, columns[1]))
-            held = ((expert, expert + 1), some, groups)
-            scales = reader.read(self.scales, held)[0]
-            blocks = reader.read(self.blocks, (*held, (0, _BYTES)))[0]
+            chunk = (start, min(start + step, columns[1]))
+            scales_box = ((expert, expert + 1), chunk, groups)
+            scales = reader.read(self.scales, scales_box)[0]
+            blocks = reader.read(self.blocks, (*scales_box, (0, _BYTES)))[0]
             values = _decode(blocks, scales, out.dtype).flatten(1)
-            at = slice(some[0] - columns[0], some[1] - columns[0])
-            out[expert - first, :, at].copy_(values[:, wanted].T)
+            target = slice(chunk[0] - columns[0], chunk[1] - columns[0])
+            out[expert - first, :, target].copy_(values[:, in_box].T)
 
 
 def join_blocks(
     tensors: Mapping[str, FileTensor], layout: Mapping[str, list[Piece]]
 ) -> Mapping[str, FileTensor]:
-    """Replace the blocks and the scales of each packed weight by one tensor under its own key.
+    """Replace the blocks and scales of each packed weight by one tensor with the weight's key.
 
     Raises:
-        ValueError: blocks have another shape than the weight, or lack their scales.
+        ValueError: blocks do not have the shape that the weight needs; their scales are missing.
     """
     weights = [
         piece
@@ -83,27 +84,29 @@ def join_blocks(
         return tensors
     joined = dict(tensors)
     for weight in weights:
-        joined[weight.key] = _packed(weight.key, weight.shape, tensors)
+        joined[weight.key] = _pack_weight(weight.key, weight.shape, tensors)
         joined.pop(weight.key + _BLOCKS, None)
         joined.pop(weight.key + _SCALES, None)
     return joined
 
 
-def _packed(key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]) -> PackedTensor:
+def _pack_weight(
+    key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]
+) -> PackedTensor:
     blocks_key, scales_key = key + _BLOCKS, key + _SCALES
     blocks, scales = tensors[blocks_key], tensors.get(scales_key)
     if scales is None:
-        raise ValueError(f"missing 1 tensors: {scales_key}, and {blocks_key} is there")
+        raise ValueError(f"missing 1 tensors: {scales_key}, the scales of {blocks_key}")
     experts, inner, out = shape if len(shape) == 3 else (0, 0, 0)
-    wanted = (experts, out, inner // _BLOCK)
-    if inner % _BLOCK or (blocks.shape, scales.shape) != ((*wanted, _BYTES), wanted):
+    expected = (experts, out, inner // _BLOCK)
+    if inner % _BLOCK or (blocks.shape, scales.shape) != ((*expected, _BYTES), expected):
         raise ValueError(
-            f"misshapen: {blocks_key} {blocks.shape} and {scales_key} {scales.shape} do not make "
-            f"up {key} {shape}, which would be {(*wanted, _BYTES)} and {wanted}"
+            f"misshapen: {blocks_key} {blocks.shape} and {scales_key} {scales.shape} do not fit "
+            f"{key} {shape}, which needs {(*expected, _BYTES)} and {expected}"
         )
     for name, tensor in ((blocks_key, blocks), (scales_key, scales)):
         if tensor.dtype != torch.uint8:
-            raise ValueError(f"{name} is {tensor.dtype}, and MXFP4 is stored as {torch.uint8}")
+            raise ValueError(f"{name} is {tensor.dtype}, but MXFP4 is stored as {torch.uint8}")
     return PackedTensor(blocks.file, blocks.dtype, shape, blocks.start, blocks, scales)
 
 

@@ -1,4 +1,4 @@
-"""A piece says which box of a checkpoint tensor holds which elements of a parameter.
+"""Describe by `Piece` which box of a checkpoint tensor holds which elements of a parameter.
 
 With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be stored as
 
@@ -11,8 +11,8 @@ With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be sto
                                                       [:, :, 0, :] starts at (0, 0, 0)
                                                       [:, :, 1, :] starts at (0, 3, 0)
 
-A tensor in a file is contiguous, so a reader may view it in another shape (`Piece.view`). In the
-right view every rearrangement that transformers makes is a box of the view with permuted dims.
+A tensor in a file is contiguous, so a reader may view it in another shape (`Piece.view`). For every
+rearrangement that transformers makes, there is a view in which each piece is a box.
 
 Each rank needs only its shard of a parameter. `Piece.cut` restricts a piece to a box of the
 parameter; the result is a smaller piece. Here for expert 1, rows 2 to 4, of the interleaved w13:
@@ -42,11 +42,11 @@ class Piece:
         shape: the shape of the whole checkpoint tensor.
         start: the index in the parameter of the first element of the piece.
         sizes: the number of indices that the piece holds along each dim of the parameter.
-        axes: for each dim of the parameter, the dim of the view that runs along it; None where the
-            piece holds a single index of that dim.
+        axes: for each dim of the parameter, the corresponding dim of the view; None where the piece
+            holds a single index of the parameter's dim.
         view: the shape in which the checkpoint tensor is viewed.
         corner: the index in the view of the first element of the piece.
-        steps: the distance in the parameter, along each of its dims, between neighbours in the
+        steps: for each dim of the parameter, the distance between the indices of neighbours in the
             piece.
     """
 
@@ -73,7 +73,7 @@ class Piece:
         return tuple(box)
 
     def cut(self, box: Box) -> Piece | None:
-        """Restrict the piece to a box of the parameter; None if they have no element in common."""
+        """Return the part of the piece inside a box of the parameter, or None if it is empty."""
         starts, sizes, corner = [], [], list(self.corner)
         dims = zip(box, self.start, self.sizes, self.steps, self.axes, strict=True)
         for (first, end), start, size, step, axis in dims:
@@ -96,7 +96,7 @@ class Piece:
         )
 
     def in_view(self, values: Tensor) -> Tensor:
-        """Permute values of the parameter into the dims of the view; the memory is shared."""
+        """Permute values of the parameter to the order of the view's dims; the memory is shared."""
         varying = [dim for dim, axis in enumerate(self.axes) if axis is not None]
         single = [dim for dim, axis in enumerate(self.axes) if axis is None]
         axes = [axis for axis in self.axes if axis is not None]
@@ -109,18 +109,19 @@ class Piece:
 
 def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
     """Restrict pieces to a box of their parameter, grouped by checkpoint tensor."""
-    found: dict[str, list[Piece]] = {}
+    by_key: dict[str, list[Piece]] = {}
     for piece in pieces:
-        inside = piece.cut(box)
-        if inside is not None:
-            found.setdefault(piece.key, []).append(inside)
-    return found
+        part = piece.cut(box)
+        if part is not None:
+            by_key.setdefault(piece.key, []).append(part)
+    return by_key
 
 
 def filled_box(pieces: Sequence[Piece]) -> Box | None:
-    """Return the box of the view that several pieces fill together, None if they fill none.
+    """Return the box of the view that several pieces fill together.
 
-    Interleaved rows are read and written in one go by this box instead of row by row.
+    With this box interleaved rows are read and written at once instead of row by row. The result is
+    None for a single piece, and for pieces that do not fill a box.
     """
     if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):
         return None
@@ -154,7 +155,7 @@ def per_expert_pieces(
     Args:
         module: the name of the experts module.
         names: the tensors that make up the rows of one expert, in order, with a placeholder for the
-            expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
+            number of the expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
     """
     experts, out, inner = shape
     rows = out // len(names)

@@ -1,18 +1,19 @@
 """Load stacked expert matrices into experts that are held quantised, one expert at a time.
 
-    a rank holds 2 experts [4, 128] in nf4; the checkpoint is bf16
-      expert 0   read into a buffer [4, 128]    quantised into bytes [0], scales [0]
-      expert 1   read into the same buffer      quantised into bytes [1], scales [1]
+For 2 experts [4, 128] on a rank, in nf4, from a bf16 checkpoint:
+
+    expert 0   read into a buffer [4, 128]    quantised into bytes [0], scales [0]
+    expert 1   read into the same buffer      quantised into bytes [1], scales [1]
 
 Besides the quantised bytes a rank needs memory for one matrix of one expert, in the dtype that the
-model was built in. The result is the same as loading the whole model first and quantising it then,
-whatever format the checkpoint has. With double quantisation the first scales of all rows of a
-matrix are quantised together, so a rank that keeps some rows reads all of them.
+model was built in. For every format of a checkpoint the result is the same as if the whole model
+were loaded first and quantised then. With double quantisation the first scales of all rows of a
+matrix are quantised together, so a rank reads all rows even if it holds only some of them.
 
-A published FP8 checkpoint keeps its bytes with experts_dtype="fp8", if its blocks of 128 x 128 are
-those of the expert's matrix: bytes and scales are copied and no value is decoded. Otherwise (other
-blocks, or gate and up with a number of rows that 128 does not divide) it is decoded and quantised
-again.
+If a checkpoint is in FP8 and experts_dtype is "fp8", bytes and scales are copied and no value is
+decoded. For this the blocks of the checkpoint must be the blocks of 128 x 128 of the expert's
+matrix. Otherwise (other block sizes, or gate and up with a number of rows that 128 does not divide)
+values are decoded and quantised again.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ class HeldAsBytes:
     """This rank's shard of a stacked matrix [E, O, I] that is held quantised.
 
     Attributes:
-        local: this rank's bytes and scales.
-        boxes: the box of the global tensor that each tensor of `local` holds, in the order of
-            their names.
+        local: the quantised values and scales on this rank.
+        boxes: for each tensor of `local`, in the order of `by_name`, its box in the global tensor.
         shape_OI: the shape of one whole matrix.
         quantisation: the format.
-        transposed: the model's parameter is [E, I, O].
+        transposed: True if the model's parameter is [E, I, O].
     """
 
     local: Quantised
@@ -67,21 +67,22 @@ class HeldAsBytes:
         # Double quantisation needs the scales of all rows.
         rows = (0, self.shape_OI[0]) if self.quantisation.nested else (first, end)
         columns = (0, self.shape_OI[1])
-        sides = (columns, rows) if self.transposed else (rows, columns)
-        # One buffer for all experts: memory that one expert frees may not fit the next one.
-        matrix = None if copies_bytes else torch.empty(1, *box_sizes(sides), dtype=stored.dtype)
+        matrix_box = (columns, rows) if self.transposed else (rows, columns)
+        # All experts use one buffer. With a buffer each, memory could become fragmented.
+        sizes = box_sizes(matrix_box)
+        matrix = None if copies_bytes else torch.empty(1, *sizes, dtype=stored.dtype)
         for index, expert in enumerate(range(*experts)):
-            box, target = ((expert, expert + 1), *sides), self.local.of(index)
-            of_expert = stored.of_expert(expert)
+            box, target = ((expert, expert + 1), *matrix_box), self.local.of(index)
+            stored_expert = stored.of_expert(expert)
             if matrix is None:
-                self._copy_bytes(of_expert, box, target, reader)
+                self._copy_bytes(stored_expert, box, target, reader)
                 continue
-            of_expert.read_into(matrix, box, reader)
+            stored_expert.read_into(matrix, box, reader)
             matrix_OI = (matrix[0].T if self.transposed else matrix[0]).to(device)
-            self._own_rows(quantise(matrix_OI, self.quantisation)).copy_into(target)
+            self._slice_rows(quantise(matrix_OI, self.quantisation)).copy_into(target)
 
-    def _own_rows(self, matrix: Quantised) -> Quantised:
-        """Slice this rank's rows of a matrix that was quantised with all of its rows."""
+    def _slice_rows(self, matrix: Quantised) -> Quantised:
+        """Slice this rank's rows from a matrix if all of its rows were quantised."""
         if not self.quantisation.nested:
             return matrix
         tensors = zip(matrix.by_name("").values(), self.boxes, strict=True)
@@ -92,34 +93,34 @@ class HeldAsBytes:
         values, scales = target.values[None], target.block_scale[None]
         if self.transposed:
             values, scales = values.mT, scales.mT
-        for whole, tensor in stored.pieces:
-            piece = whole.cut(box)
+        for uncut_piece, tensor in stored.pieces:
+            piece = uncut_piece.cut(box)
             if piece is None:
                 continue
             assert isinstance(tensor, ScaledTensor)
-            at, inside = piece.slices_in(box), piece.box_in_view
-            found = reader.read(replace(tensor, dtype=torch.uint8), inside)
-            piece.in_view(values[at]).copy_(found)
-            *outer, rows, columns = inside
+            in_target, in_file = piece.slices_in(box), piece.box_in_view
+            fp8_bytes = reader.read(replace(tensor, dtype=torch.uint8), in_file)
+            piece.in_view(values[in_target]).copy_(fp8_bytes)
+            *outer, rows, columns = in_file
             factors = reader.read(tensor.scales, (*outer, _in_blocks(rows), _in_blocks(columns)))
-            expert, *sides = at
-            blocks = (slice(*_in_blocks((side.start, side.stop))) for side in sides)
+            expert, *others = in_target
+            blocks = (slice(*_in_blocks((dim.start, dim.stop))) for dim in others)
             piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
 
 
-def held_as_bytes(model: nn.Module) -> dict[str, HeldAsBytes]:
+def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
-    found = {}
-    for name, held, quantisation in quantised_matrices(model):
-        tensors = held.by_name("").values()
-        found[name] = HeldAsBytes(
+    shards = {}
+    for name, matrix, quantisation in quantised_matrices(model):
+        tensors = matrix.by_name("").values()
+        shards[name] = HeldAsBytes(
             Quantised(*(local_tensor(tensor) for tensor in tensors)),
             [local_box(tensor) for tensor in tensors],
-            dequantised_shape(held.values, quantisation.kind),
+            dequantised_shape(matrix.values, quantisation.kind),
             quantisation,
             _compute_of(model, name).transposed,
         )
-    return found
+    return shards
 
 
 def _compute_of(model: nn.Module, name: str) -> Compute:
@@ -129,7 +130,7 @@ def _compute_of(model: nn.Module, name: str) -> Compute:
 
 
 def _has_the_same_blocks(stored: InFiles) -> bool:
-    """Tell whether a stack is stored in FP8 with the blocks that the expert's matrix would have."""
+    """Return True if a stack is stored in FP8, with the blocks that the expert's matrix has."""
     return all(
         isinstance(tensor, ScaledTensor)
         and tensor.block == (_BLOCK, _BLOCK)
@@ -139,16 +140,16 @@ def _has_the_same_blocks(stored: InFiles) -> bool:
 
 
 def _begins_a_block(piece: Piece) -> bool:
-    """Tell whether a piece has neighbouring rows and columns and begins at a corner of a block."""
+    """Return True if a piece has consecutive rows and columns and begins at a block's corner."""
     last = len(piece.view)
     return (
         piece.view == piece.shape
         and {*piece.axes[1:]} == {last - 2, last - 1}
         and piece.steps[1:] == (1, 1)
-        and not any(at % _BLOCK for at in (*piece.start[1:], *piece.corner[-2:]))
+        and not any(index % _BLOCK for index in (*piece.start[1:], *piece.corner[-2:]))
     )
 
 
 def _in_blocks(span: tuple[int, int]) -> tuple[int, int]:
-    """Count [start, stop) in blocks: (128, 300) is (1, 3)."""
+    """Return the blocks that a range [start, stop) of indices touches: (128, 300) gives (1, 3)."""
     return span[0] // _BLOCK, -(-span[1] // _BLOCK)

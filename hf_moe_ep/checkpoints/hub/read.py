@@ -1,9 +1,10 @@
 """Load a hub checkpoint into a sharded model; every rank reads only its own shards.
 
-The model is built on the meta device and sharded there. Then each rank allocates its shards and
-reads their byte ranges. Besides its shards a rank needs memory for its part of one tensor, or for
-one matrix of one expert where experts are held quantised (`quantised.py`). With
-dp_replicate_size > 1 every replica reads for itself.
+The model is built on the meta device. `find_weights` finds its parameters in the checkpoint; then
+the model is sharded, and `load_weights` allocates each rank's shards and reads their byte ranges.
+Besides its shards a rank needs memory for its part of one tensor, or for one matrix of one expert
+where experts are held quantised (`quantised.py`). With dp_replicate_size > 1 every replica reads
+the files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hf_moe_ep.checkpoints.hub.fp8 import join_scales, join_stacked_scales
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
-from hf_moe_ep.checkpoints.hub.quantised import held_as_bytes
+from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
@@ -52,7 +53,7 @@ _logger = logging.getLogger("hf_moe_ep")
 def described_model(
     folder: Path, find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 ) -> tuple[nn.Module, ModelPlan]:
-    """Build the model that a folder's config describes on the meta device, and find its plan.
+    """Build a model on the meta device from the config in a folder; return it and its plan.
 
     `find_dtype` is called if the config names no dtype.
     """
@@ -61,14 +62,14 @@ def described_model(
 
 
 def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
-    """Return the dtype of the first floating point tensor, in the order of transformers.
+    """Return the dtype that transformers would choose: that of the first floating point tensor.
 
     Tensors of one byte per value are skipped, because they are quantised.
     """
     tensors = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
     dtypes = (tensor.dtype for _, tensor in tensors)
-    found = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
-    return next(found, torch.get_default_dtype())
+    candidates = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
+    return next(candidates, torch.get_default_dtype())
 
 
 def find_weights(
@@ -78,12 +79,12 @@ def find_weights(
 
     Args:
         model: not sharded yet; only its shapes and dtypes are used.
-        empty: names as in `named_parameters`, for tied weights the first name; the checkpoint may
-            store a tied weight under any of its names.
+        empty: the names of parameters in `named_parameters`, which has a tied weight under its
+            first name. The checkpoint may store a tied weight under any of its names.
 
     Raises:
-        ValueError: on every rank, if the folder is no complete checkpoint; if tensors are missing,
-            have another shape, or do not belong to the model (all are named); if ranks see
+        ValueError: on every rank: the folder is no complete checkpoint; tensors are missing, have
+            another shape, or do not belong to the model (the error names them); ranks read
             different weights.
     """
     shapes = {
@@ -102,21 +103,22 @@ def find_weights(
             tensors = _rename_keys(model, join_scales(in_files, Path(directory)), layout)
             tensors = join_stacked_scales(tensors, layout, Path(directory))
             tensors = join_blocks(tensors, layout)
-            found = _match(model, tensors, layout, plan, set(empty))
+            stored = _match_parameters(model, tensors, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             text = f"{directory} does not fit this {kind}: {error}"
             if not in_files.keys() & tensors.keys():
                 text += (
-                    "; it holds a base model without a head: transformers would add a head that "
-                    "is not trained. If you want one, load it in transformers and save that model"
+                    "; it holds a base model without a head, and transformers would add a head "
+                    "that is not trained. If you want this, load the checkpoint in transformers "
+                    "and save the model"
                 )
             raise ValueError(text) from error
-        return found, fingerprint(in_files)
+        return stored, fingerprint(in_files)
 
-    found, weights = together(f"reading {directory}", find)
-    _check_same_weights(weights, os.fspath(directory))
-    return found
+    stored, own_fingerprint = together(f"reading {directory}", find)
+    _check_same_weights(own_fingerprint, os.fspath(directory))
+    return stored
 
 
 def _rename_keys(
@@ -124,45 +126,46 @@ def _rename_keys(
 ) -> Mapping[str, FileTensor]:
     """Rename the tensors of a checkpoint to the keys under which `model` is saved.
 
-    transformers accepts the same: a base model loads the checkpoint of a model with a head and
-    leaves the head out; a model with a head loads the checkpoint of its base model, which lacks the
-    head; either loads a checkpoint with older names.
+    As in transformers, a base model loads the checkpoint of a model with a head, without that head;
+    a model with a head loads the checkpoint of its base model, in which the head is missing; and
+    both load a checkpoint with older names.
     """
     stock = without_adapters(model)
     prefix = base_prefix(stock)
-    own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
-    below = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
-    if is_base_model(stock) and own & below.keys() and not own & tensors.keys():
-        left_out = sorted(tensors.keys() - below.values())
-        if left_out and is_first():
-            text = list_names("leaves out", left_out)
+    model_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
+    key_in_file = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+    if is_base_model(stock) and model_keys & key_in_file.keys() and not model_keys & tensors.keys():
+        ignored = sorted(tensors.keys() - key_in_file.values())
+        if ignored and is_first():
+            text = list_names("ignores", ignored)
             _logger.warning("%s has no head and %s", type(stock).__name__, text)
-        return {key: tensors[before] for key, before in below.items()}
-    # Some keys may be equal in both forms, so the form with more matches is taken.
-    of_base = own & {f"{prefix}{key}" for key in tensors}
-    if not is_base_model(stock) and len(of_base) > len(own & tensors.keys()):
+        return {key: tensors[in_file] for key, in_file in key_in_file.items()}
+    # Some keys may be equal with and without the prefix, so the form with more matches is used.
+    with_prefix = model_keys & {f"{prefix}{key}" for key in tensors}
+    if not is_base_model(stock) and len(with_prefix) > len(model_keys & tensors.keys()):
         return {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
-    if own <= tensors.keys():
+    if model_keys <= tensors.keys():
         return tensors
-    renamed = other_names(stock, sorted(tensors.keys() - own), sorted(own - tensors.keys()))
-    return {renamed.get(key, key): tensor for key, tensor in tensors.items()}
+    unknown, missing = sorted(tensors.keys() - model_keys), sorted(model_keys - tensors.keys())
+    new_name = other_names(stock, unknown, missing)
+    return {new_name.get(key, key): tensor for key, tensor in tensors.items()}
 
 
-def _check_same_weights(weights: str, folder: str) -> None:
-    """Raise if ranks see different weights: their shards would make up a mixture of two models."""
-    seen = differing(weights)
-    if seen is None:
+def _check_same_weights(own_fingerprint: str, folder: str) -> None:
+    """Raise ValueError if ranks read different weights: the shards would be of two models."""
+    fingerprints = differing(own_fingerprint)
+    if fingerprints is None:
         return
     folders = gather(folder)
-    odd = [rank for rank, theirs in enumerate(seen) if theirs != seen[0]]
-    if odd:
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    if others:
         raise ValueError(
-            f"ranks see different weights: rank {odd[0]} in {folders[odd[0]]}, rank 0 in "
+            f"ranks read different weights: rank {others[0]} in {folders[others[0]]}, rank 0 in "
             f"{folders[0]}; name one folder on all ranks, and copy it to every node"
         )
 
 
-def _match(
+def _match_parameters(
     model: nn.Module,
     tensors: Mapping[str, FileTensor],
     layout: Layout,
@@ -170,63 +173,65 @@ def _match(
     empty: set[str],
 ) -> dict[str, InFiles]:
     """Find where each parameter in `empty` and each persistent buffer is stored, by name."""
-    aliases: dict[int, list[str]] = {}
+    aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    wanted: dict[str, tuple[int, ...]] = {}
+    # By the name under which the checkpoint stores a parameter:
+    shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    owners: dict[str, list[str]] = {}
-    tied: set[str] = set()
+    model_names: dict[str, list[str]] = {}
+    tied_keys: set[str] = set()
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*parameters, *persistent_buffers(model)):
         names = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
-        present = [one for one in names if _single_key(one, layout, tensors)]
-        keys = [_single_key(one, layout, tensors) for one in present]
+        present = [alias for alias in names if _single_key(alias, layout, tensors)]
+        keys = [_single_key(alias, layout, tensors) for alias in present]
         _check_tied({key: tensors[key] for key in filter(None, keys)})
-        tied |= set(filter(None, keys[1:]))
-        first = (present or names)[0]
-        wanted[first], dtypes[first] = tuple(tensor.shape), tensor.dtype
-        owners.setdefault(first, []).append(name)
-    own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
+        tied_keys |= set(filter(None, keys[1:]))
+        stored_name = (present or names)[0]
+        shapes[stored_name], dtypes[stored_name] = tuple(tensor.shape), tensor.dtype
+        model_names.setdefault(stored_name, []).append(name)
+    model_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     try:
-        found = find_pieces(tensors, wanted, layout, plan)
+        pieces_of = find_pieces(tensors, shapes, layout, plan)
     except ValueError as error:
-        instead = sorted(unexpected_keys(model, tensors.keys() - own))
-        if not instead:
+        unknown = sorted(unexpected_keys(model, tensors.keys() - model_keys))
+        if not unknown:
             raise
         raise ValueError(
-            f"{error}; {list_names('it holds instead', instead)}. The keys belong to another "
-            f"layout: load it in transformers and save it there, or give the layout of the weights "
-            f"in a plan (plan=)"
+            f"{error}; {list_names('it holds instead', unknown)}. These keys belong to another "
+            f"layout: load the checkpoint in transformers and save it there, or give the layout of "
+            f"the weights in a plan (plan=)"
         ) from error
-    used = {piece.key for pieces in found.values() for piece in pieces} | tied
-    read = {id(tensor) for _, tensor in parameters}
-    others = [names for key, names in aliases.items() if key not in read]
-    used |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
-    if unexpected := sorted(unexpected_keys(model, tensors.keys() - used)):
+    known = {piece.key for pieces in pieces_of.values() for piece in pieces} | tied_keys
+    # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
+    ids = {id(tensor) for _, tensor in parameters}
+    others = [names for key, names in aliases.items() if key not in ids]
+    known |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
+    if unexpected := sorted(unexpected_keys(model, tensors.keys() - known)):
         raise ValueError(list_names("unexpected", unexpected))
     return {
-        name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[first])
-        for first, pieces in found.items()
-        for name in owners[first]
+        name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name])
+        for stored_name, pieces in pieces_of.items()
+        for name in model_names[stored_name]
     }
 
 
 def _single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
-    """Return the key of a parameter that a checkpoint stores as one tensor; None for others."""
+    """Return the key of a parameter that a checkpoint stores as one tensor, otherwise None."""
     keys = [piece.key for piece in layout[name]]
-    found = [key for key in (*keys, name) if key in tensors]
-    return found[0] if found and len(keys) == 1 else None
+    present = [key for key in (*keys, name) if key in tensors]
+    return present[0] if present and len(keys) == 1 else None
 
 
 def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
-    """Raise if tied tensors differ: one of them would be lost."""
+    """Raise ValueError if tied tensors differ, because only the first one would be read."""
     first, *others = tensors or [""]
     for other in others if is_first() else ():
         if not same_values(tensors[first], tensors[other]):
             raise ValueError(
                 f"{first} and {other} have different values, but the config ties them to one "
-                f"weight; load it with tie_word_embeddings=False, or correct its config.json"
+                f"weight; load the model with tie_word_embeddings=False, or correct its config.json"
             )
 
 
@@ -234,16 +239,16 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
     """Allocate the tensors that are on the meta device and load them; every rank calls this.
 
     Args:
-        model: sharded.
+        model: sharded, on the meta device.
         weights: the result of `find_weights`.
-        device: the device of the parameters.
+        device: the device on which parameters are stored.
     """
     allocate_meta(model, device)
-    held = dict(model.named_parameters()) | dict(model.named_buffers())
-    quantised = held_as_bytes(model)
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
     sizes = {
-        name: quantised[name].num_bytes if name in quantised else local_tensor(held[name]).nbytes
+        name: quantised[name].num_bytes if name in quantised else local_tensor(targets[name]).nbytes
         for name in weights
     }
 
@@ -256,7 +261,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
                 if name in quantised:
                     quantised[name].read(stored, reader, compute_device)
                 else:
-                    tensor = held[name]
+                    tensor = targets[name]
                     stored.read_into(local_tensor(tensor), local_box(tensor), reader)
                 progress.update(sizes[name])
 

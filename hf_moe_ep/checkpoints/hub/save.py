@@ -1,8 +1,8 @@
 """Save a model as a Hugging Face checkpoint in the hub's layout.
 
-Rank 0 writes the files (`write.py`). It receives one tensor after the other, shard by shard
-(`gather.py`). The adapters of a model with adapters are small: rank 0 gathers them and PEFT saves
-them.
+`save_pretrained` sends one tensor after the other to rank 0, shard by shard (`gather.py`), and rank
+0 writes the files (`write.py`). For a model with adapters, which are small, rank 0 gathers all of
+them and PEFT saves them. `save_state_dict` writes a full state dict that one process holds.
 """
 
 from __future__ import annotations
@@ -52,42 +52,43 @@ def save_pretrained(
 ) -> None:
     """Write `model` so that stock `from_pretrained(directory)` loads it; every rank calls this.
 
-    Besides its shards a rank needs memory for another rank's shard of one tensor; rank 0 needs
-    memory for one ep rank's experts of a layer with expert_shard_dim=1. If a process is killed
-    meanwhile, the previous checkpoint stays.
+    Besides its shards a rank needs memory for another rank's shard of one tensor; with
+    expert_shard_dim=1, rank 0 needs memory for the experts of one ep rank in one layer. If a
+    process is killed during the save, the previous checkpoint stays complete.
 
     Args:
         model: patched, sharded or not.
-        directory: created if missing; only rank 0 writes.
+        directory: is created if missing; only rank 0 writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
-        dtype: the dtype of the saved weights; None is the dtype that the model was loaded in.
-            torch.float32 saves the fp32 master weights of a bf16 model.
+        dtype: the dtype of the saved weights; None saves in the dtype in which the model was
+            loaded. torch.float32 saves the fp32 master weights of a bf16 model.
         processor: a tokenizer or processor to save with the model, or a list of them.
         kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
-        ValueError: `max_shard_size` is no size; the experts are held quantised and there are no
+        ValueError: `max_shard_size` is no size; the experts are held quantised and the model has no
             adapters; ranks pass different arguments (raised on every rank).
         RuntimeError: a rank has not called this within five minutes; rank 0 cannot write (raised on
-            every rank; the previous checkpoint stays).
+            every rank; the previous checkpoint stays complete).
     """
     check_everyone_calls("save_pretrained")
     folder, model = Path(directory), unwrap(model)
-    others = processor if isinstance(processor, (list, tuple)) else [processor]
+    processors = processor if isinstance(processor, (list, tuple)) else [processor]
     if has_adapters(model):
-        _save_adapters(model, folder, others, kwargs)
+        _save_adapters(model, folder, processors, kwargs)
         return
-    # Both arguments change the number of collectives.
+    # The number of collectives depends on these arguments.
     check_alike("save_pretrained", max_shard_size=max_shard_size, dtype=dtype)
     if kwargs:
         raise TypeError(f"save_pretrained() got unexpected arguments: {', '.join(kwargs)}")
     state = find_state(model)
     if state is None:
-        raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
+        name = type(model).__name__
+        raise ValueError(f"this {name} is not patched; call model.save_pretrained(directory)")
     check_whole_weights(model, "save_pretrained")
     size = parse_size(max_shard_size)
     with experts_in_hub_order(model):
-        _save_weights(model, state, folder, size, dtype, others)
+        _save_weights(model, state, folder, size, dtype, processors)
 
 
 def _save_weights(
@@ -96,7 +97,7 @@ def _save_weights(
     folder: Path,
     max_shard_size: int,
     dtype: torch.dtype | None,
-    others: Sequence[Any],
+    processors: Sequence[Any],
 ) -> None:
     tensors = distinct_tensors(model)
     groups = group_tensors(
@@ -108,11 +109,11 @@ def _save_weights(
     )
     files = split_files(groups, max_shard_size)
 
-    def begin() -> Path:
+    def write_configs() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        return stage_configs(model, folder, first_dtype(groups), others)
+        return stage_configs(model, folder, first_dtype(groups), processors)
 
-    configs = on_first(f"saving to {folder}", begin)
+    configs = on_first(f"saving to {folder}", write_configs)
     write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
 
 
@@ -131,18 +132,18 @@ def save_state_dict(
     assert state is not None
     check_whole_weights(model, "save_pretrained")
     folder, names = Path(directory), distinct_tensors(model).keys()
-    given = {canonical_name(name): tensor for name, tensor in state_dict.items()}
-    tied = {canonical_name(name) for name in model.state_dict(keep_vars=True)}
+    by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
+    with_tied = {canonical_name(name) for name in model.state_dict(keep_vars=True)}
     problems = [
-        list_names("missing", sorted(names - given.keys())),
-        list_names("unexpected", sorted(given.keys() - tied)),
+        list_names("missing", sorted(names - by_name.keys())),
+        list_names("unexpected", sorted(by_name.keys() - with_tied)),
     ]
     if any(problems):
         raise ValueError(
-            f"state_dict is not that of this {type(model).__name__}: "
+            f"state_dict does not fit this {type(model).__name__}: "
             f"{'; '.join(filter(None, problems))}"
         )
-    tensors = {name: tensor for name, tensor in given.items() if name in names}
+    tensors = {name: tensor for name, tensor in by_name.items() if name in names}
     groups = group_tensors(
         model,
         state.plan,
@@ -156,12 +157,14 @@ def save_state_dict(
     write_checkpoint(folder, files, configs=configs)
 
 
-def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict[str, Any]) -> None:
+def _save_adapters(
+    model: Any, folder: Path, processors: Iterable[Any], kwargs: dict[str, Any]
+) -> None:
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
         model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
-        for other in others:
-            other.save_pretrained(folder)
+        for processor in processors:
+            processor.save_pretrained(folder)
 
     on_first(f"saving to {folder}", write)

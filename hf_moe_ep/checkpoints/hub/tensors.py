@@ -1,14 +1,15 @@
 """Yield a model's weights as the hub stores them, one tensor after the other, on every rank.
 
-An inference engine that receives the weights of a training run wants the keys of a checkpoint,
-whole tensors, and no second copy of the model. `save.py` sends the same pieces to rank 0 and its
-disk; here every rank receives them. For Qwen3-MoE on 4 ranks, each rank is given
+An inference engine that receives the weights of a training run needs the keys of a checkpoint,
+whole tensors, and no second copy of the model. `save.py` sends the same tensors to rank 0, which
+writes them to disk; `hub_tensors` yields them on every rank. For Qwen3-MoE on 4 ranks, each rank
+receives
 
     model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, ..,
     model.layers.0.mlp.experts.0.gate_proj.weight, model.layers.0.mlp.experts.0.up_proj.weight, ..
 
-A slab, which is some rows of a parameter, is gathered and the pieces in it are yielded; a piece
-that is larger than a slab is assembled from several. Before each slab the ranks check that all of
+A slab is a few rows of a parameter. Slabs are gathered one after the other, and each checkpoint
+tensor is yielded as soon as the slabs have filled it. Before each slab the ranks check that all of
 them still iterate.
 """
 
@@ -42,10 +43,10 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.module_names import unwrap
 
-# max_bytes // _SLABS is the size of a slab. Alive at the same time are: a slab that the caller
-# still holds, a slab that is being filled, and on the rank that owns a shard the shard in the dtype
-# of the master weights, the adapter's product and their sum, each up to twice as large as the sent
-# values. An all-gather needs two slabs besides its result.
+# max_bytes // _SLABS is the size of a slab. In memory at the same time are a slab that the caller
+# still holds and a slab that is being filled; the rank that owns a shard also has the shard in the
+# dtype of the master weights, the product of the adapter's factors, and the sum of both, each up to
+# twice as large as the sent values. An all-gather needs two slabs besides its result.
 _SLABS = 8
 
 
@@ -61,28 +62,29 @@ def hub_tensors(
         for key, tensor in hub_tensors(model):
             engine.load_weights([(key, tensor)])
 
-    Keys, values and dtypes are those that `save_pretrained` writes, tied weights once and layer by
-    layer; tensors are contiguous copies, on the device that the model computes on, and never the
-    model's own memory. Nothing of the model changes.
+    Keys, values and dtypes are those that `save_pretrained` writes. The order is layer by layer;
+    tied weights are yielded once. Each tensor is a contiguous copy on the device on which the model
+    computes. The model does not change.
 
-    Every rank must iterate to the end and in step, because each tensor is gathered from all ranks.
-    Do not run the model or move its experts meanwhile. If a rank stops early (`break`, `close()`,
-    an error that is handled), the other ranks raise a RuntimeError that names it at their next
-    tensor; if all ranks stop, no rank raises. A stored exception (`last = error`) keeps the
-    variables of its frames alive, an iterator among them, and then the other ranks wait: write the
-    loop inside `with contextlib.closing(tensors):`. An error that is not handled ends the process
-    and with it the other ranks.
+    All ranks must iterate to the end and in step, because each tensor is gathered from all ranks.
+    Do not run the model or move its experts during the iteration. If a rank stops early (`break`,
+    `close()`, an error that is handled), the other ranks raise a RuntimeError that names this rank
+    at their next tensor; if all ranks stop, no rank raises. A stored exception (`last = error`)
+    keeps the iterator alive together with the other variables of its frames; then the iterator is
+    not closed and the other ranks wait. To avoid this, write the loop inside
+    `with contextlib.closing(tensors):`. An unhandled error ends the process, and torchrun then ends
+    the other ranks.
 
     Args:
         model: patched, sharded or not, with adapters or not.
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
-            `merge_adapter` adds it to the model: all active adapters with their scales, and
-            modules_to_save instead of the originals. Keys are those of a model without adapters.
-        dtype: the dtype of the tensors; None is the dtype that the model was loaded in, as in
-            `save_pretrained`.
-        max_bytes: limit of the memory beyond the shards, including the tensor that was yielded
-            last. A single tensor that is larger is yielded all the same (the embedding, or all
-            experts of a layer where the hub stores them in one tensor); it is assembled from small
+            `merge_adapter` adds it to the model: all active adapters are added with their scales,
+            and modules_to_save replace the originals. Keys are those of a model without adapters.
+        dtype: the dtype of the tensors; None yields the dtype in which the model was loaded, as
+            `save_pretrained` does.
+        max_bytes: the limit of the memory needed besides the shards, including the tensor that was
+            yielded last. A single tensor that is larger is yielded all the same (the embedding, or
+            all experts of a layer if the hub stores them in one tensor); it is assembled from small
             slabs. In addition each rank holds the whole factors of one parameter's adapters.
 
     Raises:
@@ -105,7 +107,7 @@ def hub_tensors(
         check_mergeable(model)
     elif any(True for _ in adapter_layers(model)):
         raise ValueError(
-            "this model has adapters, and its weights alone are not what it computes; pass "
+            "this model has adapters, which are not part of its own weights; pass "
             "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"
         )
     return _iterate(model, state, merge_adapters, dtype, max_bytes)
@@ -119,7 +121,7 @@ def _iterate(
     dtype: torch.dtype | None,
     max_bytes: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    # The caller may be in inference mode, in which a sharded model gives no state dict.
+    # Inference mode is off here, because a sharded model has no state dict in inference mode.
     still_here = None
     if state.meshes is not None:
         check_everyone_calls("hub_tensors")
@@ -135,8 +137,8 @@ def _iterate(
     placements = [layer.placement for layer in state.moe_layers]
     try:
         for group in _describe_groups(model, state, dtype, max_bytes // _SLABS):
-            for named in _assemble(group, still_here):
-                yield named
+            for key_and_tensor in _assemble(group, still_here):
+                yield key_and_tensor
                 _check_not_moved(placements, state)
     except GeneratorExit:
         if still_here is not None:
@@ -147,12 +149,12 @@ def _iterate(
 
 
 def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
-    """Raise if experts were moved: the keys of the next tensors would name other experts."""
+    """Raise RuntimeError if experts were moved: the next keys would name the wrong experts."""
     layers = zip(state.moe_layers, before, strict=True)
     if any(layer.placement is not placement for layer, placement in layers):
         raise RuntimeError(
-            "balance_experts has moved experts while hub_tensors sent them; iterate to the end, "
-            "and move them after that"
+            "balance_experts has moved experts while hub_tensors sent them; call it after the last "
+            "tensor"
         )
 
 
@@ -160,7 +162,8 @@ def _describe_groups(
     model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
 ) -> list[TensorGroup]:
     """Describe every tensor of a checkpoint, with slabs that every rank receives."""
-    # Before anything is gathered: the modules of a gathered unit hold other tensors.
+    # This comes before any all-gather, because the modules of a gathered FSDP unit hold other
+    # tensors.
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
     slots = placement_by_tensor(model)
@@ -170,13 +173,13 @@ def _describe_groups(
         return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        of_tensor, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-        return _slabs(tensor, dtype_of(name, tensor), of_tensor, max_bytes, slots_E)
+        tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
+        return _gather_slabs(tensor, dtype_of(name, tensor), tensor_updates, max_bytes, slots_E)
 
     return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 
 
-def _slabs(
+def _gather_slabs(
     tensor: Tensor,
     dtype: torch.dtype,
     updates: Sequence[LowRank],
@@ -201,7 +204,7 @@ def _unchanged(box: Box, values: Tensor) -> Tensor:
 
 
 def _merge_and_cast(dtype: torch.dtype, updates: list[Update], box: Box, values: Tensor) -> Tensor:
-    """Return the values that a checkpoint has for a box of a parameter, as a copy."""
+    """Return a copy of the values in a box of a parameter, merged and cast as a save would."""
     if updates:
         rows = tuple(slice(start, stop) for start, stop in box)
         values = add_updates(values.clone(), rows, updates)
@@ -211,27 +214,27 @@ def _merge_and_cast(dtype: torch.dtype, updates: list[Update], box: Box, values:
 def _assemble(group: TensorGroup, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoint tensors in order, each as soon as the slabs have filled it."""
     slabs, shapes = group.slabs(), group.shapes
-    missing = {key: math.prod(shape) for key, shape in shapes.items()}
+    num_missing = {key: math.prod(shape) for key, shape in shapes.items()}
     unfinished: dict[str, Tensor] = {}
-    while missing:
+    while num_missing:
         if still_here is not None:
             still_here.check()
         pieces, box, slab = next(slabs)
         assert slab is not None
-        for key, inside in cut_pieces(pieces, box).items():
+        for key, parts in cut_pieces(pieces, box).items():
             shape = shapes[key]
-            for piece in inside:
-                values = piece.in_view(slab[piece.slices_in(box)])
-                missing[key] -= values.numel()
+            for part in parts:
+                values = part.in_view(slab[part.slices_in(box)])
+                num_missing[key] -= values.numel()
                 if values.numel() == math.prod(shape):
                     unfinished[key] = values.reshape(shape).contiguous()
                     continue
                 if key not in unfinished:
                     unfinished[key] = slab.new_empty(shape)
-                at = tuple(slice(start, stop) for start, stop in piece.box_in_view)
-                unfinished[key].view(piece.view)[at] = values
+                filled = tuple(slice(start, stop) for start, stop in part.box_in_view)
+                unfinished[key].view(part.view)[filled] = values
                 del values
-            if missing[key] == 0:
-                del missing[key]
+            if num_missing[key] == 0:
+                del num_missing[key]
                 yield key, unfinished.pop(key)
         del slab

@@ -1,17 +1,18 @@
-"""Tensors without values that know where each of their elements comes from.
+"""Trace how transformers' conversion rearranges parameters, by tensors that have no values.
 
-transformers' own conversion runs on them, and the results show how a checkpoint tensor is made up
-of parameters; so no conversion is written a second time here. A parameter is known by a number. The
-element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0, 0). The coordinates of a traced
-tensor are a base plus one term per dim, whatever views, transpositions and concatenations made it:
+For each element of a `Traced` tensor, the tensor knows an element of a parameter. If transformers'
+own conversion runs on such tensors, the results show how checkpoint tensors are made up of
+parameters, so this package needs no conversion code of its own. Parameters are numbered; the
+element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0, 0). After any views,
+transpositions and concatenations, the coordinates of a tensor are a base plus one term per dim:
 
     parameter 7, [2, 6, 5]      (7, 0, 0, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
     its rows 3 to 5             (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
     expert 1 of these rows      (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
 
-So a traced tensor needs memory for its dims, not for its elements. A tensor whose coordinates are
-no such sum, and a torch function that is not listed here, raise `Untraceable`.
-A conversion may pad a tensor with zeros; these are elements of a parameter of their own, ZEROS.
+So a traced tensor needs memory for its dims, not for its elements. `Untraceable` is raised for a
+tensor whose coordinates are no such sum, and for a torch function that this module does not list.
+A conversion may pad a tensor with zeros; these count as elements of a parameter with number ZEROS.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import torch
 # The number of the parameter and up to five indices (the kernel of a 3d convolution).
 COORDINATES = 6
 
-# The number that stands for all tensors of zeros.
+# The number of a parameter that stands for all zeros.
 ZEROS = -1
 
-# [size, COORDINATES]: the term that each index of a dim adds to the coordinates.
+# The terms of one dim, [size, COORDINATES]: the numbers that each index adds to the coordinates.
 Axis = np.ndarray
 Axes = tuple[Axis, ...] | list[Callable[[], Axis]]
 
@@ -48,7 +49,7 @@ class Traced(torch.Tensor):
 
     Attributes:
         base: the coordinates of the first element.
-        axes: for each dim, the term that each of its indices adds.
+        axes: for each dim, the terms that its indices add to `base`.
     """
 
     base: np.ndarray
@@ -62,7 +63,7 @@ class Traced(torch.Tensor):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The terms of all dims; made at the first use, because most tensors are only renamed."""
+        """The terms of all dims; computed at the first use, as most tensors are only renamed."""
         if isinstance(self._axes, list):
             self._axes = tuple(make() for make in self._axes)
         return self._axes
@@ -93,7 +94,8 @@ class Traced(torch.Tensor):
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
         length = len(self.axes[dim])
         if isinstance(split_size, int):
-            split_size = [min(split_size, length - at) for at in range(0, length, split_size)]
+            starts = range(0, length, split_size)
+            split_size = [min(split_size, length - start) for start in starts]
         if sum(split_size) != length:
             raise Untraceable(f"cannot split {length} into {list(split_size)}")
         dim, start, parts = dim % self.ndim, 0, []
@@ -118,14 +120,14 @@ class Traced(torch.Tensor):
         if dim is not None:
             return self.select(dim, 0) if len(self.axes[dim]) == 1 else self
         # transformers 5.17 squeezes each chunk of a weight without a dim.
-        found = self
+        squeezed = self
         for axis in reversed(range(self.ndim)):
-            found = found.squeeze(axis)
-        return found
+            squeezed = squeezed.squeeze(axis)
+        return squeezed
 
     def unsqueeze(self, dim: int) -> Traced:
         dim %= self.ndim + 1
-        return Traced(self.base, (*self.axes[:dim], _still(1), *self.axes[dim:]))
+        return Traced(self.base, (*self.axes[:dim], _make_zero_terms(1), *self.axes[dim:]))
 
     def transpose(self, dim0: int, dim1: int) -> Traced:
         axes = list(self.axes)
@@ -133,16 +135,16 @@ class Traced(torch.Tensor):
         return Traced(self.base, tuple(axes))
 
     def permute(self, *dims: Any) -> Traced:
-        return Traced(self.base, tuple(self.axes[dim] for dim in _flat(dims)))
+        return Traced(self.base, tuple(self.axes[dim] for dim in _flatten_dims(dims)))
 
     def reshape(self, *shape: Any) -> Traced:
-        return _reshaped(self, _flat(shape))
+        return _split_and_merge_dims(self, _flatten_dims(shape))
 
     def view(self, *shape: Any) -> Traced:
-        return _reshaped(self, _flat(shape))
+        return _split_and_merge_dims(self, _flatten_dims(shape))
 
     def new_zeros(self, *size: Any, **_: Any) -> Traced:
-        return Tracer().tensor(ZEROS, _flat(size))
+        return Tracer().tensor(ZEROS, _flatten_dims(size))
 
     @classmethod
     def __torch_function__(
@@ -152,11 +154,11 @@ class Traced(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        known = _FUNCTIONS.get(func)
-        if known is None:
+        traced_function = _FUNCTIONS.get(func)
+        if traced_function is None:
             name = getattr(func, "__name__", str(func))
-            raise Untraceable(f"the conversion of a checkpoint calls {name}, which is not traced")
-        return known(*args, **(kwargs or {}))
+            raise Untraceable(f"the conversion calls {name}, which cannot be traced")
+        return traced_function(*args, **(kwargs or {}))
 
 
 class Tracer:
@@ -168,24 +170,24 @@ class Tracer:
     def tensor(self, number: int, shape: Sequence[int]) -> Traced:
         """Make the traced tensor of parameter `number`."""
         if len(shape) >= COORDINATES:
-            raise Untraceable(f"a tensor of {len(shape)} dims {tuple(shape)} is not traced")
+            raise Untraceable(f"a tensor with {len(shape)} dims, {tuple(shape)}, cannot be traced")
         base = np.zeros(COORDINATES, np.int64)
         base[0] = number
         return Traced(base, [partial(self._along, dim + 1, n) for dim, n in enumerate(shape)])
 
     def _along(self, coordinate: int, size: int) -> Axis:
         if (coordinate, size) not in self._axes:
-            axis = _still(size)
+            axis = _make_zero_terms(size)
             axis[:, coordinate] = np.arange(size)
             self._axes[coordinate, size] = axis
         return self._axes[coordinate, size]
 
 
-def _still(size: int) -> Axis:
+def _make_zero_terms(size: int) -> Axis:
     return np.zeros((size, COORDINATES), np.int64)
 
 
-def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+def _concatenate(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -194,26 +196,25 @@ def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     for tensor in tensors:
         # The base of each tensor becomes part of the terms of the concatenated dim.
         start = sum((axis[0] for axis in tensor.axes), tensor.base)
-        for other, (one, two) in enumerate(zip(first.axes, tensor.axes, strict=True)):
-            same = one is two or np.array_equal(one - one[:1], two - two[:1])
+        for other, (axis, expected) in enumerate(zip(tensor.axes, first.axes, strict=True)):
+            same = axis is expected or np.array_equal(axis - axis[:1], expected - expected[:1])
             if other != dim and not same:
-                raise Untraceable("a concatenation of tensors that are arranged differently")
+                raise Untraceable("it concatenates tensors that are arranged differently")
         parts.append(tensor.axes[dim] - tensor.axes[dim][:1] + start)
-    axis = np.concatenate(parts)
-    others = [one if one[0].any() == 0 else one - one[:1] for one in first.axes]
-    others[dim] = axis
-    return Traced(np.zeros(COORDINATES, np.int64), tuple(others))
+    axes = [axis if axis[0].any() == 0 else axis - axis[:1] for axis in first.axes]
+    axes[dim] = np.concatenate(parts)
+    return Traced(np.zeros(COORDINATES, np.int64), tuple(axes))
 
 
-def _stacked(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    return _concatenated([tensor.unsqueeze(dim) for tensor in tensors], dim)
+def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _concatenate([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
-def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
+def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
     """Split and merge dims, [E, 2F, H] to [E, 2, F, H] or [E * 2F, H] and back.
 
-    The dims are worked off from the front: dims are merged until the merged dim has at least the
-    wanted size; if it is larger, it is split into the wanted size and the rest.
+    The new dims are made one after the other: dims of the tensor are merged until the merged dim
+    has at least the new size; if it is larger, it is split into the new size and the rest.
     """
     sizes = list(shape)
     if -1 in sizes:
@@ -224,31 +225,33 @@ def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
     result: list[Axis] = []
     while sizes:
         size = sizes.pop(0)
-        axis = axes.pop(0) if axes else _still(1)
+        axis = axes.pop(0) if axes else _make_zero_terms(1)
         while len(axis) < size:
-            following = axes.pop(0)
-            axis = (axis[:, None] + following[None]).reshape(-1, COORDINATES)
+            next_axis = axes.pop(0)
+            axis = (axis[:, None] + next_axis[None]).reshape(-1, COORDINATES)
         if len(axis) > size:
-            # A table [size, rest]; the rest belongs to the next dims.
+            # A table [size, rest]; the rest is used for the next dims.
             table = axis.reshape(size, -1, COORDINATES)
             outer, inner = table[:, 0], table[0] - table[0, 0]
             if len(axis) % size or not np.array_equal(outer[:, None] + inner[None], table):
-                raise Untraceable(f"cannot trace {tuple(tensor.shape)} into {tuple(shape)}")
+                raise Untraceable(
+                    f"cannot trace the reshape of {tuple(tensor.shape)} into {tuple(shape)}"
+                )
             axis = outer
             axes.insert(0, inner)
         result.append(axis)
-    for axis in axes:  # of size 1
+    for axis in axes:  # the dims that are left have size 1
         base = base + axis[0]
     return Traced(base, tuple(result))
 
 
-def _flat(dims: Sequence[Any]) -> Sequence[int]:
+def _flatten_dims(dims: Sequence[Any]) -> Sequence[int]:
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.cat: _concatenated,
-    torch.stack: _stacked,
+    torch.cat: _concatenate,
+    torch.stack: _stack,
     torch.chunk: Traced.chunk,
     torch.split: Traced.split,
     torch.unbind: Traced.unbind,

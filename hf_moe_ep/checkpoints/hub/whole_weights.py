@@ -1,4 +1,4 @@
-"""Refuse to export the weights of a model whose experts are held quantised."""
+"""Refuse to export the weights of a model that holds its experts quantised."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import nn
 from hf_moe_ep.state import patched_state, quantised_matrices
 
 
-def check_whole_weights(model: nn.Module, what: str) -> None:
-    """Raise ValueError if experts are held quantised: they are not the model's exact weights."""
+def check_whole_weights(model: nn.Module, function_name: str) -> None:
+    """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
     if any(True for _ in quantised_matrices(model)):
         kind = patched_state(model).config.experts_dtype
         raise ValueError(
-            f"{what} of a model whose experts are held by experts_dtype={kind!r}: their original "
-            f"values are in the checkpoint that they were loaded from. Save the adapter with "
-            f"save_pretrained(model, directory), which PEFT and engines load together with that "
-            f"checkpoint, or merge both: hf-moe-ep merge-adapter BASE ADAPTER OUT"
+            f"{function_name} cannot export experts that are held quantised "
+            f"(experts_dtype={kind!r}); their original values are in the checkpoint from which "
+            f"they were loaded. Save the adapter with save_pretrained(model, directory), which "
+            f"PEFT and inference engines load together with that checkpoint, or merge both: "
+            f"hf-moe-ep merge-adapter BASE ADAPTER OUT"
         )

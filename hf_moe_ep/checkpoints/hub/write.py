@@ -1,6 +1,6 @@
 """Write a checkpoint in the hub's layout: rank 0 writes, one slab of a parameter at a time.
 
-    .configs-..: config.json, .., tokenizer            written first, into a folder of their own
+    .configs-..: config.json, .., tokenizer            written first, into a temporary folder
     model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
     config.json, generation_config.json, tokenizer     these and the index are replaced at one
     model.safetensors.index.json                       moment: the commit
@@ -11,12 +11,12 @@ The state of the folder when a process is killed or fails:
     before the commit    the previous checkpoint, configs and shards
     after the commit     the new checkpoint; old shards may be left that the index does not name
 
-If the folder has an index and its configs equal the new ones, file by file, the commit is the
-rename of the index. Otherwise `switch.py` replaces configs and index with one rename of a link; it
-also removes a model.safetensors, which readers would prefer to the index. On a file system without
-symbolic and hard links that is not possible: configs, index and the removal follow each other
-within milliseconds, a kill between them leaves configs that do not describe the weights, and a
-warning says so. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
+If the folder has no config.json yet, or an index and configs equal to the new ones, the commit is
+the rename of the index. Otherwise `switch.py` replaces configs and index with one rename of a link;
+it also removes a model.safetensors, which readers would prefer to the index. A file system without
+links does not allow that: configs, index and model.safetensors are then changed one after the other
+within milliseconds, and a warning says that a kill in between leaves configs that do not describe
+the weights. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from hf_moe_ep.upstream.hub import file_name, progress_bar
 _logger = logging.getLogger("hf_moe_ep")
 
 HASHES = "hf_moe_ep_sha256"
-# Names that this package and transformers choose. Others, like model-ema.safetensors, are the
-# user's.
+# The names of shards that this package and transformers write. Files with other names, such as
+# model-ema.safetensors, belong to the user.
 _SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-# The values of a parameter, cut along dim 0 and in order: (box, values). While a checkpoint is
-# written, rank 0 gets the values and the other ranks get None; every rank iterates to the end.
+# (box, values) of a parameter, cut along dim 0 and in order. While a checkpoint is written, the
+# values are used only on rank 0, but every rank iterates to the end.
 Slabs = Iterable[tuple[Box, Tensor | None]]
 
 
@@ -69,8 +69,8 @@ class TensorGroup:
     ..), or several if they share a checkpoint tensor.
 
     Attributes:
-        parameters: for each parameter its pieces, in order, and a function that yields its slabs.
-            Zeros that pad a checkpoint tensor stand here like a parameter.
+        parameters: for each parameter, its pieces in order and a function that yields its slabs.
+            Zeros that pad a checkpoint tensor are listed like a parameter.
         dtype: the dtype in the checkpoint.
     """
 
@@ -101,7 +101,7 @@ def group_tensors(
     dtype_of: Callable[[str, Tensor], torch.dtype],
     slabs_of: Callable[[str, Tensor], Slabs],
 ) -> list[TensorGroup]:
-    """Describe the checkpoint that holds these tensors of a model, in the hub's layout.
+    """Group the tensors of a model by the checkpoint tensors that they fill in the hub's layout.
 
     Args:
         model: the model that the tensors belong to.
@@ -113,41 +113,45 @@ def group_tensors(
     Raises:
         ValueError: parameters that share a checkpoint tensor have several dtypes.
     """
-    names = {file_name(name): name for name in tensors}
-    shapes = {name: tuple(tensors[given].shape) for name, given in names.items()}
-    layout = hub_layout(model, plan, shapes)
+    name_in_model = {file_name(name): name for name in tensors}
+    by_name = {name: tensors[in_model] for name, in_model in name_in_model.items()}
+    layout = hub_layout(model, plan, {name: tuple(t.shape) for name, t in by_name.items()})
     groups = []
-    for group in group_by_shared_tensors(layout, names):
-        dtypes = {name: dtype_of(names[name], tensors[names[name]]) for name in group}
+    for group in group_by_shared_tensors(layout, by_name):
+        dtypes = {name: dtype_of(name_in_model[name], by_name[name]) for name in group}
         if len(set(dtypes.values())) > 1:
-            held = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-            raise ValueError(f"one tensor of the hub cannot be of two dtypes: {held}; pass dtype=")
+            text = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+            raise ValueError(
+                f"parameters that the hub stores in one tensor have several dtypes: {text}; pass "
+                f"dtype="
+            )
         parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = [
-            (layout[name], partial(slabs_of, names[name], tensors[names[name]])) for name in group
+            (layout[name], partial(slabs_of, name_in_model[name], by_name[name])) for name in group
         ]
         dtype = dtypes[group[0]]
         keys = {piece.key for pieces, _ in parameters for piece in pieces}
         padding = [piece for piece in layout[PADDING] if piece.key in keys]
-        parameters += [([piece], partial(_zeros, piece, dtype)) for piece in padding]
+        parameters += [([piece], partial(_zero_slabs, piece, dtype)) for piece in padding]
         groups.append(TensorGroup(parameters, dtype))
     return groups
 
 
-def _zeros(piece: Piece, dtype: torch.dtype) -> Slabs:
-    box = tuple((at, at + size) for at, size in zip(piece.start, piece.sizes, strict=True))
+def _zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
+    dims = zip(piece.start, piece.sizes, strict=True)
+    box = tuple((start, start + size) for start, size in dims)
     return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]
 
 
 def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is saved; `dtype` applies to floating point tensors."""
+    """Return the dtype in which a tensor is saved: `dtype` if the tensor is floating point."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def parse_size(size: int | str) -> int:
-    """Parse a size in bytes, "5GB" or "500MiB", as max_shard_size of transformers allows."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
-    if isinstance(size, str) and found:
-        size = int(float(found[1]) * _UNITS[found[2]])
+    """Parse max_shard_size, a number of bytes or a text like "5GB" or "500MiB"."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
+    if isinstance(size, str) and match:
+        size = int(float(match[1]) * _UNITS[match[2]])
     if not isinstance(size, int) or size <= 0:
         raise ValueError(f"max_shard_size {size!r} is no size; try '5GB' or a number of bytes")
     return size
@@ -185,12 +189,12 @@ def write_checkpoint(
     names: Sequence[str] | None = None,
     what: str | None = None,
 ) -> None:
-    """Write all files, then commit the index; an error leaves the previous checkpoint.
+    """Write all files, then commit the index; after an error the previous checkpoint is unchanged.
 
     Args:
-        writes: whether this process writes; the other ranks only iterate over the slabs.
+        writes: True on the process that writes; other ranks only iterate over the slabs.
         together: runs a step on all ranks and raises an error of one rank on every rank.
-        configs: the folder of `stage_configs`; it is published with the commit or removed.
+        configs: the result of `stage_configs`; it is published with the commit, or removed.
         names: the names of the files, for a folder without a checkpoint; None chooses names that no
             earlier checkpoint in the folder has.
         what: describes the work in the progress bar and in errors.
@@ -212,7 +216,7 @@ def write_checkpoint(
 def _write_file(
     writer: _HubWriter | None, number: int, groups: list[TensorGroup], progress: Any
 ) -> None:
-    slabs = _all_slabs(groups)
+    slabs = _iterate_slabs(groups)
     if writer is None:
         for _ in slabs:
             pass
@@ -230,7 +234,7 @@ def _write_file(
             pass
 
 
-def _all_slabs(
+def _iterate_slabs(
     groups: list[TensorGroup],
 ) -> Iterator[tuple[torch.dtype, list[Piece], Box, Tensor | None]]:
     for group in groups:
@@ -242,22 +246,22 @@ def _all_slabs(
 def _write_slab(
     file: Writer, dtype: torch.dtype, pieces: list[Piece], box: Box, slab: Tensor
 ) -> None:
-    """Write the part of each piece that a slab holds; interleaved pieces are written in one go."""
-    for key, inside in cut_pieces(pieces, box).items():
-        filled = filled_box(inside)
+    """Write the part of each piece that a slab holds; interleaved pieces are written together."""
+    for key, parts in cut_pieces(pieces, box).items():
+        filled = filled_box(parts)
         block = None if filled is None else torch.empty(box_sizes(filled), dtype=dtype)
-        for piece in inside:
-            values = piece.in_view(slab[piece.slices_in(box)])
+        for part in parts:
+            values = part.in_view(slab[part.slices_in(box)])
             if block is None or filled is None:
-                file.write(key, piece.view, piece.box_in_view, values.to(dtype))
+                file.write(key, part.view, part.box_in_view, values.to(dtype))
             else:
-                block[slices(piece.box_in_view, filled)] = values
+                block[slices(part.box_in_view, filled)] = values
         if block is not None and filled is not None:
-            file.write(key, inside[0].view, filled, block)
+            file.write(key, parts[0].view, filled, block)
 
 
 class _HubWriter:
-    """The files of one save, on rank 0: open and finish each of them in order, then commit."""
+    """Writes the files of one save on rank 0: `open` and `finish_file` for each, then `commit`."""
 
     def __init__(
         self,
@@ -289,7 +293,7 @@ class _HubWriter:
         return Writer(self._folder / self._names[number], header)
 
     def finish_file(self, number: int, writer: Writer) -> None:
-        """Keep the hash of a complete file for the index."""
+        """Store the hash of a complete file for the index."""
         self._hashes[self._names[number]] = writer.sha256
 
     def commit(self) -> None:
@@ -301,35 +305,37 @@ class _HubWriter:
             if self._configs is not None:
                 publish(self._configs, self._folder)
             write_atomically(self._folder / INDEX, text)
-        self._remove(lambda name: name not in self._names)
+        self._remove_shards(lambda name: name not in self._names)
 
     def _switch(self, index: str) -> bool:
         """Replace configs and index at one moment.
 
         Returns:
-            False if one rename is enough, or if the file system has no links.
+            False if nothing was replaced, because one rename is enough or because the file system
+            has no links.
         """
-        hidden = SINGLE not in self._names and (self._folder / SINGLE).is_file()
+        # Readers would prefer an old model.safetensors to the new index.
+        remove_single = SINGLE not in self._names and (self._folder / SINGLE).is_file()
         if self._configs is None or not (self._folder / CONFIG).is_file():
             return False
-        if not hidden and not changed_files(self._folder, self._configs):
+        if not remove_single and not changed_files(self._folder, self._configs):
             return False
         write_atomically(self._configs / INDEX, index)
-        if switch_files(self._folder, self._configs, [SINGLE] if hidden else []):
+        if switch_files(self._folder, self._configs, [SINGLE] if remove_single else []):
             return True
         (self._configs / INDEX).unlink()
         _logger.warning(
             "%s is on a file system without links, so its configs and its index are replaced one "
-            "after the other; a process killed between them leaves a folder that does not load",
+            "after the other; if the process is killed in between, the folder cannot be loaded",
             self._folder,
         )
         return False
 
     def abandon(self) -> None:
-        """Remove the files of a save that failed, unless it failed after the commit."""
+        """Remove the files of a failed save, unless the save failed after the commit."""
         settle(self._folder)
         if not self._is_committed():
-            self._remove(lambda name: name in self._names)
+            self._remove_shards(lambda name: name in self._names)
             if self._configs is not None:
                 shutil.rmtree(self._configs, ignore_errors=True)
 
@@ -340,8 +346,8 @@ class _HubWriter:
         files = json.loads(index.read_text("utf-8"))["weight_map"].values()
         return not set(self._names).isdisjoint(files)
 
-    def _remove(self, unwanted: Callable[[str], bool]) -> None:
+    def _remove_shards(self, is_unwanted: Callable[[str], bool]) -> None:
         for path in self._folder.iterdir():
             is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
-            if is_shard and unwanted(path.name):
+            if is_shard and is_unwanted(path.name):
                 path.unlink()

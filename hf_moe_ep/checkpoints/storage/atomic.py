@@ -1,4 +1,4 @@
-"""Replace files and folders so that a kill or a power cut leaves the whole new or the old one."""
+"""Replace files and folders so that a kill or a power cut leaves a complete old or new one."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def check_is_free(target: Path) -> None:
 
 
 def check_can_appear(target: Path) -> None:
-    """Raise ValueError if `whole_folder` cannot make a folder."""
+    """Raise ValueError if `whole_folder` cannot make the folder `target`."""
     check_is_free(target)
     if target.is_mount():
         raise ValueError(
-            f"target {target} is a mount point, which no folder can be renamed to; name a folder "
-            f"on that disk, {target / 'model'}"
+            f"target {target} is a mount point, to which no folder can be renamed; name a folder "
+            f"on that disk, like {target / 'model'}"
         )
 
 
@@ -82,7 +82,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """Hash a file; `on_read` is called with the number of bytes after each read."""
+    """Hash a file; after each read `on_read` is called with the number of bytes that were read."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

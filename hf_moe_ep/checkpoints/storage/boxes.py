@@ -1,10 +1,10 @@
-"""Boxes: index ranges of a tensor, one [start, stop) per dim.
+"""Compute with boxes: index ranges of a tensor, one [start, stop) per dim.
 
     a tensor [4, 6]                       overlap of both boxes     slices of the overlap in the
     rank 1 holds     (2, 4), (0, 6)       (2, 4), (3, 6)            rank's local tensor:
     a file holds     (0, 4), (3, 6)                                 rows 0 to 2, columns 3 to 6
 
-The box that a rank holds of a sharded tensor follows from the tensor's mesh and placements alone.
+The mesh and the placements of a sharded tensor determine the box that each rank holds.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return the elements that both boxes hold, None if there are none."""
-    pairs = zip(one, other, strict=True)
-    box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
-    return box if all(start < stop for start, stop in box) else None
+def overlap(box: Box, other: Box) -> Box | None:
+    """Return the box of the elements that are in both boxes, or None if there are none."""
+    pairs = zip(box, other, strict=True)
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
+    return common if all(start < stop for start, stop in common) else None
 
 
 def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices that select the box `inner` in a tensor that holds the box `outer`."""
     pairs = zip(inner, outer, strict=True)
-    return tuple(slice(a - at, b - at) for (a, b), (at, _) in pairs)
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield a tensor that is not sharded as one slab: its box and its values."""
+    """Yield a tensor that is not sharded as a single slab, (box, values)."""
     yield whole_box(tensor.shape), tensor
 
 
@@ -58,8 +58,8 @@ def local_box(tensor: Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     box = box_at(tensor, coordinate)
-    held, local = tuple(box_sizes(box)), tuple(tensor.to_local().shape)
-    assert held == local, f"{held} is not {local}"
+    sizes, local_shape = tuple(box_sizes(box)), tuple(tensor.to_local().shape)
+    assert sizes == local_shape, f"{sizes} is not {local_shape}"
     return box
 
 
@@ -87,13 +87,13 @@ def cut_box(
         coordinate: the position of the rank in the grid.
     """
     box = list(whole_box(shape))
-    # The ep axis is the last one and cuts first; FSDP2 cuts the shards that ep leaves.
+    # The ep axis is the last axis and cuts first; FSDP2 cuts the resulting shards.
     for axis in reversed(range(len(grid))):
         dim = cuts[axis]
         if dim is None:
             continue
         start, stop = box[dim]
-        share = -(-(stop - start) // grid[axis])
-        cut = [min(start + (coordinate[axis] + i) * share, stop) for i in (0, 1)]
-        box[dim] = (cut[0], cut[1])
+        size = -(-(stop - start) // grid[axis])
+        ends = [min(start + (coordinate[axis] + i) * size, stop) for i in (0, 1)]
+        box[dim] = (ends[0], ends[1])
     return tuple(box)

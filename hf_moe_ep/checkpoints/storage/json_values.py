@@ -1,7 +1,7 @@
 """Encode Python values as JSON and decode them exactly, without pickle.
 
-JSON has no tuples, bytes or tensors, and its keys are strings. Such values become an object with a
-reserved key:
+JSON has no tuples, bytes or tensors, and its keys are strings. `encode` turns such values into an
+object with a reserved key:
 
     (0.9, 0.999)                  {"__tuple__": [0.9, 0.999]}
     {3: "a"}                      {"__items__": [[3, "a"]]}
@@ -10,8 +10,8 @@ reserved key:
     torch.zeros(0, 3)             {"__tensor__": [], "dtype": "float32", "shape": [0, 3]}
     torch.tensor(2 + 1j)          {"__tensor__": [2.0, 1.0], "dtype": "complex64"}
 
-This is for the small values of a training state: learning rates, schedulers, positions. Functions
-and other objects are an error that says where they are.
+This is for the small values of a training state: learning rates, schedulers, positions. For
+functions and other objects `encode` raises an error that names their position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST = 1 << 16  # elements of a tensor; a generator's state has 5056
 
 
 def encode(value: Any, where: str) -> Any:
-    """Encode `value` as JSON values; `where` describes its position in errors.
+    """Encode `value` as JSON values; errors use `where` as the name of its position.
 
     Raises:
         ValueError: a value inside has no form in JSON.
@@ -48,8 +48,8 @@ def encode(value: Any, where: str) -> Any:
         return encode(value.item(), where)
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{where} is a tensor of {value.numel()} elements; apart from the model's and the "
-            f"optimizer's tensors a checkpoint holds tensors of up to {_LARGEST}: save it yourself"
+            f"{where} is a tensor of {value.numel()} elements; other tensors than those of model "
+            f"and optimizer may have up to {_LARGEST} elements: save this tensor in another file"
         )
     raise ValueError(
         f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; use "
@@ -58,7 +58,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Decode a result of `encode`; tensors are in host memory."""
+    """Decode the result of `encode`; tensors are in host memory."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -81,10 +81,10 @@ def _encode_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ValueError(
             f"{where} is a tensor without plain values ({tensor.layout}, {tensor.dtype}, on "
-            f"{tensor.device}); make it dense, on a device"
+            f"{tensor.device}); make it a dense tensor that is neither quantised nor on meta"
         )
     encoded: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch.")}
-    if not tensor.numel():  # nested empty lists do not tell the shape
+    if not tensor.numel():  # the shape cannot be read from empty lists
         encoded["shape"] = list(tensor.shape)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -92,7 +92,7 @@ def _encode_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
 
 
 def _decode_tensor(numbers: Any, dtype: torch.dtype, shape: list[int] | None) -> Tensor:
-    """Make the tensor in host memory, whatever torch.set_default_device says."""
+    """Make the tensor in host memory, even if torch.set_default_device names another device."""
     if shape is not None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype.is_complex:

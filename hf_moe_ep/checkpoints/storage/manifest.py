@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint folder: with it the checkpoint is complete, without it unfinished.
+"""Write and check the manifest of a checkpoint folder, without which a checkpoint is unfinished.
 
-Rank 0 writes `manifest.json` last. It names every other file of the folder:
+Rank 0 writes `manifest.json` last. The manifest names every other file of the folder:
 
     {"format": 1,
      "number": 7,
@@ -10,14 +10,14 @@ Rank 0 writes `manifest.json` last. It names every other file of the folder:
 
 The folder counts as unfinished until the manifest is renamed to its final name. So if any rank is
 killed at any moment, the previous checkpoint stays the newest. Each file is synced to disk (fsync)
-before the manifest is written: a manifest that survives a power failure must not name files that
-did not. A file is hashed by its writer, or read once by one rank for its hash.
+before the manifest is written: if the manifest survives a power failure, so do its files. The rank
+that writes a file may hash it; the other files are each read and hashed by one rank.
 
 The number is one more than the highest number in the neighbouring folders; `order.py` uses it to
-choose the newest checkpoint. Manifests of older versions have none.
+choose the newest checkpoint. Manifests of older versions have no number.
 
 Files that are added to the folder later are not checked. The manifest is no protection against an
-attacker, who can change it as well as the files.
+attacker, who can change both the files and the manifest.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
-# Written first: an unfinished checkpoint of ours has it, a checkpoint of other programs does not.
+# This file is written first. It marks a checkpoint of this package, even an unfinished one.
 STARTED = "hf_moe_ep.json"
 PARTIAL = partial_name(Path(MANIFEST)).name
 _FORMAT = 1
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder is a checkpoint with a manifest, or an unfinished one of ours."""
+    """Return True if a folder has a manifest, or is an unfinished checkpoint of this package."""
     return Path(folder, MANIFEST).exists() or Path(folder, STARTED).exists()
 
 
 def begin(folder: str | os.PathLike[str]) -> None:
-    """Mark a folder as unfinished: readers refuse it until `write`. One rank calls this."""
+    """Mark a folder as unfinished until `write`: loading it is an error. One rank calls this."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)
@@ -79,10 +79,10 @@ def write(
     Args:
         folder: shared by all ranks, which have finished writing to it.
         layout: the layout of the ranks that wrote it, as JSON values.
-        written: size and sha256 of the files that this rank wrote, synced and hashed already. The
-            other files are hashed here, each by one rank.
-        belongs: takes a path in the folder; returns False for files that are not part of the
-            checkpoint. None takes all files.
+        written: the size and sha256 of files that this rank has already synced and hashed. All
+            other files are synced and hashed by `write`, each by one rank.
+        belongs: returns True if a path in the folder is part of the checkpoint; None means that
+            all files are.
         group: the process group for the exchange; None is the default group.
 
     Raises:
@@ -91,25 +91,25 @@ def write(
     path = Path(folder)
     known: dict[str, dict[str, Any]] = {}
     if written is not None:
-        for of_rank in for_first(f"writing {path / MANIFEST}", lambda: written, group) or ():
-            known |= of_rank
-    sizes = on_first("the list of files", lambda: _list(path, known, belongs), group)
+        for rank_files in for_first(f"writing {path / MANIFEST}", lambda: written, group) or ():
+            known |= rank_files
+    sizes = on_first(f"listing {path}", lambda: _list_files_to_hash(path, known, belongs), group)
     parts = for_first(
         f"writing {path / MANIFEST}",
-        lambda: {name: _entry(path, name) for name in _share(sizes, group)},
+        lambda: {name: _sync_and_hash(path, name) for name in _choose_files(sizes, group)},
         group,
     )
 
     def commit() -> None:
-        found = known | {name: entry for part in parts or () for name, entry in part.items()}
+        files = known | {name: entry for part in parts or () for name, entry in part.items()}
         manifest = {
             "format": _FORMAT,
-            "number": 1 + max(_numbers_beside(path), default=0),
+            "number": 1 + max(_neighbour_numbers(path), default=0),
             "written": {"time": time.time(), **versions()},
             "layout": layout,
-            "files": {name: found[name] for name in sorted(found)},
+            "files": {name: files[name] for name in sorted(files)},
         }
-        _commit(path, manifest)
+        _sync_and_write(path, manifest)
 
     on_first(f"writing {path / MANIFEST}", commit, group)
 
@@ -122,29 +122,29 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        _check_fields(path, found)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _check_fields(path, content)
     except FileNotFoundError as error:
         raise ValueError(
             f"{Path(folder)} has no {MANIFEST}: this checkpoint was not finished; take an older one"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, LookupError, AttributeError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({e}); take an older checkpoint") from e
-    return dict(found)
+    return dict(content)
 
 
-def _check_fields(path: Path, found: dict[str, Any]) -> None:
-    if found["format"] != _FORMAT:
+def _check_fields(path: Path, content: dict[str, Any]) -> None:
+    if content["format"] != _FORMAT:
         raise ValueError(
-            f"{path} has format {found['format']}, this version reads {_FORMAT}; load it with "
-            f"hf_moe_ep {found['written']['hf_moe_ep']}"
+            f"{path} has format {content['format']}, this version reads {_FORMAT}; load it with "
+            f"hf_moe_ep {content['written']['hf_moe_ep']}"
         )
-    for entry in found["files"].values():
+    for entry in content["files"].values():
         if not isinstance(entry["size"], int) or not isinstance(entry["sha256"], str):
             raise TypeError(f"no size or sha256 in {entry}")
-    float(found["written"]["time"])
-    if not isinstance(found.get("number", 0), int):
-        raise TypeError(f"the number is {found['number']!r}")
+    float(content["written"]["time"])
+    if not isinstance(content.get("number", 0), int):
+        raise TypeError(f"the number is {content['number']!r}")
 
 
 def check(
@@ -156,27 +156,27 @@ def check(
     """Compare every file of a checkpoint with its manifest; every rank calls this.
 
     Args:
-        on_read: called with the number of bytes after each read of this rank.
+        on_read: is called with the number of bytes after each read of this rank.
 
     Raises:
-        ValueError: on every rank: names the first file that is missing, too short or changed, with
-            the expected and the found value.
+        ValueError: on every rank: a file is missing, changed or of another size. The error names
+            the first such file, with the expected and the actual value.
     """
     path = Path(folder)
 
-    def part() -> None:
+    def check_files() -> None:
         files = read(path)["files"]
-        share = _share({name: entry["size"] for name, entry in files.items()}, group)
-        _compare_sizes(path, {name: files[name] for name in share})
-        for name in share:
-            wanted, got = files[name]["sha256"], sha256_of(path / name, on_read)
-            if got != wanted:
+        names = _choose_files({name: entry["size"] for name, entry in files.items()}, group)
+        _compare_sizes(path, {name: files[name] for name in names})
+        for name in names:
+            expected, actual = files[name]["sha256"], sha256_of(path / name, on_read)
+            if actual != expected:
                 raise ValueError(
-                    f"{path / name} has changed since it was written: sha256 {got}, {MANIFEST} "
-                    f"says {wanted}; take an older checkpoint"
+                    f"{path / name} has changed since it was written: sha256 {actual}, {MANIFEST} "
+                    f"says {expected}; take an older checkpoint"
                 )
 
-    together(f"reading {path}", part, group)
+    together(f"reading {path}", check_files, group)
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
@@ -185,7 +185,9 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
 
 
 def newest_complete(root: str | os.PathLike[str]) -> Path:
-    """Return the newest complete checkpoint in `root`, or `root` if it is one; compares sizes only.
+    """Return the newest complete checkpoint in `root`, or `root` itself if it is a checkpoint.
+
+    Only the sizes of files are compared.
 
     Raises:
         ValueError: there is no complete checkpoint; the message lists the other folders.
@@ -194,60 +196,60 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
     if is_ours(path):
         check_sizes(path)
         return path
-    complete, others = complete_in(path)
+    complete, reasons = complete_in(path)
     if not complete:
-        what = "\n".join(f"  {why}" for why in others.values()) or (
-            "  no folders in it" if path.is_dir() else "  it does not exist"
+        lines = "\n".join(f"  {reason}" for reason in reasons.values()) or (
+            "  it has no folders" if path.is_dir() else "  it does not exist"
         )
-        raise ValueError(f"no complete checkpoint in {path}:\n{what}")
+        raise ValueError(f"no complete checkpoint in {path}:\n{lines}")
     return complete[-1]
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """List the complete checkpoints in `root`, the newest last; and why other folders are none."""
+    """Return the complete checkpoints in `root`, the newest last, and {other folder: reason}."""
     complete: list[Saved] = []
-    others: dict[Path, str] = {}
+    reasons: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         if not folder.is_dir():
             continue
         try:
             check_sizes(folder)
         except (ValueError, PermissionError) as error:  # lost+found belongs to root
-            others[folder] = str(error)
+            reasons[folder] = str(error)
         else:
-            complete.append(saved(folder))
-    return newest_last(complete), others
+            complete.append(read_saved(folder))
+    return newest_last(complete), reasons
 
 
-def saved(folder: Path) -> Saved:
-    """Read the number and the time of a checkpoint; ValueError if it has no valid manifest."""
-    found = read(folder)
-    return Saved(folder, found.get("number", 0), found["written"]["time"])
+def read_saved(folder: Path) -> Saved:
+    """Read the number and the time of a checkpoint; raise ValueError without a valid manifest."""
+    content = read(folder)
+    return Saved(folder, content.get("number", 0), content["written"]["time"])
 
 
-def _numbers_beside(folder: Path) -> Iterator[int]:
+def _neighbour_numbers(folder: Path) -> Iterator[int]:
     """Yield the numbers of the complete checkpoints in the neighbouring folders."""
     for other in folder.absolute().parent.iterdir():
         if other.name == folder.name or not other.is_dir():
             continue
         try:
-            yield saved(other).number
-        except (ValueError, OSError):  # no checkpoint, an unfinished one, or not readable
+            yield read_saved(other).number
+        except (ValueError, OSError):  # no checkpoint, unfinished, or not readable
             continue
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a checkpoint depends on."""
-    found = {}
+    by_package = {}
     for package in ("hf_moe_ep", "torch", "transformers"):
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "from source"
-    return found
+            by_package[package] = "from source"
+    return by_package
 
 
-def _list(
+def _list_files_to_hash(
     folder: Path, known: dict[str, dict[str, Any]], belongs: Callable[[str], bool] | None
 ) -> dict[str, int]:
     """Return the sizes of the files to hash; check the sizes of the `known` files."""
@@ -263,18 +265,18 @@ def _list(
     }
 
 
-def _share(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
-    """Choose this rank's files: the largest first, each to the rank with the fewest bytes."""
-    load, mine = [(0, rank) for rank in range(world_size(group))], []
+def _choose_files(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
+    """Choose this rank's files: each file, the largest first, goes to the least loaded rank."""
+    load, names = [(0, rank) for rank in range(world_size(group))], []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        so_far, rank = load[0]
-        heapq.heapreplace(load, (so_far + sizes[name] + 1, rank))
+        num_bytes, rank = load[0]
+        heapq.heapreplace(load, (num_bytes + sizes[name] + 1, rank))
         if rank == this_rank():
-            mine.append(name)
-    return mine
+            names.append(name)
+    return names
 
 
-def _entry(folder: Path, name: str) -> dict[str, Any]:
+def _sync_and_hash(folder: Path, name: str) -> dict[str, Any]:
     with open(folder / name, "rb") as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
@@ -287,8 +289,8 @@ def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:
             size = (folder / name).stat().st_size
         except FileNotFoundError as error:
             raise ValueError(
-                f"{folder / name} is missing, {MANIFEST} says {entry['size']} bytes; take an older "
-                f"checkpoint"
+                f"{folder / name} is missing, but {MANIFEST} says that it has {entry['size']} "
+                f"bytes; take an older checkpoint"
             ) from error
         if size != entry["size"]:
             raise ValueError(
@@ -297,7 +299,7 @@ def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:
             )
 
 
-def _commit(folder: Path, manifest: dict[str, Any]) -> None:
+def _sync_and_write(folder: Path, manifest: dict[str, Any]) -> None:
     for parent in {(folder / name).parent for name in manifest["files"]}:
         sync_folder(parent)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))

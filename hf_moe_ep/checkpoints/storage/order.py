@@ -1,18 +1,18 @@
-"""Choose the newest of several checkpoints in one folder: by their numbers, not by a clock.
+"""Order the checkpoints of one folder by their numbers, not by a clock.
 
-Rank 0 of the next job may run on another machine whose clock is behind. The rules:
+A clock is not reliable: rank 0 of the next job may run on another machine whose clock is behind.
+`newest_last` follows two rules:
 
-1. Folders whose names differ only in a final number (`checkpoint-100`, `checkpoint-200`) are
-ordered
-   by that number. The Trainer (`checkpoint-100`), Accelerate (`checkpoint_0`) and the examples of
-   `save_checkpoint` (`step-100`) use such names.
-2. All others are in the order in which they were written. Each manifest has a number for this, one
-   more than the highest number in the neighbouring folders.
+1. Folders whose names differ only in a final number are ordered by that number. The Trainer
+   (`checkpoint-100`), Accelerate (`checkpoint_0`) and the examples of `save_checkpoint`
+   (`step-100`) use such names.
+2. All other folders are ordered by a number in their manifests. `manifest.py` sets it to one more
+   than the highest number in the neighbouring folders.
 
     step-100 (number 1), step-200 (2), best (3)     the newest is best
     step-100 (number 1), best (2), step-200 (3)     the newest is step-200
 
-Manifests of older versions have no number and count as number 0. Where rule 1 does not order two of
+Manifests of older versions have no number and count as number 0. If rule 1 does not order two of
 them, the time in the manifest does.
 """
 
@@ -29,10 +29,10 @@ _NUMBERED = re.compile(r"([A-Za-z][A-Za-z_-]*?[-_]?)(\d+)")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint folder and its position in the order of writing.
+    """A checkpoint folder and when it was written.
 
     Attributes:
-        number: the number in its manifest, 0 without one.
+        number: the number in its manifest; 0 if the manifest has none.
         time: the time in its manifest, in seconds since 1970 by the clock of rank 0.
     """
 
@@ -43,18 +43,20 @@ class Saved:
 
 def newest_last(saved: Iterable[Saved]) -> list[Path]:
     """Sort the checkpoints of one folder by the rules of this module."""
-    series: dict[str, list[tuple[int, Saved]]] = defaultdict(list)
-    for one in saved:
-        match = _NUMBERED.fullmatch(one.folder.name)
-        # A name without a number is a series of its own; "/" keeps its key apart from the others.
-        key, step = (match[1], int(match[2])) if match else (f"/{one.folder.name}", 0)
-        series[key].append((step, one))
-    for of_series in series.values():
-        of_series.sort(key=lambda pair: (pair[0], *_written(pair[1])))
-    in_order = sorted(series.values(), key=lambda of_series: _written(of_series[-1][1]))
-    return [one.folder for of_series in in_order for _, one in of_series]
+    by_prefix: dict[str, list[tuple[int, Saved]]] = defaultdict(list)
+    for checkpoint in saved:
+        name = checkpoint.folder.name
+        match = _NUMBERED.fullmatch(name)
+        # A name without a number is a series of one checkpoint. No prefix contains "/".
+        prefix, step = (match[1], int(match[2])) if match else (f"/{name}", 0)
+        by_prefix[prefix].append((step, checkpoint))
+    for series in by_prefix.values():
+        series.sort(key=lambda pair: (pair[0], *_written_key(pair[1])))
+    in_order = sorted(by_prefix.values(), key=lambda series: _written_key(series[-1][1]))
+    return [checkpoint.folder for series in in_order for _, checkpoint in series]
 
 
-def _written(one: Saved) -> tuple[int, float, str]:
-    """Return the sort key of rule 2; the time counts only for number 0."""
-    return one.number, 0.0 if one.number else one.time, one.folder.name
+def _written_key(checkpoint: Saved) -> tuple[int, float, str]:
+    """Return the sort key of rule 2; the time is used only if the number is 0."""
+    time = 0.0 if checkpoint.number else checkpoint.time
+    return checkpoint.number, time, checkpoint.folder.name

@@ -1,15 +1,15 @@
-"""Sharded tensors in files: each rank writes its shards, and ranks of any other layout read them.
+"""Write the shards of each rank to files, and read them on ranks of any other layout.
 
     shard-00002-model-00001-of-00001.safetensors     written by rank 1; ranks count from 1 here
     header    {"__metadata__": {"DCP_SHARDING_INFO": "{\"w\": {\"saved_offsets\": [4, 0]}, .. }"},
                "w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ..}
 
-holds rows 4 to 8 of w. This is the format of torch.distributed.checkpoint (hf_storage.py), so torch
-reads these files and this module reads torch's. torch's reader reads all headers on every rank and
-keeps every shard in a list: 433,000 shards for 3384 tensors on 128 ranks. Here a rank reads the
-headers of the files that it needs, one after the other, and stops when nothing is missing.
-`spread.py` says which files those are. Files of torch do not say it: then the files of the nearest
-ranks are read first, the rank's own among them.
+This file holds rows 4 to 8 of w. The format is that of torch.distributed.checkpoint
+(hf_storage.py), so torch can read these files and `read_parts` can read torch's files. torch's
+reader reads all headers on every rank and stores every shard in a list: 433,000 shards for 3384
+tensors on 128 ranks. With `read_parts` a rank reads the headers of one file after the other, and
+stops when it has all of its elements. `spread.py` finds the files that a rank needs. If the
+sharding at the time of the save is unknown, `nearest_first` sorts all files by their writers.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ Shards = Mapping[str, tuple[Box, Tensor]]
 
 
 def file_name(rank: int, number: int, of: int) -> str:
-    """Return torch's name for the `number`-th of `of` files of a rank; files count from 1."""
+    """Return torch's name for file `number` of the `of` files of a rank; files count from 1."""
     return f"shard-{rank + 1:05d}-model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, Any]:
-    """Write a rank's files, one tensor in host memory at a time; empty files are left out.
+    """Write a rank's files, with one tensor in host memory at a time; skip empty files.
 
     Returns:
-        The size and the sha256 of each file, by its name.
+        The size and the sha256 of each file, by the file's name.
     """
     written: dict[str, Any] = {}
     for number, shards in enumerate(files, 1):
         if not shards:
             continue
-        # Larger elements first, so that each tensor is aligned to the size of its elements.
+        # Tensors with larger elements come first, so each tensor is aligned to its element size.
         names = sorted(shards, key=lambda name: (-shards[name][1].element_size(), name))
         path = folder / file_name(rank, number, len(files))
-        offsets = {name: {_OFFSETS: [at for at, _ in shards[name][0]]} for name in names}
+        offsets = {name: {_OFFSETS: [start for start, _ in shards[name][0]]} for name in names}
         header = [(name, tuple(shards[name][1].shape), shards[name][1].dtype) for name in names]
         metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
         with Writer(path, header, metadata) as writer:
@@ -70,19 +70,20 @@ def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, A
 
 
 def of_rank(name: str) -> int:
-    """Return the rank that wrote a file; ValueError if the name is not one of `file_name`."""
+    """Return the rank that wrote a file; raise ValueError if `file_name` cannot make the name."""
     match = re.fullmatch(r"shard-(\d+)-model-\d+-of-\d+\.safetensors", name)
     if match is None:
-        raise ValueError(f"{name} is no name of a rank's file")
+        raise ValueError(f"{name} is not the name of a rank's file")
     return int(match[1]) - 1
 
 
 def nearest_first(names: Iterable[str], rank: int, world: int) -> list[str]:
     """Sort file names by the distance of their writers from a rank of `world` ranks.
 
-    If as many ranks wrote as read now, the rank's own file is the first. Otherwise the first file
-    is that of the rank at the same relative position. Ranks hold shards in order, so the shards
-    that a rank needs are in that file or near it, and with fewer readers in the files after it.
+    If the number of ranks has not changed, the rank's own file is the first. Otherwise the first
+    file is that of the rank at the same relative position. Ranks hold shards in order, so the
+    shards that a rank needs are in this file or near it; with fewer ranks than at the save they are
+    also in the files after it.
     """
     writers = {name: of_rank(name) for name in names}
     position = rank * (1 + max(writers.values(), default=0)) // world
@@ -94,31 +95,32 @@ class _Missing:
     """The elements of one tensor that this rank still has to read.
 
     Attributes:
-        local: this rank's shard, the box `box` of the tensor.
-        left: the number of elements that were not read yet.
-        found: the boxes that were read.
+        local: this rank's shard of the tensor.
+        box: the box of the shard in the tensor.
+        num_missing: the number of elements that were not read yet.
+        boxes_read: the boxes that were read.
     """
 
     local: Tensor
     box: Box
-    left: int
-    found: set[Box] = field(default_factory=set)
+    num_missing: int
+    boxes_read: set[Box] = field(default_factory=set)
 
     def read(self, box: Box, stored: FileTensor, reader: Reader) -> None:
-        """Read the elements that a file with the box `box` holds of the shard."""
+        """Read the elements of the shard that are in `stored`, which holds `box` of the tensor."""
         common = overlap(box, self.box)
-        if common is None or common in self.found:
+        if common is None or common in self.boxes_read:
             return
         pairs = zip(common, box, strict=True)
-        inside = tuple((start - at, stop - at) for (start, stop), (at, _) in pairs)
-        values = reader.read(stored, inside)
+        in_stored = tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
+        values = reader.read(stored, in_stored)
         self.local[slices(common, self.box)].copy_(values)
-        self.found.add(common)
-        self.left -= values.numel()
+        self.boxes_read.add(common)
+        self.num_missing -= values.numel()
 
 
 def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
-    """Fill this rank's shards of `targets` from files in this order, until nothing is missing.
+    """Fill this rank's shards of `targets` from files, in their order, until the shards are full.
 
     Returns:
         The number of files whose headers were read.
@@ -131,39 +133,39 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
         local = local_tensor(target).detach()
         if local.numel():
             missing[name] = _Missing(local, local_box(target), local.numel())
-    number = 0
+    num_files = 0
     with Reader() as reader:
         for file in files:
             if not missing:
                 break
-            number += 1
-            for name, box, stored in _wanted_shards(file, missing):
+            num_files += 1
+            for name, box, stored in _find_shards(file, missing):
                 missing[name].read(box, stored, reader)
-                if not missing[name].left:
+                if not missing[name].num_missing:
                     del missing[name]
             reader.close()
     if missing:
-        name, rest = next(iter(missing.items()))
+        name, shard = next(iter(missing.items()))
         raise ValueError(
-            f"files of {number} ranks lack {rest.left} of {math.prod(rest.local.shape)} values "
-            f"that this rank holds of {name} ({len(missing)} tensors lack some); take an older "
-            f"checkpoint"
+            f"files of {num_files} ranks lack {shard.num_missing} of "
+            f"{math.prod(shard.local.shape)} values in this rank's shard of {name} "
+            f"({len(missing)} tensors are incomplete); take an older checkpoint"
         )
-    return number
+    return num_files
 
 
-def _wanted_shards(
+def _find_shards(
     file: Path, missing: Mapping[str, _Missing]
 ) -> Iterator[tuple[str, Box, FileTensor]]:
-    """Yield (name, box, tensor in the file) of the shards in a file that hold missing elements."""
+    """Yield (name, box, tensor in the file) for each shard in a file that has missing elements."""
     tensors, metadata = read_header(file)
     try:
         offsets = json.loads(metadata.get(_SHARDING, "{}"))
         # A list, because the caller removes complete tensors from `missing`.
         for name in [name for name in missing if name in tensors]:
             shape = tensors[name].shape
-            begin = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
-            box = tuple((at, at + size) for at, size in zip(begin, shape, strict=True))
+            starts = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
+            box = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
             if overlap(box, missing[name].box) is not None:
                 yield name, box, tensors[name]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

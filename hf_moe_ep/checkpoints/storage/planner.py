@@ -1,21 +1,21 @@
-"""A save planner for torch.distributed.checkpoint (DCP): each rank plans its own writes.
+"""Plan the writes of a save by torch.distributed.checkpoint (DCP) on each rank separately.
 
-With DCP's own planner every rank sends rank 0 a list of all that it holds. Rank 0 merges the lists,
+With DCP's own planner every rank sends a list of all its shards to rank 0. Rank 0 merges the lists,
 validates the result and sends each rank its part: 200,000 items for 3,111 tensors on 64 ranks, at
-every save. Which rank writes what follows from the layout (`spread.py`), so here a rank sends a
-hash of its layout alone:
+every save. But the layout determines which rank writes which shards (`spread.py`), so with
+`SpreadPlanner` a rank sends only a hash of its layout:
 
     rank 0 receives   a hash of each rank's names, shapes, dtypes and shardings; they must be equal
     rank 0 writes     `.metadata`, with the shards of all ranks
-    each rank writes  what `spread.py` assigns to it; of replicas the one with the fewest bytes
+    each rank writes  the shards that `choose_writers` of `spread.py` assigns to it
 
-The files are in DCP's format. After writing, ranks tell rank 0 what they have written, as with
-DCP's planner. Tensors that only some of the ranks hold are planned by DCP.
+The files are in DCP's format. After writing, each rank sends a list of its written shards to rank
+0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save.
 
 `DefaultSavePlanner(enable_plan_caching=True)` is no substitute. Its cache has one entry per class
 of planner, and Accelerate saves a model and an optimizer in turn, so the entry never fits. Seconds
-of planning on 4 gloo ranks, 3,111 tensors of a model, then 6,222 of its optimizer, saved three
-times:
+of planning on 4 gloo ranks, for 3,111 tensors of a model and then 6,222 of its optimizer, in three
+saves:
 
     DCP                  1.81 3.70   1.63 3.36   1.76 3.79
     DCP, plan caching    1.81 4.06   1.86 3.88   2.54 4.45     (model alone: 1.71   0.58   0.84)
@@ -58,61 +58,61 @@ class SpreadPlanner(DefaultSavePlanner):
     _writers: dict[str, tuple[Spread, int]] | None = None
 
     def create_local_plan(self) -> SavePlan:
-        """Keep this rank's plan; return the hash that rank 0 compares."""
+        """Store this rank's plan; return the hash that rank 0 compares."""
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
         try:
             self._writers = choose_writers(tensors, world_size())
-        except ValueError:  # raised on every rank alike, because all ranks know the meshes
+        except ValueError:  # this happens on all ranks or on none, because all know the meshes
             return super().create_local_plan()
-        mine = {
+        to_write = {
             name: value
             for name, value in self.state_dict.items()
             if (self._writes(name, value) if name in tensors else self.is_coordinator)
         }
-        self.plan = create_default_local_save_plan(mine, self.is_coordinator)
+        self.plan = create_default_local_save_plan(to_write, self.is_coordinator)
         return SavePlan([], planner_data=self._digest(tensors))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Make the metadata, on rank 0.
+        """Make the metadata on rank 0.
 
         Raises:
             ValueError: a rank has other tensors than rank 0.
         """
-        # A hash (str) from a rank that planned for itself; DCP's own plan has a dict here.
+        # A rank that planned its own writes sent a hash (str); DCP's own plans have a dict here.
         digests = [plan.planner_data for plan in all_plans]
         if not any(isinstance(digest, str) for digest in digests):
             return super().create_global_plan(all_plans)
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if odd or self._writers is None:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others or self._writers is None:
             raise ValueError(
-                f"ranks {odd} have other tensors to save than rank 0, or shard them in another "
+                f"ranks {others} have other tensors to save than rank 0, or shard them in another "
                 f"way: every rank must shard the same model and take the same steps"
             )
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         shared: dict[Any, list[ChunkStorageMetadata]] = {}
         for name, value in self.state_dict.items():
             if not isinstance(value, Tensor):
-                found[name] = BytesStorageMetadata()
+                entries[name] = BytesStorageMetadata()
                 continue
             spread, replica = self._writers[name]
             key = (id(spread), replica, value.shape)
             if key not in shared:
-                shared[key] = _chunks(spread, replica, value.shape)
+                shared[key] = _list_chunks(spread, replica, value.shape)
             properties = TensorProperties.create_from_tensor(local_tensor(value))
-            found[name] = TensorStorageMetadata(properties, value.shape, shared[key])
-        self.metadata = Metadata(found, planner_data=self.mappings)
+            entries[name] = TensorStorageMetadata(properties, value.shape, shared[key])
+        self.metadata = Metadata(entries, planner_data=self.mappings)
         self.global_plan = [SavePlan([]) for _ in all_plans]
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Put this rank's writes into the plan that rank 0 sent."""
+        """Add this rank's writes to the plan that rank 0 sent."""
         if self._writers is not None:
             new_plan = replace(new_plan, items=self.plan.items)
         self.plan = new_plan
         return new_plan
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
-        """Tell whether this rank writes a shard of a tensor."""
+        """Return True if this rank writes a shard of a tensor."""
         assert self._writers is not None
         spread, replica = self._writers[name]
         return spread.is_writer(this_rank(), replica) and local_tensor(tensor).numel() > 0
@@ -130,8 +130,8 @@ class SpreadPlanner(DefaultSavePlanner):
         return hashed.hexdigest()
 
 
-def _chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkStorageMetadata]:
-    """List the shards of a tensor that ranks write; empty shards are left out."""
+def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkStorageMetadata]:
+    """List the shards of a tensor in DCP's form; empty shards are left out."""
     return [
         ChunkStorageMetadata(
             offsets=torch.Size(start for start, _ in box), sizes=torch.Size(box_sizes(box))
@@ -143,7 +143,7 @@ def _chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkStorag
 
 @contextmanager
 def planned_by_each() -> Iterator[None]:
-    """Replace DCP's planner inside the block: Accelerate creates one at each save."""
+    """Replace DCP's planner class inside the block, because Accelerate creates its own planner."""
     stock = default_planner.DefaultSavePlanner
     setattr(default_planner, "DefaultSavePlanner", SpreadPlanner)  # noqa: B010
     try:

@@ -1,4 +1,4 @@
-"""Safetensors files by byte ranges: read a box of a tensor, write tensors one after the other.
+"""Read and write safetensors files by byte ranges, without a whole file in memory.
 
     8 bytes     length of the header, little endian
     header      JSON: {key: {"dtype": "BF16", "shape": [..], "data_offsets": [start, stop]}, ..}
@@ -6,18 +6,19 @@
 
 https://huggingface.co/docs/safetensors/en/index#format
 
-The library's own `save_file` needs all tensors of a file in memory; `Writer` needs one at a time.
+The library's own `save_file` needs all tensors of a file in memory; `Writer` writes one after the
+other.
 
-The library's own `safe_open(..).get_slice(..)` maps the file into memory. Measured on a file of
-768 MiB in the page cache (safetensors 0.8.0), reading whole tensors | a quarter of the rows | a
-quarter of the columns:
+The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
+ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0), reading whole tensors |
+a quarter of the rows | a quarter of the columns:
 
     seconds                  library  0.09 | 0.03 | 0.05     Reader  0.17 | 0.04 | 0.85
     peak of resident MiB     library   775 |  260 |  772     Reader     8 |    8 |    8
 
-A file that is truncated while it is mapped ends the process by SIGBUS; `Reader` raises a ValueError
-that names the file. Both are why `Reader` stays: a load keeps to the memory of its shards, and
-network file systems do fail.
+So a load with `Reader` needs memory for its shards only. Network file systems can truncate a file
+during a load: `Reader` then raises a ValueError that names the file, while a process that maps the
+file is killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the library's own limit
-# For a fingerprint: the number of tensors of one kind, and the bytes that are read of each.
-_SAMPLES, _SAMPLE_BYTES = 32, 4096
+# A fingerprint reads this many bytes of up to this many tensors of each kind.
+_SAMPLE_BYTES, _SAMPLES = 4096, 32
 _CHUNK = 4 << 20  # bytes
 
 
@@ -91,7 +92,7 @@ class FileTensor:
     ) -> None:
         """Read a box of the tensor, viewed in the shape `view`, into `out`.
 
-        `dtype` is for subclasses, which decode quantised weights: they round to it first.
+        `dtype` is used by subclasses that decode quantised weights: values are rounded to `dtype`.
         """
         out.copy_(reader.read(self, box, view))
 
@@ -100,19 +101,19 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
     """Find every tensor of a checkpoint folder, by key.
 
     Args:
-        single: the name of the file of a checkpoint that has one file; ".index.json" appended to
-            it is the name of the index of a checkpoint that has several.
+        single: the file name of a checkpoint in one file. The index of a checkpoint in several
+            files has this name with ".index.json" appended.
 
     Raises:
         ValueError: the folder holds no safetensors checkpoint; a file is missing, truncated or no
-            safetensors file; a file lacks a tensor that the index names. The file is named.
+            safetensors file; a file lacks a tensor that the index names. The error names the file.
     """
     directory, index = Path(directory), f"{single}.index.json"
-    if (directory / single).is_file():  # transformers prefers it to an index, too
+    if (directory / single).is_file():  # as in transformers, it has precedence over an index
         return read_header(directory / single)[0]
     if not (directory / index).is_file():
         raise ValueError(
-            f"{directory} holds no safetensors checkpoint: neither {single} nor {index} is there"
+            f"{directory} holds no safetensors checkpoint: neither {single} nor {index} exists"
         )
     try:
         file_of: dict[str, str] = json.loads((directory / index).read_text("utf-8"))["weight_map"]
@@ -123,12 +124,14 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
     tensors: dict[str, FileTensor] = {}
     for name in names:
         if not (directory / name).is_file():
-            raise ValueError(f"{directory / name} is missing, and {index} names it")
-        held, _ = read_header(directory / name)
-        wanted = {key for key, file in file_of.items() if file == name}
-        if absent := sorted(wanted - held.keys()):
-            raise ValueError(f"{directory / name} has no tensor {absent[0]}, and {index} says so")
-        tensors.update((key, tensor) for key, tensor in held.items() if key in wanted)
+            raise ValueError(f"{directory / name} is missing, but {index} names it")
+        in_file, _ = read_header(directory / name)
+        in_index = {key for key, file in file_of.items() if file == name}
+        if missing := sorted(in_index - in_file.keys()):
+            raise ValueError(
+                f"{directory / name} has no tensor {missing[0]}, but {index} says that it has"
+            )
+        tensors.update((key, tensor) for key, tensor in in_file.items() if key in in_index)
     return tensors
 
 
@@ -145,11 +148,11 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path} is no safetensors file or was cut off: it has {size} bytes")
+            raise ValueError(f"{path} is no safetensors file or is truncated: it has {size} bytes")
         text = file.read(length)
     try:
         rows, metadata = _parse(text)
-    # RecursionError: brackets nested too deeply.
+    # json raises RecursionError if brackets are nested too deeply.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} has a damaged header: {reason}") from error
@@ -159,11 +162,11 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         if dtype is None:
             raise ValueError(f"{path}: {key} has dtype {name}, which is not supported")
         tensor = FileTensor(path, dtype, shape, 8 + length + start)
-        # The library demands the same: tensors follow each other without gaps.
+        # The format, and the library, demand that tensors follow each other without gaps.
         if start != end or stop - start != tensor.nbytes or min(shape, default=0) < 0:
             raise ValueError(
-                f"{path} has a damaged header: {key} {shape} lies in bytes {start} to {stop}, and "
-                f"the tensor before it ends at byte {end}"
+                f"{path} has a damaged header: {key} {shape} has bytes {start} to {stop}, but the "
+                f"tensor before it ends at byte {end}"
             )
         tensors[key], end = tensor, stop
     end += 8 + length
@@ -175,7 +178,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
 def _parse(
     text: bytes,
 ) -> tuple[list[tuple[int, int, str, str, tuple[int, ...]]], dict[str, str]]:
-    """List (start, stop, key, dtype, shape) in the order of the bytes; and the metadata."""
+    """Return the metadata, and (start, stop, key, dtype, shape) in the order of the bytes."""
     header = json.loads(text)
     metadata = dict(header.pop("__metadata__", None) or {})
     rows = []
@@ -188,10 +191,10 @@ def _parse(
 
 
 def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
-    """Hash all names and shapes, and the first bytes of some tensors of every kind.
+    """Hash all names, dtypes and shapes, and the first bytes of some tensors of every kind.
 
-    Tensors are of one kind where their names differ in numbers alone. The hash is cheap on any file
-    system, tells apart two trainings of one model, and does not depend on how tensors are
+    Tensors whose names differ only in numbers are of one kind. The hash is cheap on any file
+    system, differs between two training runs of one model, and does not depend on how tensors are
     distributed over files.
     """
     digest, kinds = hashlib.sha256(), dict[str, list[str]]()
@@ -207,27 +210,30 @@ def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
     return digest.hexdigest()
 
 
-def same_values(one: FileTensor, other: FileTensor) -> bool:
-    """Tell whether two tensors are equal byte by byte; a few MiB are in memory at a time."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def same_values(tensor: FileTensor, other: FileTensor) -> bool:
+    """Return True if two tensors are equal byte by byte; a few MiB are in memory at a time."""
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.start)
-        second.seek(other.start)
-        left = one.nbytes
-        while left and first.read(min(left, _CHUNK)) == second.read(min(left, _CHUNK)):
-            left -= min(left, _CHUNK)
-    return not left
+    with tensor.file.open("rb") as file, other.file.open("rb") as other_file:
+        file.seek(tensor.start)
+        other_file.seek(other.start)
+        remaining = tensor.nbytes
+        while remaining:
+            size = min(remaining, _CHUNK)
+            if file.read(size) != other_file.read(size):
+                return False
+            remaining -= size
+    return True
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError if safetensors files cannot hold a dtype."""
     if dtype not in _NAMES:
-        raise ValueError(f"{name} is {dtype}, which safetensors files do not hold")
+        raise ValueError(f"{name} is {dtype}, which safetensors files cannot hold")
 
 
 class Reader:
-    """Reads boxes of tensors; keeps the files open until `close`."""
+    """Reads boxes of tensors; files stay open until `close` is called."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
@@ -245,30 +251,30 @@ class Reader:
         self._open.clear()
 
     def read(self, tensor: FileTensor, box: Box, view: tuple[int, ...] | None = None) -> Tensor:
-        """Read a box of a tensor, and no byte outside of it.
+        """Read a box of a tensor, and no bytes outside the box.
 
         Args:
             box: index ranges in the shape `view`.
-            view: the shape in which the tensor is viewed; None for its own.
+            view: the shape in which the tensor is viewed; None is the tensor's own shape.
         """
         shape = tensor.shape if view is None else view
         sizes = box_sizes(box)
         flat = torch.empty(math.prod(sizes) * tensor.dtype.itemsize, dtype=torch.uint8)
         if flat.numel():
-            target, done = flat.numpy().data, 0
+            target, position = flat.numpy().data, 0
             if tensor.file not in self._open:
                 self._open[tensor.file] = os.open(tensor.file, os.O_RDONLY)
             for start, length in _byte_ranges(tensor, shape, box):
-                self._fill(tensor.file, target[done : done + length], start)
-                done += length
+                self._fill(tensor.file, target[position : position + length], start)
+                position += length
         return flat.view(tensor.dtype).view(sizes)
 
     def _fill(self, file: Path, target: memoryview, start: int) -> None:
         while target:
-            got = os.preadv(self._open[file], [target], start)  # returns at most 2 GiB
-            if got == 0:
-                raise ValueError(f"{file} ends at byte {start}; it was cut off while it was read")
-            target, start = target[got:], start + got
+            count = os.preadv(self._open[file], [target], start)  # reads at most 2 GiB
+            if count == 0:
+                raise ValueError(f"{file} ends at byte {start}; it was truncated during the read")
+            target, start = target[count:], start + count
 
 
 def _byte_ranges(tensor: FileTensor, shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
@@ -281,14 +287,14 @@ def _byte_ranges(tensor: FileTensor, shape: Sequence[int], box: Box) -> Iterator
     if not box:
         yield tensor.start, itemsize
         return
-    split = len(box) - 1  # the last dim that the box may cut within a range
-    while split and box[split] == (0, shape[split]):
-        split -= 1
+    cut_dim = len(box) - 1  # the dims after this one are complete in the box
+    while cut_dim and box[cut_dim] == (0, shape[cut_dim]):
+        cut_dim -= 1
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(box))]
-    first, stop = box[split]
-    for index in product(*(range(*box[dim]) for dim in range(split))):
+    first, stop = box[cut_dim]
+    for index in product(*(range(*box[dim]) for dim in range(cut_dim))):
         offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield tensor.start + offset + first * strides[split], (stop - first) * strides[split]
+        yield tensor.start + offset + first * strides[cut_dim], (stop - first) * strides[cut_dim]
 
 
 class Writer:
@@ -304,7 +310,7 @@ class Writer:
 
         Args:
             header: (key, shape, dtype) of all tensors, in the order of their bytes.
-            metadata: text by name, for the header.
+            metadata: texts by name, which are stored in the header.
         """
         table: dict[str, object] = {"__metadata__": {**(metadata or {}), "format": "pt"}}
         tensors, end = [], 0
@@ -317,7 +323,7 @@ class Writer:
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
         self._tensors = {key: replace(tensor, start=data + tensor.start) for key, tensor in tensors}
-        self._path, self._left = path, data + end
+        self._path, self._num_missing = path, data + end
         self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
         self._file = path.open("wb", buffering=0)
         self._put(len(text).to_bytes(8, "little") + text, 0)
@@ -325,14 +331,14 @@ class Writer:
     def write(self, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Write a box of a tensor that is viewed in the shape `view`.
 
-        Bytes that are written in the order of the file are hashed here. A file that was written in
-        another order is read once more for its hash.
+        If the bytes of a file are written in order, they are hashed at the same time. Otherwise the
+        file is read once more for its hash.
         """
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        done = 0
+        position = 0
         for start, length in _byte_ranges(self._tensors[key], view, box):
-            self._put(data[done : done + length], start)
-            done += length
+            self._put(data[position : position + length], start)
+            position += length
 
     def _put(self, data: bytes | memoryview, start: int) -> None:
         self._in_order = self._in_order and start == self._end
@@ -340,14 +346,14 @@ class Writer:
             self._digest.update(data)
         if start != self._end:
             self._file.seek(start)
-        left = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:  # name the file: the disk may be full
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError as error:  # add the file name: the disk may be full
             raise OSError(error.errno, error.strerror, os.fspath(self._path)) from error
         self._end = start + len(data)
-        self._left -= len(data)
+        self._num_missing -= len(data)
 
     def __enter__(self) -> Writer:
         return self
@@ -360,7 +366,8 @@ class Writer:
     ) -> None:
         try:
             if kind is None:
-                assert self._left == 0, f"{self._left} bytes of the header were not written"
+                missing = self._num_missing
+                assert missing == 0, f"{missing} bytes of the tensors in the header are not written"
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()

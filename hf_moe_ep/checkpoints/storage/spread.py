@@ -1,16 +1,17 @@
-"""How a tensor is sharded over ranks: which rank writes which box, and where a box can be read.
+"""Describe how a tensor is sharded, which ranks write it, and which ranks hold a box of it.
 
-A tensor is sharded over a grid of ranks. Each axis of the grid cuts one dim of the shards that the
-later axes leave, or cuts nothing; the ranks along an axis that cuts nothing are replicas. 8 rows on
-8 ranks, cut by the second axis of a grid [2, 4], `cuts` (None, 0):
+`Spread` describes the sharding over a grid of ranks. Each axis of the grid cuts one dim of a tensor
+or none; the last axis cuts first, and each earlier axis cuts the resulting shards. The ranks along
+an axis that cuts no dim are replicas. Example with 8 rows on 8 ranks, cut by the second axis of a
+grid [2, 4], `cuts` (None, 0):
 
                    rows 0, 1   2, 3   4, 5   6, 7
     replica 0      rank 0      1      2      3
     replica 1      rank 4      5      6      7
 
-One replica writes a tensor: the one with the fewest bytes to write so far. All of this follows from
-the layout, which every rank knows, so no rank has to ask another. A training checkpoint stores it
-for the reader.
+One replica writes a tensor: `choose_writers` takes the replica with the fewest bytes so far. Every
+rank knows the layout and computes the same result, so ranks exchange nothing. A training checkpoint
+stores the sharding for the ranks that load it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Spread:
 
     @staticmethod
     def of(name: str, tensor: Tensor, world: int) -> Spread:
-        """Return the sharding of a tensor on `world` ranks; a plain tensor is whole on each rank.
+        """Return the sharding of a tensor on `world` ranks; plain tensors are replicated.
 
         Raises:
             ValueError: only some of the ranks hold the tensor, or its values are partial sums.
@@ -61,7 +62,10 @@ class Spread:
         for placement in tensor.placements:
             dim: int | None = getattr(placement, "dim", None)
             if dim is None and not isinstance(placement, Replicate):
-                raise ValueError(f"{name} is {placement} over ranks, which is not a shard of it")
+                raise ValueError(
+                    f"{name} has the placement {placement}; a checkpoint can hold Shard and "
+                    f"Replicate"
+                )
             cuts.append(dim)
         return Spread(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(cuts))
 
@@ -79,40 +83,40 @@ class Spread:
         )
 
     def is_writer(self, rank: int, replica: int) -> bool:
-        """Tell whether a rank belongs to a replica."""
+        """Return True if a rank belongs to the replica that writes."""
         position, coordinate = self.ranks.index(rank), []
         for size in reversed(self.grid):
-            position, at = divmod(position, size)
-            coordinate.append(at)
+            position, index = divmod(position, size)
+            coordinate.append(index)
         return self._replica_of(coordinate[::-1]) == replica
 
     def boxes(self, shape: Iterable[int], replica: int) -> Iterator[tuple[int, Box]]:
-        """Yield (rank, its box) for all ranks of a replica; `shape` is that of the tensor."""
+        """Yield (rank, its box) for all ranks of a replica, for a tensor of the shape `shape`."""
         shape = tuple(shape)
         for rank, coordinate in zip(self.ranks, product(*map(range, self.grid)), strict=True):
             if self._replica_of(coordinate) == replica:
                 yield rank, cut_box(shape, self.grid, self.cuts, coordinate)
 
     def _replica_of(self, coordinate: Iterable[int]) -> int:
-        """Number the replicas row-major over the axes that cut nothing."""
+        """Number the replicas row-major over the axes that cut no dim."""
         number = 0
-        for at, size, dim in zip(coordinate, self.grid, self.cuts, strict=True):
-            number = number * size + at if dim is None else number
+        for index, size, dim in zip(coordinate, self.grid, self.cuts, strict=True):
+            number = number * size + index if dim is None else number
         return number
 
     def holders(self, shape: Iterable[int], replica: int, box: Box) -> frozenset[int]:
         """Return the ranks of a replica that hold elements of `box`."""
-        found = (rank for rank, theirs in self.boxes(shape, replica) if overlap(theirs, box))
-        return frozenset(found)
+        boxes = self.boxes(shape, replica)
+        return frozenset(rank for rank, rank_box in boxes if overlap(rank_box, box))
 
 
 def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple[Spread, int]]:
-    """Return the sharding of each tensor and the replica that writes it, equal on every rank.
+    """Return the sharding of each tensor and the replica that writes it, the same on every rank.
 
-    Tensors with the same sharding share one object, which is large on many ranks.
+    Tensors with the same sharding share one `Spread`, because a `Spread` lists all ranks.
 
     Raises:
-        ValueError: as `Spread.of`.
+        ValueError: as in `Spread.of`.
     """
     known: dict[Any, Spread] = {}
     equal: dict[Spread, Spread] = {}
@@ -131,17 +135,17 @@ def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple
 
 
 def choose_replicas(tensors: Mapping[str, tuple[Spread, int]]) -> dict[str, int]:
-    """Choose which replica writes each tensor, given as (sharding, bytes).
+    """Choose which replica writes each tensor; tensors are given as (sharding, bytes).
 
     Tensors are assigned in the order of their sizes, the largest first, to the replica with the
-    fewest bytes so far. Tensors with another number of replicas are balanced on their own.
+    fewest bytes so far. Tensors with different numbers of replicas are balanced separately.
     """
     chosen: dict[str, int] = {}
     loads: dict[int, list[tuple[int, int]]] = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name][1], name)):
         spread, size = tensors[name]
-        number = spread.num_replicas
-        load = loads.setdefault(number, [(0, replica) for replica in range(number)])
-        so_far, chosen[name] = load[0]
-        heapq.heapreplace(load, (so_far + size, chosen[name]))
+        num_replicas = spread.num_replicas
+        load = loads.setdefault(num_replicas, [(0, replica) for replica in range(num_replicas)])
+        num_bytes, chosen[name] = load[0]
+        heapq.heapreplace(load, (num_bytes + size, chosen[name]))
     return chosen

@@ -3,20 +3,20 @@
 DCP writes two kinds of pickles, and torch runs the code in them when it loads them:
 
     .metadata       names and positions of all tensors (filesystem.py, read_metadata)
-    __0_0.distcp    besides tensors "byte items": an optimizer's options, lr, betas, ..
+    __0_0.distcp    tensors, and "byte items": an optimizer's options, lr, betas, ..
                     (default_planner.py, load_bytes: torch.load with weights_only=False)
 
-Here `.metadata` may build the classes in `_MAY_BUILD` only. A byte item is loaded with
+This module allows only the classes in `_MAY_BUILD` in `.metadata`. It loads a byte item with
 weights_only=True: numbers, strings, tuples, lists, dicts, tensors, and numpy's numbers (such as an
-lr that numpy computed). Anything else is a ValueError that names the file. A user's class is loaded
-after torch.serialization.add_safe_globals([TheClass]).
+lr that numpy computed). For anything else a ValueError names the file. A class of the user is
+allowed after torch.serialization.add_safe_globals([TheClass]).
 
-`ValuesPlanner` and `MetadataReader` are for calls of `torch.distributed.checkpoint.load` that this
-package makes. Accelerate makes its own planner and reader, so `loading_values` reads all pickles of
-a folder by ours first; they are small. Nothing of torch is replaced.
+This package calls `torch.distributed.checkpoint.load` with `ValuesPlanner` and `MetadataReader`.
+Accelerate creates its own planner and reader, so `loading_values` first reads all pickles of a
+folder, which are small, with the classes of this module. No function of torch is replaced.
 
-The check does not cover files that DCP does not read: Accelerate loads `custom_checkpoint_*.pkl`,
-the state of objects that were registered for checkpointing, with weights_only=False.
+Files that DCP does not read are not checked: Accelerate loads `custom_checkpoint_*.pkl`, the state
+of objects that were registered for checkpointing, with weights_only=False.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _MAY_BUILD = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-# numpy pickles a number as a call of this function; numpy 1 has another name for it.
+# numpy pickles a number as a call of this function, which has another name in numpy 1.
 _SCALAR = numpy.float64(0).__reduce__()[0]
-# The classes of a byte item that torch.load(weights_only=True) does not allow by itself.
+# Classes of byte items that torch.load(weights_only=True) does not allow by default.
 _NUMPY_NUMBERS: list[Any] = [
     (_SCALAR, "numpy._core.multiarray.scalar"),
     (_SCALAR, "numpy.core.multiarray.scalar"),
     numpy.dtype,
     *(type(numpy.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")),
 ]
-# Errors of reading a pickle that is damaged or has refused content.
+# Errors that are raised for a pickle that is damaged or has content that is not allowed.
 _UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -81,28 +81,28 @@ _UNREADABLE = (
 )
 
 
-def _member(owner: Any, name: str) -> Any:
-    """Return an Enum's member, which Python up to 3.11.3 pickles as getattr(class, name)."""
+def _enum_member(owner: Any, name: str) -> Any:
+    """Return a member of an Enum, which Python up to 3.11.3 pickles as getattr(class, name)."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
-    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) has no place in a checkpoint")
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is not allowed in a checkpoint")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds the classes of a `.metadata`; anything else in the file is an error."""
+    """Builds only the classes of a `.metadata`, and raises UnpicklingError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        whole = (module, name)
+        full_name = (module, name)
         is_torch_constant = module == "torch" and isinstance(
             getattr(torch, name, None), torch.dtype | torch.layout
         )
-        if whole == ("builtins", "getattr"):
-            return _member
-        if whole in _MAY_BUILD or is_torch_constant:
+        if full_name == ("builtins", "getattr"):
+            return _enum_member
+        if full_name in _MAY_BUILD or is_torch_constant:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"{module}.{name} has no place in the metadata of a checkpoint; this is another file, "
-            f"or someone put code into it"
+            f"{module}.{name} is not allowed in the metadata of a checkpoint; this is another kind "
+            f"of file, or someone put code into it"
         )
 
 
@@ -118,7 +118,7 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
             found = _Unpickler(file).load()
             found.storage_meta = found.storage_meta or StorageMeta()
             found.storage_meta.load_id = self.load_id
-            # For errors: the folder that is read now. The file names the one it was written to.
+            # Errors must name the folder that is read; the file names the one where it was written.
             found.storage_meta.checkpoint_id = os.fspath(self.path)
         except _UNREADABLE as error:
             raise ValueError(
@@ -135,7 +135,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         ValueError: the item holds other objects, or is damaged.
     """
     known = torch.serialization.get_safe_globals()
-    allowed = [one for one in _NUMPY_NUMBERS if one not in known]
+    allowed = [number_class for number_class in _NUMPY_NUMBERS if number_class not in known]
     try:
         with torch.serialization.safe_globals(allowed):
             loaded = torch.load(value, weights_only=True)
@@ -143,7 +143,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         file = Path(planner.metadata.storage_meta.checkpoint_id or "", file_of_item(planner, item))
         raise ValueError(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
-            f"loading it could run code that someone put into it, or it is damaged "
+            f"loading it could run code that someone put into the file, or the file is damaged "
             f"({_reason(error)}); take an older checkpoint, or allow a class of your own by "
             f"torch.serialization.add_safe_globals"
         ) from error
@@ -151,37 +151,37 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return torch.load's reason in one line, without its advice to load the file unsafely."""
+    """Return the reason of torch.load in one line, without its advice to load the file unsafely."""
     cause = error.__context__ or error
     return " ".join(str(cause).split()) or repr(cause)
 
 
 class MetadataReader(FileSystemReader):
-    """DCP's reader of a folder; builds only metadata classes from `.metadata`."""
+    """Reads a folder as DCP's reader does, but builds only metadata classes from `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return _build_metadata(self, *args, **kwargs)
 
 
 class ValuesPlanner(DefaultLoadPlanner):
-    """DCP's planner of a load; loads only plain values from byte items."""
+    """Plans a load as DCP's planner does, but loads only plain values from byte items."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         _load_value(self, read_item, value)
 
 
 def check_values(folder: Path) -> None:
-    """Read all pickles of DCP in a folder and in the folders inside it, but build values alone.
+    """Check that all DCP pickles in a folder and its subfolders hold only plain values.
 
     Raises:
-        ValueError: a file holds something else, or is damaged; the error names the file.
+        ValueError: a file holds other objects, or is damaged; the error names the file.
     """
-    found = (folder / METADATA_FILE, *sorted(folder.glob(f"*/{METADATA_FILE}")))
-    for file in (path for path in found if path.exists()):
+    metadata_files = (folder / METADATA_FILE, *sorted(folder.glob(f"*/{METADATA_FILE}")))
+    for file in (path for path in metadata_files if path.exists()):
         reader, planner = MetadataReader(file.parent), ValuesPlanner()
         metadata = reader.read_metadata()
         entries = metadata.state_dict_metadata.items()
-        items = {name: 0 for name, one in entries if isinstance(one, BytesStorageMetadata)}
+        items = {name: 0 for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
         planner.set_up_planner(items, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(planner.create_local_plan(), planner).wait()
@@ -189,14 +189,14 @@ def check_values(folder: Path) -> None:
 
 @contextmanager
 def loading_values(folder: Path) -> Iterator[None]:
-    """Check the pickles of a folder, which Accelerate then loads inside the block by torch's DCP.
+    """Check the pickles of a folder, which Accelerate then loads with DCP inside the block.
 
-    Rank 0 checks them for all ranks, which load the same files.
+    Rank 0 checks the pickles for all ranks, because all ranks load the same files.
 
     Raises:
-        ValueError: on every rank, as `check_values`.
-        RuntimeError: loading failed for another reason, where DCP's error is no Exception, so that
-            few callers would catch it.
+        ValueError: on every rank, as in `check_values`.
+        RuntimeError: loading failed for another reason. It replaces DCP's CheckpointException,
+            which is not derived from Exception, so few callers would catch it.
     """
     on_first(f"loading {folder}", lambda: check_values(folder))
     try:

@@ -1,4 +1,5 @@
-"""The state from which a training run resumes: parameters, moments, progress, random generators.
+"""Save and load the state from which a training run resumes, at any layout.
 
-These modules name the state, save it and load it at any layout. Never: the hub's layout (`hub/`).
+The state is parameters, optimizer state, progress and random generators. Never: the hub's layout
+(`hub/`).
 """

@@ -1,19 +1,20 @@
-"""Identify the base of a run whose experts are held quantised: hashes instead of a second copy.
+"""Identify the base of a run whose experts are held quantised, by hashes instead of a copy.
 
     quantised_base.json    {"format": 1, "model": "Qwen/Qwen3-30B-A3B", "experts_dtype": "nf4",
                             "experts_double_quant": false,
                             "hashes": {"model.layers.0.mlp.experts.gate_up_proj": "03f2...", ..}}
 
-A hash is two 64-bit sums. Each adds up, over all words of a stacked matrix or of its scales, a
-number that depends on the word and on its position in the whole tensor. So the sums of the ranks
-add up to the sum of the whole tensor: no tensor is gathered, and every layout gives the same hash.
-It tells bases apart; it is no protection against an attacker.
+`describe_base` computes the hashes, `check_base` compares them. A hash is two 64-bit sums over the
+words of a stacked matrix or of its scales. The summands depend on the word and on its position in
+the whole tensor. So the sums of the ranks add up to the sum of the whole tensor: no tensor is
+gathered, and every layout gives the same hash. Different bases have different hashes, but the hash
+is no protection against an attacker.
 
-An expert that `balance_experts` has moved counts at its position in hub order.
+If `balance_experts` has moved an expert, the hash uses its position in hub order.
 
-Frozen bytes do not change, so a rank reads its shards once and keeps the sums. It reads a shard
-again if autograd has counted a write into the tensor, or if another tensor has replaced it. A write
-through `.data` is not counted; loading a checkpoint always reads all bytes.
+Frozen bytes do not change, so a rank reads its shards once and stores the sums. The rank reads a
+shard again if autograd has counted a write into the tensor, or if another tensor has replaced it. A
+write through `.data` is not counted; loading a checkpoint always reads all bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     """Describe the quantised experts of a resharded model; every rank calls this.
 
     Args:
-        anew: read all bytes, and do not use the sums that are known.
+        anew: read all bytes instead of using stored sums.
 
     Returns:
         The content of quantised_base.json, the same on every rank; None without quantised experts.
@@ -56,8 +57,8 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     model = unwrap(model)
     tensors = {
         f"{stock_name(name)}{suffix}": tensor
-        for name, held, _ in quantised_matrices(model)
-        for suffix, tensor in held.by_name("").items()
+        for name, matrix, _ in quantised_matrices(model)
+        for suffix, tensor in matrix.by_name("").items()
     }
     if not tensors:
         return None
@@ -68,11 +69,11 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     slots = placement_by_tensor(model)
     sums = torch.stack(
         [
-            _sums_of(name, tensor, slots.get(id(tensor)), state.known_sums)
+            _find_sums(name, tensor, slots.get(id(tensor)), state.known_sums)
             for name, tensor in tensors.items()
         ]
     )
-    totals = _add_up(sums, next(iter(tensors.values()))).tolist()
+    totals = _sum_over_shards(sums, next(iter(tensors.values()))).tolist()
     return {
         "format": _FORMAT,
         "model": source_of(model),
@@ -86,31 +87,32 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
 
 
 def base_file(index: int) -> str:
-    """Return the file name for the `index`-th model of a folder, numbered as Accelerate does."""
+    """Return the file name for model `index` of a folder, with Accelerate's way of numbering."""
     return BASE if index == 0 else f"{Path(BASE).stem}_{index}.json"
 
 
 def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
     """Raise ValueError on every rank if a checkpoint was saved by a run on another base."""
     saved = on_first(f"reading {folder}", lambda: _read(folder / base_file(index)))
-    here = describe_base(model, anew=True)
-    if saved == here:
+    base = describe_base(model, anew=True)
+    if saved == base:
         return
-    there, mine = _describe_format(saved), _describe_format(here)
-    if there != mine:
+    saved_format, base_format = _describe_format(saved), _describe_format(base)
+    if saved_format != base_format:
         raise ValueError(
-            f"{folder} was saved by a run on experts {there}, this model has them {mine}; adapters "
-            f"fit one base only: patch the model as it was patched then"
+            f"{folder} was saved by a run whose experts were {saved_format}, but the experts of "
+            f"this model are {base_format}; adapters fit one base only: patch the model with the "
+            f"options of that run"
         )
-    assert saved is not None and here is not None
-    names = [name for name, value in here["hashes"].items() if saved["hashes"].get(name) != value]
+    assert saved is not None and base is not None
+    names = [name for name, value in base["hashes"].items() if saved["hashes"].get(name) != value]
     if names:
         first = names[0]
         raise ValueError(
             f"{folder} was saved by a run on {saved['model'] or 'a model'} with {first} "
-            f"{saved['hashes'].get(first)}, and this is {here['model'] or 'a model'} with "
-            f"{here['hashes'][first]} ({len(names)} of {len(here['hashes'])} tensors of experts "
-            f"differ): this is another base; load the one that those adapters were trained on"
+            f"{saved['hashes'].get(first)}, and this is {base['model'] or 'a model'} with "
+            f"{base['hashes'][first]} ({len(names)} of {len(base['hashes'])} tensors of experts "
+            f"differ): this is another base; load the base on which those adapters were trained"
         )
 
 
@@ -120,27 +122,27 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         number = content["format"]
-        known = {"model", "experts_dtype", "experts_double_quant", "hashes"} <= content.keys()
+        is_complete = {"model", "experts_dtype", "experts_double_quant", "hashes"} <= content.keys()
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
-    if number != _FORMAT or not known:
+    if number != _FORMAT or not is_complete:
         raise ValueError(f"{path} has format {number}, this version reads {_FORMAT}")
     return content
 
 
 def _describe_format(base: dict[str, Any] | None) -> str:
     if base is None:
-        return "as they were loaded (experts_dtype=None)"
+        return "not quantised (experts_dtype=None)"
     nested = ", experts_double_quant=True" if base["experts_double_quant"] else ""
-    return f"held by experts_dtype={base['experts_dtype']!r}{nested}"
+    return f"quantised (experts_dtype={base['experts_dtype']!r}{nested})"
 
 
-def _add_up(sums: Tensor, like: Tensor) -> Tensor:
-    """Add up the sums of all ranks for tensors that are sharded as `like` is."""
+def _sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
+    """Sum over all shards the sums of tensors that are sharded like the tensor `like`."""
     if not isinstance(like, DTensor):
         return sums
     mesh = like.device_mesh
-    # FSDP2 offloads parameters to the host, but their process groups need the device.
+    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
     total = sums.to(mesh.device_type)
     for axis, placement in enumerate(like.placements):
         if not isinstance(placement, Replicate):
@@ -149,25 +151,25 @@ def _add_up(sums: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _sums_of(
+def _find_sums(
     name: str, tensor: Tensor, slots: Tensor | None, known: dict[str, KnownSums]
 ) -> Tensor:
-    """Return the sums of this rank's shard; use the `known` sums if the shard is unchanged."""
-    part, written = local_tensor(tensor), times_written(tensor)
-    before = known.get(name)
-    if before is not None and before.still_hold(tensor, part, written):
-        return before.sums
-    sums = _local_sums(tensor, slots)
-    known[name] = KnownSums(weakref.ref(tensor), part.data_ptr(), written, sums)
+    """Return the sums of this rank's shard, from `known` if the shard is unchanged."""
+    shard, written = local_tensor(tensor), times_written(tensor)
+    entry = known.get(name)
+    if entry is not None and entry.still_hold(tensor, shard, written):
+        return entry.sums
+    sums = _compute_sums(tensor, slots)
+    known[name] = KnownSums(weakref.ref(tensor), shard.data_ptr(), written, sums)
     return sums
 
 
 @torch.no_grad()
-def _local_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
-    """Return the two sums of this rank's shard of a tensor, whose last dim is never sharded.
+def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
+    """Compute the two sums of this rank's shard of a tensor, whose last dim is never sharded.
 
     Args:
-        slots: the row in which each expert is stored; None for hub order.
+        slots: the row in which each expert is stored; None if experts are in hub order.
     """
     local, box = local_tensor(tensor).detach(), local_box(tensor)
     num_bytes = local.shape[-1] * local.element_size()
@@ -178,32 +180,35 @@ def _local_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     for slot, rows in enumerate(local, first_slot):
         # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        positions = _positions(words, box, expert_of[slot], tensor.shape[1])
+        positions = _word_positions(words, box, expert_of[slot], tensor.shape[1])
         for index, seed in enumerate(_SEEDS):
-            total[index] += _mixed(words + _mixed(positions + seed)).sum()
+            total[index] += _mix_bits(words + _mix_bits(positions + seed)).sum()
     return total
 
 
-def _positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
+def _word_positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
     """Return the position of each word of an expert's rows in the whole tensor."""
     _, (first_row, _), *_ = box
-    per_row = words.shape[-1]
-    start = (expert * num_rows + first_row) * per_row
+    words_per_row = words.shape[-1]
+    start = (expert * num_rows + first_row) * words_per_row
     return torch.arange(start, start + words.numel(), device=words.device).view(words.shape)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Mix every bit into all bits (splitmix64; Steele, Lea, Flood, OOPSLA 2014)."""
-    x = x * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
+def _mix_bits(x: Tensor) -> Tensor:
+    """Make every bit of the result depend on all bits of x, by splitmix64.
+
+    Source: Steele, Lea, Flood, OOPSLA 2014.
+    """
+    x = x * _as_signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _as_signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _as_signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift right as an unsigned number."""
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Shift int64 values to the right as if they were unsigned."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _signed(number: int) -> int:
+def _as_signed(number: int) -> int:
     return number - (1 << 64)

@@ -1,7 +1,7 @@
-"""The files in the folder of a training checkpoint, and how each kind is written and read.
+"""Write and read the files in the folder of a training checkpoint.
 
     manifest.json            written last: names, sizes and hashes of all files (`manifest.py`)
-    hf_moe_ep.json           written first: marks the folder as ours
+    hf_moe_ep.json           written first: marks the folder as a checkpoint of this package
     tensors/shard-*          parameters, buffers, moments (`tensors.py`) as safetensors; each rank
                              writes its shards in torch.distributed.checkpoint's format
                              (`part_files.py`)
@@ -10,8 +10,8 @@
     random-00003.json        the random generators of rank 3
     config.json, ..          the model's config, for `hf-moe-ep convert`
 
-No file is a pickle. Only the manifest is renamed: a folder without a manifest is unfinished, and an
-older checkpoint stays the newest.
+No file is a pickle. The manifest gets its name by a rename at the end: a folder without a manifest
+is unfinished, and the checkpoint before it stays the newest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def random_file(rank: int) -> str:
 
 
 def layout_of(state: ModelState) -> dict[str, Any]:
-    """Return the layout of a model, for the manifest and for loading at another layout."""
+    """Return the layout of a model as JSON values, for the manifest and for `state.json`."""
     config = state.config
     return {
         "world_size": world_size(),
@@ -62,20 +62,23 @@ def layout_of(state: ModelState) -> dict[str, Any]:
 
 
 def check_free(path: Path) -> None:
-    """Raise ValueError if a save to `path` would remove more than an unfinished save of ours."""
+    """Raise ValueError if `path` holds other files than those of an unfinished save."""
     if is_written(path):
-        raise ValueError(f"another model is being saved to {path}; save each to its own directory")
+        raise ValueError(
+            f"another model is being saved to {path}; save each model to its own directory"
+        )
     if (path / manifest.MANIFEST).exists():
         manifest.check_sizes(path)
         raise ValueError(f"{path} holds a complete checkpoint; save to another directory")
-    found = {item.name for item in path.iterdir()} if path.exists() else set()
-    # Other programs write config.json too. Our saves write the marker first.
-    marked = manifest.STARTED in found
-    others = [name for name in found if not (marked and _is_known(name))]
+    names = {item.name for item in path.iterdir()} if path.exists() else set()
+    # A file like config.json is removed only beside the marker, as other programs write it, too.
+    has_marker = manifest.STARTED in names
+    others = [name for name in names if not (has_marker and _is_known(name))]
     if others:
         raise ValueError(
-            f"{path} holds {', '.join(sorted(others)[:5])}, no part of a checkpoint; save to a "
-            f"directory for this checkpoint only, like {path / 'step-100'}"
+            f"{path} holds files that are not part of a checkpoint: "
+            f"{', '.join(sorted(others)[:5])}; save to a directory for this checkpoint only, like "
+            f"{path / 'step-100'}"
         )
 
 
@@ -85,9 +88,9 @@ def _is_known(name: str) -> bool:
 
 
 def clear(path: Path, model: nn.Module) -> None:
-    """Make a folder with nothing but the marker of an unfinished save and the model's config."""
+    """Make a folder that holds only the marker of an unfinished save and the model's config."""
     for item in path.iterdir() if path.exists() else ():
-        if item.name == manifest.STARTED:  # if a kill follows, the folder stays marked as ours
+        if item.name == manifest.STARTED:  # keeps the folder marked if the process is killed
             continue
         if item.is_dir():
             shutil.rmtree(item)
@@ -99,7 +102,7 @@ def clear(path: Path, model: nn.Module) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file; the manifest syncs it to disk later."""
+    """Write a JSON file; `manifest.write` syncs it to disk later."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file)
 
@@ -122,7 +125,7 @@ def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> No
 
 
 def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | None:
-    """Return the ranks that wrote shards this rank needs; None if the checkpoint does not say."""
+    """Return the ranks that wrote shards this rank needs; None if the checkpoint lacks spreads."""
     needed: set[int] = set()
     # Many tensors have the same shape and sharding: layers, and an optimizer's moments.
     known: dict[tuple[Any, ...], frozenset[int]] = {}
@@ -142,7 +145,7 @@ def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | Non
 def check_only_ours(path: Path) -> None:
     """Raise ValueError if the folder of tensors has a file that the manifest does not name.
 
-    `convert` would read such a file. One rank checks the files of all ranks.
+    `convert` would read such a file. One rank checks the whole folder.
     """
     known = manifest.read(path)["files"]
     for file in sorted((path / TENSORS).iterdir()):
@@ -159,8 +162,8 @@ def read_state(path: Path) -> StateFile:
     known = manifest.read(path)["files"]
     if STATE not in known:
         raise ValueError(
-            f"{path} was written by the Trainer or by Accelerate, not by save_checkpoint; go on "
-            f"from it by trainer.train(resume_from_checkpoint={str(path)!r}), or by "
+            f"{path} was written by the Trainer or by Accelerate, not by save_checkpoint; resume "
+            f"from it with trainer.train(resume_from_checkpoint={str(path)!r}) or "
             f"accelerator.load_state({str(path)!r})"
         )
     return state_file.read(path / STATE)

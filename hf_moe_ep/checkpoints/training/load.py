@@ -1,9 +1,11 @@
 """Load a checkpoint of `save_checkpoint` into a model of any layout.
 
-find        the newest complete folder; every file is compared with its hash
-compare     names, shapes, dtypes, optimizer (`same_run.py`), before anything is changed
-read        each rank reads its shards: parameters into the model, moments into new tensors
-put         buffers, optimizer, scheduler, random generators
+`load_checkpoint` has four steps:
+
+    find        find the newest complete folder, and compare every file with its hash
+    compare     compare names, shapes, dtypes and optimizer (`same_run.py`), and change nothing
+    read        each rank reads its shards: parameters into the model, moments into new tensors
+    restore     restore single numbers, optimizer, scheduler and random generators
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from hf_moe_ep.checkpoints.training.base import check_base
 from hf_moe_ep.checkpoints.training.same_run import check_model, check_optimizer
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
+    allocate_moment,
     model_slots,
-    new_moment,
     parameter_names,
-    put_optimizer,
+    restore_optimizer,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import (
@@ -58,21 +60,21 @@ def load_checkpoint(
     warning.
 
     Args:
-        directory: a checkpoint, or a folder of checkpoints, of which the newest complete one is
+        directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
             loaded.
-        model: the same architecture and adapters; patched, sharded or not.
-        optimizer: has the same parameters in its groups; its state and options are replaced. None
+        model: has the saved architecture and adapters; patched, sharded or not.
+        optimizer: has the saved parameters in its groups; its state and options are replaced. None
             ignores the saved optimizer.
         scheduler: its state is replaced; None ignores the saved scheduler.
-        verify: compare every file with its hash first; False compares sizes alone.
+        verify: compare every file with its hash first; False compares only sizes.
 
     Returns:
         The saved `progress`, {} if it was None.
 
     Raises:
         ValueError: on every rank, before anything is changed: there is no complete checkpoint, a
-            file is damaged, or the model, the quantised base or the optimizer is another one. The
-            file or the tensors are named.
+            file is damaged, or the model, its quantised base or the optimizer differs from the
+            saved one. The error names the file or the tensors.
         RuntimeError: on every rank: a rank could not read.
     """
     check_everyone_calls("load_checkpoint")
@@ -96,74 +98,75 @@ def load_checkpoint(
         if optimizer is not None:
             check_optimizer(model, optimizer, saved.optimizer, str(path))
         if scheduler is not None and saved.scheduler is None:
-            raise ValueError(f"{path} was saved without a scheduler; call without one")
-        return saved, _targets(model, optimizer, saved)
+            raise ValueError(f"{path} was saved without a scheduler; call with scheduler=None")
+        return saved, _choose_targets(model, optimizer, saved)
 
-    def put() -> None:
-        _put_model(model, targets, saved)
+    def restore() -> None:
+        _restore_model(model, targets, saved)
         if optimizer is not None and saved.optimizer is not None:
-            put_optimizer(model, optimizer, saved.optimizer, targets)
+            restore_optimizer(model, optimizer, saved.optimizer, targets)
         if scheduler is not None:
             scheduler.load_state_dict(saved.scheduler)
-        _put_random(path, saved.layout, state)
+        _restore_random(path, saved.layout, state)
 
-    # The optimizer too: its new state is in hub order and moves back with the experts.
+    # The optimizer's new state is in hub order, too. On exit it moves back with the experts.
     with experts_in_hub_order(model, optimizer):
         saved, targets = together(f"reading {path}", compare)
         together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
-        together(f"reading {path}", put)
+        together(f"reading {path}", restore)
     return saved.progress
 
 
-def _targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Tensor]:
-    """Choose the tensors to read into: the model's own memory if it has the form of the files."""
+def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Tensor]:
+    """Return the tensors to read into: those of the model if they have the form of the files."""
     targets: dict[str, Tensor] = {}
-    for name, one in model_slots(model).items():
-        if one.tensor.ndim:
-            converted = one.to_file is not None
-            targets[f"model.{name}"] = one.in_file_form(one.tensor) if converted else one.tensor
+    for name, slot in model_slots(model).items():
+        if slot.tensor.ndim:
+            is_packed = slot.to_file is not None
+            targets[f"model.{name}"] = slot.in_file_form(slot.tensor) if is_packed else slot.tensor
     if optimizer is None or saved.optimizer is None:
         return targets
     _, trained = parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
-        of_parameter = saved.tensors.get(f"model.{parameter}")
+        parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.in_file is not None:
-                targets[value.in_file] = new_moment(
+                targets[value.in_file] = allocate_moment(
                     trained[parameter],
                     saved.tensors[value.in_file].dtype,
-                    None if of_parameter is None else of_parameter.dtype,
+                    None if parameter_form is None else parameter_form.dtype,
                 )
     return targets
 
 
 @torch.no_grad()
-def _put_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFile) -> None:
-    for name, one in model_slots(model).items():
-        if not one.tensor.ndim:
-            one.tensor.copy_(saved.scalars[name])
-        elif one.from_file is not None:
-            one.tensor.copy_(one.in_model_form(targets[f"model.{name}"]))
+def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFile) -> None:
+    """Fill those tensors of the model into which `read_tensors` did not read directly."""
+    for name, slot in model_slots(model).items():
+        if not slot.tensor.ndim:
+            slot.tensor.copy_(saved.scalars[name])
+        elif slot.from_file is not None:
+            slot.tensor.copy_(slot.in_model_form(targets[f"model.{name}"]))
 
 
-def _put_random(path: Path, saved: dict[str, Any], state: ModelState) -> None:
-    """Restore this data rank's random generators, or seed them if the number of ranks changed."""
-    now, rank = folder.layout_of(state), this_rank()
-    before = saved["world_size"] // saved["sp_size"]
-    here = now["world_size"] // now["sp_size"]
-    data_rank = rank // now["sp_size"]
-    first = _read_random(path, 0)
-    if before == here and first["device"] == state.device.type:
-        sp_rank = rank % now["sp_size"] % saved["sp_size"]
-        mine = _read_random(path, data_rank * saved["sp_size"] + sp_rank)
-        random_state.restore(mine, state.device)
+def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
+    """Restore this rank's random generators, or seed them if the number of data ranks changed."""
+    layout, rank = folder.layout_of(state), this_rank()
+    num_saved = saved_layout["world_size"] // saved_layout["sp_size"]
+    num_now = layout["world_size"] // layout["sp_size"]
+    data_rank = rank // layout["sp_size"]
+    rank_0_state = _read_random(path, 0)
+    if num_saved == num_now and rank_0_state["device"] == state.device.type:
+        sp_rank = rank % layout["sp_size"] % saved_layout["sp_size"]
+        rank_state = _read_random(path, data_rank * saved_layout["sp_size"] + sp_rank)
+        random_state.restore(rank_state, state.device)
         return
-    random_state.reseed(first, data_rank)
+    random_state.reseed(rank_0_state, data_rank)
     if is_first():
         warnings.warn(
-            f"{path} was saved by {before} data ranks on {first['device']}, this run has {here} on "
-            f"{state.device.type}: random generators are seeded anew, dropout and shuffling will "
-            f"differ",
+            f"{path} was saved by {num_saved} data ranks on {rank_0_state['device']}, this run has "
+            f"{num_now} on {state.device.type}: random generators are seeded anew, so dropout and "
+            f"shuffling will differ",
             stacklevel=2,
         )
 

@@ -1,9 +1,10 @@
-"""The random generators of one rank: captured, restored, or seeded again.
+"""Capture, restore or reseed the random generators of one rank.
 
 If the number of data ranks is the same, each rank restores its own generators. Otherwise every
-generator is seeded from (the saved state of rank 0, data rank): a run that is resumed twice draws
-the same numbers, and they differ from those of its first steps. The ranks of a sequence-parallel
-group share their batches and are seeded alike, because they must draw the same samples.
+generator is seeded from the saved state of rank 0 and the data rank. So if a run is resumed twice
+from one checkpoint, it draws the same numbers both times, and other numbers than in its first
+steps. The ranks of a sequence-parallel group get the same seed, because they share their batches
+and must draw the same samples.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch
 def capture(device: torch.device) -> dict[str, Any]:
     """Return the state of this rank's generators, for `json_values.encode`."""
     name, keys, *rest = np.random.get_state(legacy=True)
-    found = {
+    state = {
         "python": random.getstate(),
         "numpy": (name, np.asarray(keys).tobytes(), *rest),
         "torch": _bytes(torch.get_rng_state()),
         "device": device.type,
     }
     if device.type != "cpu":
-        found["of_device"] = _bytes(torch.get_device_module(device).get_rng_state(device))
-    return found
+        state["of_device"] = _bytes(torch.get_device_module(device).get_rng_state(device))
+    return state
 
 
 def restore(saved: dict[str, Any], device: torch.device) -> None:
-    """Restore a result of `capture`, on a device of the same type."""
+    """Restore the result of `capture`, on a device of the same type."""
     name, keys, *rest = saved["numpy"]
     random.setstate(saved["python"])
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
@@ -41,7 +42,7 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
 
 
 def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
-    """Seed every generator of this rank from a saved state and its data rank."""
+    """Seed every generator of this rank from the saved state of rank 0 and the data rank."""
     digest = hashlib.sha256(saved_of_rank_0["torch"] + data_rank.to_bytes(8, "big")).digest()
     seed = int.from_bytes(digest[:7], "big")
     random.seed(seed)

@@ -1,7 +1,7 @@
 """Check that a checkpoint belongs to this model and this optimizer, before anything is changed.
 
-A partial load would train on with a mixture of two runs, so every difference is an error that names
-what differs.
+After a partial load, training would continue with a mixture of two runs. So `check_model` and
+`check_optimizer` raise an error for every difference and name it.
 """
 
 from __future__ import annotations
@@ -15,54 +15,55 @@ from torch import nn
 from hf_moe_ep.checkpoints.training.state_file import OptimizerState, StateFile, TensorForm
 from hf_moe_ep.checkpoints.training.tensors import (
     StateTensor,
-    bases_of,
-    kind_of,
+    base_names_of,
+    class_name_of,
     model_slots,
     parameter_names,
 )
 
-_OF_MODEL = "model."
+_MODEL_PREFIX = "model."
 _NO_OPTIONS = {"params", "param_names"}
-# What schedulers leave in the groups (torch/optim/lr_scheduler.py).
-_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-_SHOWN = 5
+# Options that schedulers add to parameter groups (torch/optim/lr_scheduler.py).
+_SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+_SHOWN = 5  # names in an error
 
 
 def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     """Raise ValueError if parameters and buffers differ from those of the checkpoint."""
-    mine = model_slots(model)
+    slots = model_slots(model)
     forms = {
-        name.removeprefix(_OF_MODEL): form
+        name.removeprefix(_MODEL_PREFIX): form
         for name, form in saved.tensors.items()
-        if name.startswith(_OF_MODEL)
+        if name.startswith(_MODEL_PREFIX)
     }
     names = forms.keys() | saved.scalars.keys()
     problems = []
-    if missing := mine.keys() - names:
-        problems.append(f"it lacks {_some(missing)}")
-    if unexpected := names - mine.keys():
-        problems.append(f"the model lacks {_some(unexpected)}")
-    wrong: list[str] = []
-    for name in sorted(mine.keys() & names):
-        is_scalar = not mine[name].tensor.ndim
+    if missing := slots.keys() - names:
+        problems.append(f"it lacks {_list_some(missing)}")
+    if unexpected := names - slots.keys():
+        problems.append(f"the model lacks {_list_some(unexpected)}")
+    differences: list[str] = []
+    for name in sorted(slots.keys() & names):
+        is_scalar = not slots[name].tensor.ndim
         if is_scalar != (name in saved.scalars):
-            wrong.append(f"{name} is a single number on one side only")
+            owner = "model" if is_scalar else "checkpoint"
+            differences.append(f"{name} is a 0-dim tensor only in the {owner}")
         elif not is_scalar:
-            wrong += _differences(name, mine[name], forms[name])
-    if wrong:
-        problems.append("; ".join(wrong[:_SHOWN]) + _more(wrong))
+            differences += _find_differences(name, slots[name], forms[name])
+    if differences:
+        problems.append("; ".join(differences[:_SHOWN]) + _count_others(differences))
     if problems:
         raise ValueError(f"{where} is a checkpoint of another model: " + "; ".join(problems))
 
 
-def _differences(name: str, tensor: StateTensor, saved: TensorForm) -> Iterator[str]:
+def _find_differences(name: str, tensor: StateTensor, saved: TensorForm) -> Iterator[str]:
     shape = tensor.file_shape()
     if shape != saved.shape:
         yield f"{name} has shape {saved.shape}, the model's {shape}"
-    mine = tensor.tensor.dtype
-    if torch.promote_types(saved.dtype, mine) != mine:
+    dtype = tensor.tensor.dtype
+    if torch.promote_types(saved.dtype, dtype) != dtype:
         yield (
-            f"{name} is {saved.dtype}, which the model's {mine} would round (a checkpoint of "
+            f"{name} is {saved.dtype}, which the model's {dtype} would round (a checkpoint of "
             f"fp32 master weights needs model.float() or apply_ep_fsdp2(model))"
         )
 
@@ -75,44 +76,46 @@ def check_optimizer(
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
     _check_kind(optimizer, saved, where)
     names, _ = parameter_names(model, optimizer)
-    mine = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    theirs = [set(group.names) for group in saved.groups]
-    if len(mine) != len(theirs):
+    groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    saved_groups = [set(group.names) for group in saved.groups]
+    if len(groups) != len(saved_groups):
         raise ValueError(
-            f"{where} was saved with {len(theirs)} groups of parameters, this optimizer has "
-            f"{len(mine)}; make it as it was made then"
+            f"{where} was saved with {len(saved_groups)} groups of parameters, this optimizer has "
+            f"{len(groups)}; create it with the same groups"
         )
-    for index, (here, there) in enumerate(zip(mine, theirs, strict=True)):
-        if here != there:
+    for index, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
+        if group != saved_group:
             raise ValueError(
-                f"{where} was saved with another group {index} of parameters: only it has "
-                f"{_some(there - here)}, only this optimizer has {_some(here - there)}"
+                f"{where} was saved with another group {index} of parameters: only the saved group "
+                f"has {_list_some(saved_group - group)}, only the group of this optimizer has "
+                f"{_list_some(group - saved_group)}"
             )
 
 
 def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
     """Accept the saved class, a class derived from it, or one of its bases."""
-    was, now = saved.kind, kind_of(optimizer)
-    if was in (None, now):
+    saved_kind, kind = saved.kind, class_name_of(optimizer)
+    if saved_kind in (None, kind):
         return
-    if was not in bases_of(optimizer) and now not in saved.bases:
+    if saved_kind not in base_names_of(optimizer) and kind not in saved.bases:
         raise ValueError(
-            f"{where} was saved with {was}, this optimizer is {now}, which would take over the lr "
-            f"of {was} without its own state; load with {was}, then make {now}"
+            f"{where} was saved with {saved_kind}, this optimizer is {kind}, which would take over "
+            f"the lr of {saved_kind} without its own state; load into {saved_kind}, then create "
+            f"{kind}"
         )
-    here = set().union(*(group.keys() for group in optimizer.param_groups))
-    there = set().union(*(group.options.keys() for group in saved.groups))
-    if others := (here ^ there) - _NO_OPTIONS - _OF_SCHEDULERS:
+    options = set().union(*(group.keys() for group in optimizer.param_groups))
+    saved_options = set().union(*(group.options.keys() for group in saved.groups))
+    if others := (options ^ saved_options) - _NO_OPTIONS - _SCHEDULER_OPTIONS:
         raise ValueError(
-            f"{where} was saved with {was}, this optimizer is {now}, and only one of them has the "
-            f"options {_some(others)}; load with {was}, then make {now}"
+            f"{where} was saved with {saved_kind}, this optimizer is {kind}, and only one of them "
+            f"has the options {_list_some(others)}; load into {saved_kind}, then create {kind}"
         )
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_some(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    return ", ".join(ordered[:_SHOWN]) + _more(ordered) if ordered else "none"
+    return ", ".join(ordered[:_SHOWN]) + _count_others(ordered) if ordered else "none"
 
 
-def _more(items: list[str]) -> str:
+def _count_others(items: list[str]) -> str:
     return f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""

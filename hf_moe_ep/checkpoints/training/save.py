@@ -1,14 +1,17 @@
 """Save the complete state of a training run, at any layout.
 
-    meet        ranks that do not call, or call with other arguments, are named in an error
+`save_checkpoint` has four steps:
+
+    check       an error names ranks that do not call, or that call with other arguments
     prepare     each rank names its tensors (`tensors.py`) and encodes the rest as JSON; if a rank
-                fails here, or ranks differ, nothing is written
+                fails in this step, or if ranks differ, nothing is written
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)
     write       each rank writes its shards (`spread.py`); the manifest is written last
 
-An error on one rank is raised on every rank. With `asynchronous=True` the training step waits only
-for `prepare`, which then copies to host memory. The background threads use a process group of their
-own, because collectives of two threads on one group would mix (`ranks/background.py`).
+An error on one rank is raised on every rank. With `asynchronous=True` the training step does not
+wait for `write`, because `prepare` copies the state to host memory. The background threads use
+their own process group, because the collectives of two threads in one group would mix
+(`ranks/background.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +47,13 @@ from hf_moe_ep.ranks.together import (
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
 
-# The size of a file. Ranks verify a checkpoint file by file, so large files balance badly.
+# The size of a file. Each file is verified by one rank, so large files would balance badly.
 _FILE_BYTES = 1 << 30
 
 
 @dataclass
 class _Snapshot:
-    """One rank's part of a checkpoint: its tensors by file, and the rest as JSON values."""
+    """The part of a checkpoint that one rank writes: tensors by file, and the rest as JSON."""
 
     files: list[Shards]
     state: dict[str, Any]
@@ -71,30 +74,31 @@ def save_checkpoint(
     """Write a checkpoint that `load_checkpoint` reads at any layout; every rank calls this.
 
     For a model with PEFT adapters, all adapters (active or not), other trainable parameters and all
-    persistent buffers are saved; the frozen base is not. For experts that are held quantised,
-    hashes are saved, and `load_checkpoint` compares the base with them.
+    persistent buffers are saved, but not the frozen base. For experts that are held quantised,
+    hashes are saved; `load_checkpoint` compares them with the base of the model.
 
     Args:
-        directory: a folder for this checkpoint only (`out/step-100`), shared by all ranks. The
-            files of an unfinished save are removed.
+        directory: a folder for this checkpoint only (`out/step-100`), shared by all ranks. If it
+            holds the files of an unfinished save, they are removed.
         model: patched; sharded, or not sharded in a single process.
-        optimizer: the optimizer of the model's current parameters; None saves the model alone. Its
-            state may be tensors of the parameter's shape and single numbers.
+        optimizer: the optimizer of the model's current parameters, whose state is made of tensors
+            of the parameter's shape and of single numbers; None saves only the model.
         scheduler: an object with `state_dict()`, or None.
         progress: the position of the training (step, epoch, position in the data), made of numbers,
-            strings, lists, tuples, dicts and small tensors; that of rank 0 is saved.
+            strings, lists, tuples, dicts and small tensors; the `progress` of rank 0 is saved.
         asynchronous: return when the state is copied to host memory, and write in the background.
-            Ranks wait for each other there up to the process group's timeout. The next save waits
-            for this one and raises its error. Call `wait()` before the process ends.
+            The background threads wait for each other up to the process group's timeout. The next
+            save waits for this one and raises its error. Call `wait()` on the handle before the
+            process ends.
 
     Returns:
-        A handle; `wait()` returns at once if `asynchronous` is False.
+        A handle; its `wait()` returns at once if `asynchronous` is False.
 
     Raises:
         ValueError: on every rank: `directory` holds a complete checkpoint or other files, the model
             is not patched, or a value cannot be saved.
         RuntimeError: on every rank, with the rank that failed and the reason; earlier checkpoints
-            are unchanged and training can go on.
+            are unchanged and training can continue.
     """
     check_everyone_calls("save_checkpoint")
     state = patched_state(model)
@@ -107,7 +111,7 @@ def save_checkpoint(
     def prepare() -> _Snapshot:
         if is_first():
             folder.check_free(path)
-        snapshot = _take(model, optimizer, scheduler, progress, state)
+        snapshot = _take_snapshot(model, optimizer, scheduler, progress, state)
         if asynchronous:
             snapshot.files = [
                 {name: (box, values.to("cpu", copy=True)) for name, (box, values) in shards.items()}
@@ -128,7 +132,7 @@ def save_checkpoint(
     return SaveHandle(path)
 
 
-def _take(
+def _take_snapshot(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
@@ -157,25 +161,25 @@ def _take(
 
 def _check_equal(state_digest: str) -> None:
     digests = differing(state_digest) or [state_digest]
-    odd = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
-    if odd:
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
         raise ValueError(
-            f"ranks {odd} have other tensors or another optimizer state than rank 0: every rank "
+            f"ranks {others} have other tensors or another optimizer state than rank 0: every rank "
             f"must take the same steps with the same options"
         )
 
 
 def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> None:
-    def tensors() -> dict[str, Any]:
+    def write_tensors() -> dict[str, Any]:
         return folder.write_tensors(path, snapshot.files)
 
-    def others() -> None:
+    def write_other_files() -> None:
         folder.write_json(path / folder.random_file(this_rank()), snapshot.random)
         if is_first():
             folder.write_json(path / folder.STATE, snapshot.state)
             if snapshot.base is not None:
                 folder.write_json(path / BASE, snapshot.base)
 
-    written = together(f"saving {path}", tensors, group)
-    together(f"saving {path}", others, group)
+    written = together(f"saving {path}", write_tensors, group)
+    together(f"saving {path}", write_other_files, group)
     manifest.write(path, snapshot.layout, written=written, group=group)

@@ -1,7 +1,7 @@
-"""`state.json`: all of a training state except the tensors.
+"""Convert the training state, except the tensors, to `state.json` and back.
 
     {"format": 1,
-     "layout": {"world_size": 8, "ep_size": 4, ...},         the layout that saved it
+     "layout": {"world_size": 8, "ep_size": 4, ...},         the layout at the time of the save
      "progress": {"step": 100},                              given by the user
      "scheduler": {"last_epoch": 100, ...},                  null without a scheduler
      "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     see `spread.py`
@@ -14,9 +14,9 @@
                   "exp_avg": {"__in_file__": "optimizer.exp_avg.norm.weight"},
                   "step": {"on": "host", "value": ...}}}}}
 
-The names of these fields are used in this module only. Values are encoded by `json_values.py`. A
-file without a format number has format 1; older files lack the number, "bases", "spreads", "spread"
-and "replica".
+Only this module uses the names of these fields. Values are encoded by `json_values.py`. A file
+without a format number has format 1; older files lack the number, "bases", "spreads", "spread" and
+"replica".
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _HOST, _PARAMETER = "host", "parameter"
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Global shape and dtype of a saved tensor, and the ranks that wrote it.
+    """The global shape and dtype of a saved tensor, and the ranks that wrote it.
 
     Attributes:
         spread: the sharding at the time of the save; None in files of older versions.
-        replica: the replica that wrote it.
+        replica: the replica that wrote the tensor.
     """
 
     shape: list[int]
@@ -54,12 +54,13 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class OptimizerValue:
-    """One entry of an optimizer's state of a parameter: a tensor in the files, or a value.
+    """One entry of a parameter's optimizer state: a tensor in the files, or a value.
 
     Attributes:
         in_file: the name of the tensor in the files; None for a value.
         value: a number, a 0-dim tensor, or another value that JSON can hold.
-        on_device: the value is a tensor on the parameter's device, like `step` of fused AdamW.
+        on_device: True if the value is a tensor on the parameter's device, like `step` of fused
+            AdamW.
     """
 
     in_file: str | None = None
@@ -69,7 +70,7 @@ class OptimizerValue:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group of an optimizer: the names of its parameters, and lr and other options."""
+    """A parameter group of an optimizer: names of parameters, and options such as lr."""
 
     names: list[str]
     options: dict[str, Any]
@@ -80,9 +81,9 @@ class OptimizerState:
     """The state and the options of an optimizer.
 
     Attributes:
-        kind: the name of its class; None in files of older versions.
+        kind: the name of the optimizer's class; None in files of older versions.
         bases: the names of its base classes, up to the first class of torch.
-        values: {parameter: {key: value}}.
+        values: the state, {parameter: {key: value}}.
     """
 
     kind: str | None
@@ -106,7 +107,7 @@ class StateFile:
         """Copy everything into values that JSON can hold.
 
         Raises:
-            ValueError: a value has no form in JSON; the message says where it is.
+            ValueError: a value has no form in JSON; the error names its position.
         """
         scheduler = None if self.scheduler is None else encode(self.scheduler, "scheduler")
         spreads = {form.spread: None for form in self.tensors.values() if form.spread is not None}
@@ -150,20 +151,20 @@ class StateFile:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """Hash the parts of a result of `to_json` that must be equal on every rank."""
-    equal = [content["spreads"], content["tensors"], content["rest"]]
-    return hashlib.sha256(json.dumps(equal).encode()).hexdigest()
+    """Hash the parts of the result of `to_json` that must be equal on every rank."""
+    parts = [content["spreads"], content["tensors"], content["rest"]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def read(path: Path) -> StateFile:
     """Read a `state.json`.
 
     Raises:
-        ValueError: it is damaged, or of a format that this version does not know.
+        ValueError: the file is damaged, or has a format that this version does not know.
     """
     try:
         return StateFile.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:  # of JSON and UTF-8, too
+    except ValueError as error:  # JSON and UTF-8 errors are ValueErrors, too
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -171,10 +172,10 @@ def read(path: Path) -> StateFile:
 
 
 def _form_to_json(form: TensorForm, numbers: dict[Spread, int]) -> dict[str, Any]:
-    of_file = {"shape": form.shape, "dtype": _dtype_name(form.dtype)}
+    fields = {"shape": form.shape, "dtype": _dtype_name(form.dtype)}
     if form.spread is None:
-        return of_file
-    return {**of_file, "spread": numbers[form.spread], "replica": form.replica}
+        return fields
+    return {**fields, "spread": numbers[form.spread], "replica": form.replica}
 
 
 def _form_from_json(form: dict[str, Any], spreads: list[Spread]) -> TensorForm:

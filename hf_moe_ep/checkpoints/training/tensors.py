@@ -1,6 +1,6 @@
-"""The state of a training run as named tensors that do not depend on the layout.
+"""Collect the state of a training run as named tensors that do not depend on the layout.
 
-    model.<parameter>             parameters (a tied one once, by its first name), buffers
+    model.<parameter>             parameters (tied parameters under their first name), buffers
     optimizer.<key>.<parameter>   optimizer state of the parameter's shape: exp_avg, ...
     everything else               JSON (`state_file.py`): single numbers like `step`, options
 
@@ -8,9 +8,9 @@ Sharded tensors are DTensors of the global shape, so they can be sharded for any
 (`spread.py`, `part_files.py`). LoRA factors of experts are saved in the form of a sharded model,
 [E, r, in] and [E, out, r]; loading packs them for a model that is not sharded (`factors.py`).
 
-torch's get_optimizer_state_dict is not used: if an optimizer has no state yet it makes one by a
-step with lr 0, which leaves `step` at 1. A run saved before its first step would go on with another
-bias correction.
+torch's get_optimizer_state_dict is not used: if an optimizer has no state yet, it takes a step with
+lr 0 to create the state, which leaves `step` at 1. A run that was saved before its first step would
+then resume with another bias correction.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Convert = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the model and the conversion between its form and the form in the files.
+    """A tensor of the model, and the conversions between its form and the form in the files.
 
-    Only packed LoRA factors have a conversion: (E * r, in) in the model is [E, r, in] in a file.
+    Only packed LoRA factors have conversions: (E * r, in) in the model is [E, r, in] in a file.
     """
 
     tensor: Tensor
@@ -66,20 +66,20 @@ class StateTensor:
         return list(self.to_file(self.tensor.to("meta")).shape)
 
     def in_model_form(self, value: Tensor) -> Tensor:
-        """Convert a value that was read to the shape of `tensor`."""
+        """Convert a value that was read from the files to the shape of `tensor`."""
         return value if self.from_file is None else self.from_file(value)
 
 
 @dataclass
 class NamedState:
-    """The tensors of a training state by name, and the other state of model and optimizer."""
+    """The tensors of a training state by name, and the rest of the state of model and optimizer."""
 
     tensors: dict[str, Tensor]
     scalars: dict[str, Tensor]
     optimizer: OptimizerState | None
 
     def forms(self) -> dict[str, TensorForm]:
-        """Return global shape, dtype and writer of every tensor; the same on every rank.
+        """Return shape, dtype, sharding and writer of every tensor, the same on every rank.
 
         Raises:
             ValueError: a tensor has a sharding or a dtype that the files cannot hold.
@@ -98,11 +98,11 @@ class NamedState:
         Every rank has the same number of files; some may be empty.
         """
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
-        so_far, rank = 0, this_rank()
+        rank, num_bytes = this_rank(), 0  # the bytes of all ranks
         for name, tensor in self.tensors.items():
-            while so_far // (limit * world_size()) >= len(files):
+            while num_bytes // (limit * world_size()) >= len(files):
                 files.append({})
-            so_far += tensor.numel() * tensor.element_size()
+            num_bytes += tensor.numel() * tensor.element_size()
             form, values = forms[name], local_tensor(tensor).detach()
             assert form.spread is not None
             if values.numel() and form.spread.is_writer(rank, form.replica):
@@ -113,44 +113,44 @@ class NamedState:
 def model_slots(model: nn.Module) -> dict[str, StateTensor]:
     """Return the tensors of a model that are saved, by name.
 
-    Left out are the base model that PEFT froze, and experts that are held quantised: `base.py`
-    saves their hashes.
+    The base model that PEFT froze is not saved, nor are experts that are held quantised; `base.py`
+    saves hashes of these experts.
     """
     inner = unwrap(model)
-    adapted = any(wraps_for_adapters(module) for module in inner.modules())
+    has_adapters = any(wraps_for_adapters(module) for module in inner.modules())
     of_adapters = adapter_parameters(inner)
-    convert = _converters(inner)
-    left_out = {
+    converters = _find_converters(inner)
+    quantised = {
         id(tensor)
-        for name, held, _ in quantised_matrices(inner)
-        for tensor in held.by_name(name).values()
+        for name, matrix, _ in quantised_matrices(inner)
+        for tensor in matrix.by_name(name).values()
     }
-    found = {
-        canonical_name(name): StateTensor(p.detach(), *convert.get(p, ()))
+    parameters = {
+        canonical_name(name): StateTensor(p.detach(), *converters.get(p, ()))
         for name, p in inner.named_parameters()
-        if id(p) not in left_out and (p.requires_grad or id(p) in of_adapters or not adapted)
+        if id(p) not in quantised and (p.requires_grad or id(p) in of_adapters or not has_adapters)
     }
     buffers = persistent_buffers(inner)
-    return found | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
+    return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """Collect the state of a resharded model and its optimizer; tensors may share their memory.
+    """Collect the state of a resharded model and its optimizer, which may share the memory.
 
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
     """
-    of_model = model_slots(model)
+    slots = model_slots(model)
     tensors = {
-        f"model.{name}": one.in_file_form(one.tensor)
-        for name, one in of_model.items()
-        if one.tensor.ndim
+        f"model.{name}": slot.in_file_form(slot.tensor)
+        for name, slot in slots.items()
+        if slot.tensor.ndim
     }
-    scalars = {name: one.tensor for name, one in of_model.items() if not one.tensor.ndim}
+    scalars = {name: slot.tensor for name, slot in slots.items() if not slot.tensor.ndim}
     if optimizer is None:
         return NamedState(tensors, scalars, None)
-    moments, state = _collect_optimizer(model, optimizer)
-    return NamedState(tensors | moments, scalars, state)
+    moments, optimizer_state = _collect_optimizer(model, optimizer)
+    return NamedState(tensors | moments, scalars, optimizer_state)
 
 
 def _collect_optimizer(
@@ -167,8 +167,8 @@ def _collect_optimizer(
         name = names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
         if name not in trained:
             raise ValueError(
-                f"the optimizer keeps state of {name}, which is in none of its groups; put it back "
-                f"into one, or del optimizer.state[parameter]"
+                f"the optimizer keeps state of {name}, which is in none of its parameter groups; "
+                f"add it to a group again, or del optimizer.state[parameter]"
             )
         values[name] = {}
         for key, value in state.items():
@@ -187,28 +187,30 @@ def _collect_optimizer(
         Group([names[id(parameter)] for parameter in group["params"]], _options(group))
         for group in optimizer.param_groups
     ]
-    return tensors, OptimizerState(kind_of(optimizer), bases_of(optimizer), values, groups)
+    return tensors, OptimizerState(
+        class_name_of(optimizer), base_names_of(optimizer), values, groups
+    )
 
 
-def kind_of(optimizer: Any) -> str:
+def class_name_of(optimizer: Any) -> str:
     """Return the class name of an optimizer, which Accelerate may have wrapped."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
-def bases_of(optimizer: Any) -> list[str]:
+def base_names_of(optimizer: Any) -> list[str]:
     """Return the names of an optimizer's base classes, up to the first class of torch.
 
     The bases of torch's own classes are left out: torch's AdamW derives from Adam, but the state of
     one does not fit the other.
     """
-    found: list[str] = []
+    names: list[str] = []
     for kind in type(getattr(optimizer, "optimizer", optimizer)).__mro__:
         if kind in (torch.optim.Optimizer, object):
             break
-        found.append(kind.__name__)
+        names.append(kind.__name__)
         if kind.__module__.startswith("torch.optim."):
             break
-    return found[1:]
+    return names[1:]  # without the optimizer's own class
 
 
 def parameter_names(
@@ -220,44 +222,48 @@ def parameter_names(
         ValueError: the optimizer has a parameter that is not the model's.
     """
     inner = unwrap(model)
-    convert = _converters(inner)
+    converters = _find_converters(inner)
     names = {id(p): canonical_name(name) for name, p in inner.named_parameters()}
     trained = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, p in enumerate(group["params"]):
             if id(p) not in names:
                 raise ValueError(
-                    f"parameter {number} of the optimizer's group {index}, {tuple(p.shape)}, is "
-                    f"none of this model's; make the optimizer after apply_ep_fsdp2(model), or "
-                    f"give both to accelerator.prepare"
+                    f"parameter {number} of the optimizer's group {index}, {tuple(p.shape)}, does "
+                    f"not belong to this model; create the optimizer after apply_ep_fsdp2(model), "
+                    f"or pass both to accelerator.prepare"
                 )
-            trained[names[id(p)]] = StateTensor(p.detach(), *convert.get(p, ()))
+            trained[names[id(p)]] = StateTensor(p.detach(), *converters.get(p, ()))
     return names, trained
 
 
-def new_moment(
+def allocate_moment(
     parameter: StateTensor, dtype: torch.dtype, parameter_dtype: torch.dtype | None
 ) -> Tensor:
-    """Allocate optimizer state of a parameter in the form of the files.
+    """Allocate one tensor of a parameter's optimizer state, in the form of the files.
 
-    If the saved state had the dtype of the saved parameter, the new state has the dtype of the
-    parameter now; otherwise it has the saved dtype.
+    If the saved state has the dtype of the saved parameter, the new state has the dtype of the
+    current parameter; otherwise it has the saved dtype.
+
+    Args:
+        dtype: the dtype of the saved state.
+        parameter_dtype: the dtype of the saved parameter; None if it was not saved.
     """
     tensor = parameter.tensor
     new_dtype = tensor.dtype if dtype == parameter_dtype else dtype
     return torch.zeros_like(parameter.in_file_form(tensor), dtype=new_dtype)
 
 
-def put_optimizer(
+def restore_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState, tensors: dict[str, Tensor]
 ) -> None:
     """Replace the optimizer's state and options by the saved ones."""
     names, trained = parameter_names(model, optimizer)
-    for group, of_file in zip(optimizer.param_groups, saved.groups, strict=True):
-        for key, value in of_file.options.items():
-            now = group.get(key)
-            if isinstance(now, Tensor) and isinstance(value, Tensor):
-                now.copy_(value)
+    for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
+        for key, value in saved_group.options.items():
+            current = group.get(key)
+            if isinstance(current, Tensor) and isinstance(value, Tensor):
+                current.copy_(value)
             else:
                 group[key] = value
     optimizer.state.clear()
@@ -274,19 +280,19 @@ def put_optimizer(
 def _restore(
     saved: OptimizerValue, trained: StateTensor, parameter: Tensor, tensors: dict[str, Tensor]
 ) -> Any:
-    """Return one entry of the optimizer's state of a parameter."""
+    """Return one entry of a parameter's optimizer state."""
     if saved.in_file is not None:
         return trained.in_model_form(tensors[saved.in_file])
     return saved.value.to(parameter.device) if saved.on_device else saved.value
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group: lr, betas, and what a scheduler stores there."""
+    """Return the options of a parameter group: lr, betas, and the options of a scheduler."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _converters(model: nn.Module) -> dict[nn.Parameter, tuple[Convert, Convert]]:
-    """Return the conversions of packed LoRA factors: experts in the first dim, and back."""
+def _find_converters(model: nn.Module) -> dict[nn.Parameter, tuple[Convert, Convert]]:
+    """Return (to_file, from_file) of `StateTensor` for each packed LoRA factor of experts."""
     return {
         factor.parameter: (factor.stack, factor.pack)
         for factor in stacked_factors(model)
@@ -299,6 +305,6 @@ def _check_like(where: str, value: Tensor, parameter: Tensor) -> None:
     if value.shape != parameter.shape or isinstance(value, DTensor) != sharded:
         kind = f"{'sharded' if sharded else 'whole'} parameter {tuple(parameter.shape)}"
         raise ValueError(
-            f"{where} is a {type(value).__name__} {tuple(value.shape)} of a {kind}; a checkpoint "
-            f"can hold state of the parameter's own shape and sharding, and single numbers"
+            f"{where} is a {type(value).__name__} {tuple(value.shape)} for a {kind}; a checkpoint "
+            f"can hold optimizer state of the parameter's shape and sharding, and single numbers"
         )
