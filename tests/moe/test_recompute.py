@@ -136,7 +136,7 @@ def weight_grads_overlap_rows(rank: int, world: int) -> None:
 
 
 def a_recompute_keeps_the_experts_of_forward(rank: int, world: int) -> None:
-    """In a recompute the router breaks ties differently; gradients are those of its first choice."""
+    """In a recompute the router breaks ties differently. Gradients belong to its first choice."""
     for chunks in (1, 3):
         plain = _model({"dispatch_chunks": chunks}, None, noise=1e-5)
         want = _grads(plain, _inputs(rank))

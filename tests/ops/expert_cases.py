@@ -1,4 +1,7 @@
-"""Calls of the expert MLP that several test modules run: shapes, layouts, edges, adapters."""
+"""Calls of the expert MLP for several test files: `CASES` are edge cases, `FORMULAS` layouts.
+
+`adapted` draws the inputs of a call with adapters, and `strided` changes the strides of a tensor.
+"""
 
 import itertools
 from dataclasses import dataclass, field
@@ -29,7 +32,7 @@ IN_HALVES = ExpertFormula(alpha=1.702, limit=1.5, up_offset=1.0)
 
 @dataclass
 class Case:
-    """One call: the expert ids are given, all else is random. L is the id of "no expert here"."""
+    """A call with given expert ids and random tensors. The id `num_experts` means "not here"."""
 
     ids: list[list[int]]
     num_experts: int
