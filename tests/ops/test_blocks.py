@@ -133,7 +133,7 @@ def fresh_switches() -> Iterator[None]:
 
 
 def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches: None) -> None:
-    """TrainingArguments(tf32=True) and torch_compile=True do so. Then torch's older getter fails."""
+    """TrainingArguments(tf32=True) and torch_compile=True do so. Then torch's old getter fails."""
     case = FORMULAS["silu, bias"]
     inputs = dict(zip(NAMES, case.inputs(torch.float32), strict=True))
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")

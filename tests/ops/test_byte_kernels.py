@@ -70,9 +70,7 @@ def _budget(dtype: torch.dtype) -> float:
     return (64 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
 
 
-def _assert_same_values(
-    case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any
-) -> None:
+def _check_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
     quantisation = FORMATS[name]
     named = adapted(case, rank, dtype)
     if not rank:
@@ -91,9 +89,9 @@ def _assert_same_values(
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4", "fp8")), "nf4 nested"]
 )
-def test_the_assert_same_values_as_over_dequantised_matrices(name: str) -> None:
+def test_the_check_values_as_over_dequantised_matrices(name: str) -> None:
     """Output and gradients of rows, routing weights and adapters are compared."""
-    _assert_same_values(_case(name, SMALL), name, torch.float32)
+    _check_values(_case(name, SMALL), name, torch.float32)
 
 
 _INTERPRETED = [
@@ -148,7 +146,7 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
 ) -> None:
     """The formulas cover all layouts of gate and up, with and without biases, but no adapters."""
     case = replace(_case(name, LARGE), **FORMULAS[formula])
-    _assert_same_values(case, name, dtype, rank=0)
+    _check_values(case, name, dtype, rank=0)
 
 
 @pytest.mark.slow
@@ -158,14 +156,14 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_of_backward(name: str, kw: dict[str, Any]) -> None:
     """They are recomputed pre-activations, postponed gradients of adapters, and rows in chunks."""
-    _assert_same_values(_case(name, SMALL), name, torch.float32, **kw)
+    _check_values(_case(name, SMALL), name, torch.float32, **kw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_edges(name: str, edge: str) -> None:
-    _assert_same_values(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
+    _check_values(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
 
 
 @pytest.mark.slow
@@ -182,7 +180,7 @@ def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.Mo
         wide = {x: replace(getattr(row, x), n=width, k=64) for x in ("rows", "dgated", "down")}
         monkeypatch.setitem(TABLE, key, replace(row, **wide))
     case = _case(name, {"nf4": (320, 192), "fp8": (384, 128)}, [[0, 1], [1, 2]], 3)
-    _assert_same_values(case, name, torch.float32, rank=0)
+    _check_values(case, name, torch.float32, rank=0)
 
 
 @triton.jit

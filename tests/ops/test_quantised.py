@@ -127,7 +127,7 @@ def test_a_value_is_computed_in_fp32_and_rounded_once(name: str, dtype: torch.dt
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_tensors(name: str) -> None:
-    """They have the same shapes on meta and the documented size. Strides do not change the bytes."""
+    """Shapes are the same on meta, sizes are as documented, and strides do not change the bytes."""
     quantisation = FORMATS[name]
     weight_LOI = matrices(torch.bfloat16, (2, 512, 768))
     stack = quantise_stack(weight_LOI, quantisation)
@@ -221,11 +221,11 @@ def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) ->
         weight_LOI = named[name]
         assert weight_LOI is not None
         stack = quantise_stack(weight_LOI, quantisation)
-        matrices = [
+        values = [
             dequantise(stack.of(expert), quantisation.kind, dtype)
             for expert in range(len(weight_LOI))
         ]
-        result[name] = torch.stack(matrices)
+        result[name] = torch.stack(values)
     return result
 
 
@@ -275,7 +275,7 @@ def _formats_and_calls() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "call", "dtype"), list(_formats_and_calls()))
 def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torch.dtype) -> None:
-    """Output and all gradients are compared, also with chunks, recompute and postponed gradients."""
+    """Output and gradients are compared, also with chunks, recompute and postponed gradients."""
     quantisation, case = FORMATS[name], CALLS[call]
     named = adapted(case, 5, dtype)
     as_bytes = weights_of(named, quantisation, dtype)
@@ -316,8 +316,8 @@ def test_compiled(name: str) -> None:
 def _dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
     """Replacement of `ExpertWeights.matrix` that dequantises all experts to return one of them."""
     stack = experts.stack(name)
-    matrices = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
-    return torch.stack(matrices)[expert]
+    values = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
+    return torch.stack(values)[expert]
 
 
 @pytest.mark.parametrize("name", FORMATS)
