@@ -26,7 +26,10 @@ def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> float:
-    """Return max_error(got, want). Raise AssertionError if it exceeds the budget or shapes differ."""
+    """Return max_error(got, want), and raise AssertionError if it exceeds the budget.
+
+    Different shapes are an error as well.
+    """
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
     error = max_error(got, want)
     if error <= budget:  # False for NaN

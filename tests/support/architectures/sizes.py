@@ -93,7 +93,7 @@ def _rope(**values: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0} | values
 
 
-# Type of the text part -> fields that other types lack, or whose default leaves out kinds of layers.
+# Type of the text part -> fields that only it has, or whose default leaves out kinds of layers.
 _TEXT: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 6},
     "bailing_hybrid": {"short_conv_kernel_size": 3},

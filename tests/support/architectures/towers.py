@@ -97,7 +97,7 @@ def tower_values(part: Any) -> dict[str, Any]:
 
 
 def class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
-    """Return the config class and model type of a sub-config, which is a class or a specification."""
+    """Return the config class and model type of a sub-config (a class or a specification)."""
     config_class = getattr(part, "config_class", part)
     if config_class is AutoConfig:
         config_class = CONFIG_MAPPING[part.model_type]

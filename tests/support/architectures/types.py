@@ -1,4 +1,4 @@
-"""Find the model types whose experts use Transformers' experts interface, in Transformers' files."""
+"""Find the model types whose experts use the experts interface, by reading Transformers' files."""
 
 import json
 import os
