@@ -184,8 +184,8 @@ def main() -> None:
         run = partial(dispatch_and_combine, dispatchers[kind], router)
         run()  # the first run opens the connections
         results[f"{router}, {kind}"] = measure(run, places)
-    want, got = (gradients(kind) for kind in KINDS)
-    errors = {name: max_error(got[name], want[name]) for name in want}
+    plain, hierarchical = (gradients(kind) for kind in KINDS)
+    errors = {name: max_error(hierarchical[name], plain[name]) for name in plain}
     results["largest"] = max(errors.items(), key=lambda item: item[1])
     Path(sys.argv[1], f"rank-{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
