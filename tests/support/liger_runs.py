@@ -17,7 +17,7 @@ Steps = list[tuple[float, float]]
 
 
 def whole_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Make a batch whose rows differ in labels and padding, so ranks' means differ from its mean."""
+    """Make a batch whose rows have different numbers of labels, so the ranks' means differ."""
     whole = batch(model, ROWS, LENGTH, seed=3, pad=5)  # type: ignore[arg-type]
     whole["labels"][0, 3:] = -100
     return whole
@@ -81,7 +81,7 @@ def trained(model: Any, world: int, folder: str, **options: Any) -> Trainer:
 
 
 def assert_logged(trainer: Trainer, wanted: Steps) -> None:
-    """Compare the logged losses and norms. The budgets are fp32 rounding errors after some steps."""
+    """Compare the logged losses and norms. Budgets allow for fp32 rounding, which grows by step."""
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == len(wanted)
     for log, (loss, norm) in zip(logs, wanted, strict=True):

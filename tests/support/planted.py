@@ -14,7 +14,7 @@ from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
 
 
 class Shell:
-    """An object that makes a folder when it is unpickled. The tests check that this never happens."""
+    """An object that makes a folder when it is unpickled, which must never happen."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

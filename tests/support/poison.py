@@ -25,7 +25,7 @@ _FACTORIES = (
 def poison_empty() -> None:
     """Patch the factories of uninitialised tensors; a second call does nothing."""
     # This call fills torch's cached set of functions that obey `with torch.device(...)`. If it were
-    # filled after the patch, it would hold the wrappers, and real factories would ignore the device.
+    # filled after the patch, it would hold the wrappers, and the real factories would ignore it.
     _device_constructors()
     for owner, names in _FACTORIES:
         for name in names:

@@ -25,7 +25,7 @@ VISION_ROWS = [[14], [3, (4, 6), 5], [2, (2, 4), 3, (4, 2), 5], [2, (3, 4, 2), 3
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks, and arguments of `apply_ep_fsdp2`. Without any, the model is `patch`ed."""
+    """The number of ranks, and arguments of `apply_ep_fsdp2` (none: the model is not sharded)."""
 
     name: str
     world: int
