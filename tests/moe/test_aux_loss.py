@@ -183,7 +183,7 @@ def _assert_same_grads(name: str, model: nn.Module, reference: nn.Module) -> Non
 
 
 def _check_outputs(model: nn.Module) -> None:
-    """Check the outputs without labels, in evaluation, and without router logits."""
+    """Check outputs without labels, in evaluation, without router logits, with a boolean mask."""
     rank, world = dist.get_rank(), dist.get_world_size()
     _, _, aux, _ = _want("padded", world, True, _per_layer(model))
     inputs = _batch(model, rank, "padded")
@@ -358,9 +358,9 @@ def test_aux_loss_per_layer_in_one_process() -> None:
 
 
 def test_two_layers_with_opposite_loads_by_hand() -> None:
-    """There are two experts, and top-1. All tokens of layer 0 choose expert 0, and all tokens of
-    layer 1 choose expert 1. The sum over layers is even and has no gradient. Each layer alone is as
-    uneven as possible, and the loss per layer has a gradient.
+    """All tokens of layer 0 choose expert 0, and all tokens of layer 1 choose expert 1, the only
+    other expert. The sum over layers is even, so its loss has no gradient. Each layer alone is as
+    uneven as possible, so the loss per layer has a gradient.
     """
     log_3 = torch.log(torch.tensor(3.0, dtype=torch.float64))
     first = torch.stack([log_3, 0 * log_3]).expand(3, 2)  # probabilities 3/4, 1/4
@@ -402,7 +402,7 @@ def test_aux_loss_per_layer_is_refused_in_training_without_an_aux_loss() -> None
 
 
 def test_the_formula_by_hand() -> None:
-    """There are two experts, top-1, one layer and three tokens, of which the last is masked."""
+    """One layer with two experts, top-1 and three tokens, of which the last is masked."""
     log_3 = torch.log(torch.tensor(3.0))
     logits_TE = torch.tensor([[0.0, log_3], [0.0, 0.0], [9.0, -9.0]])
     logits_TE[1, 0] = -log_3  # probabilities (1/4, 3/4) twice, then a token that must not count

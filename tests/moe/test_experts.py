@@ -1,6 +1,6 @@
-"""`run_experts` equals every experts module of transformers, and `choose_compute` its backend.
+"""`run_experts` computes the same as each experts module of transformers.
 
-`choose_compute` finds the formula of a module and refuses modules that it cannot compute.
+`choose_compute` finds the formula of a module, chooses a backend, and refuses other modules.
 """
 
 import importlib
@@ -33,7 +33,7 @@ CLASSES = sorted(
     for name in CLASS.findall(path.read_text(encoding="utf-8"))
 )
 NEW_FOLDERS = {model_type_to_module_name(name) for name in NEW_TYPES}
-# Their gates are no known formula: one clamps the output of silu, the other is learned or ternary.
+# Modules with an unknown gate: one clamps the output of silu, the other is learned or ternary.
 REFUSED = {"Step3p7Experts", "Inkling2Experts"}
 # These modules compute a part in fp32, whatever the dtype of their inputs.
 FP32_INSIDE = {"BeamExperts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts"}

@@ -104,7 +104,7 @@ def liger_may_be_applied_before_patch(rank: int, world: int) -> None:
 
 
 def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
-    """With `sp_size` hidden states are a slice of the sequence, but the labels are the whole."""
+    """With `sp_size` a rank has hidden states of a slice, but labels of the whole sequence."""
     with installed_liger() as liger:
         model = apply_ep_fsdp2(tiny(), sp_size=world)
         liger._apply_liger_kernel_to_instance(model)
@@ -173,17 +173,17 @@ def test_the_error_for_a_replaced_forward_names_the_replacement(path: str) -> No
     del module.forward
     patch(model)
     wanted = model(**whole_batch(model)).loss
-    own = module.forward
+    our_forward = module.forward
     module.forward = MethodType(_foreign, module)
     with pytest.raises(
         ValueError, match=rf"forward of {path} .*replaced since patch\(\).*_foreign"
     ):
         model(**whole_batch(model))
     for wrapper in (
-        functools.wraps(own)(lambda *args: own(*args)),
-        lambda *args: own(*args),
-        lambda *args, own=own: own(*args),
-        functools.partial(_call, own),
+        functools.wraps(our_forward)(lambda *args: our_forward(*args)),
+        lambda *args: our_forward(*args),
+        lambda *args, forward=our_forward: forward(*args),
+        functools.partial(_call, our_forward),
     ):
         module.forward = wrapper
         assert torch.equal(model(**whole_batch(model)).loss, wanted)

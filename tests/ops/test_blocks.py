@@ -85,8 +85,8 @@ def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
     inputs = case.inputs(torch.float32, device)
     want = _gradients(case, inputs, device)
     _change_blocks(monkeypatch, device, "dgated", n=256)
-    for mine, theirs in zip(_gradients(case, inputs, device), want, strict=True):
-        torch.testing.assert_close(mine, theirs)  # fp32: sums of other lengths
+    for got_grad, want_grad in zip(_gradients(case, inputs, device), want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad)  # sums in fp32 of other lengths
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
@@ -104,8 +104,8 @@ def test_rows_that_tma_copies_give_the_same_gradients(
     _change_blocks(monkeypatch, device, "rows", tma=True)
     got = _gradients(case, inputs, device)
     assert len(descriptors) == 2  # one for the rows, one for the matrix
-    for name, mine, theirs in zip(NAMES, got, want, strict=False):
-        assert torch.equal(mine, theirs), name
+    for name, got_grad, want_grad in zip(NAMES, got, want, strict=False):
+        assert torch.equal(got_grad, want_grad), name
 
 
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:

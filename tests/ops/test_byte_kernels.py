@@ -89,7 +89,7 @@ def _check_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4", "fp8")), "nf4 nested"]
 )
-def test_the_check_values_as_over_dequantised_matrices(name: str) -> None:
+def test_quantised_matrices_give_the_values_of_dequantised_ones(name: str) -> None:
     """Output and gradients of rows, routing weights and adapters are compared."""
     _check_values(_case(name, SMALL), name, torch.float32)
 
@@ -155,7 +155,7 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_of_backward(name: str, kw: dict[str, Any]) -> None:
-    """They are recomputed pre-activations, postponed gradients of adapters, and rows in chunks."""
+    """Pre-activations are recomputed, gradients of adapters postponed, or rows split in chunks."""
     _check_values(_case(name, SMALL), name, torch.float32, **kw)
 
 

@@ -11,7 +11,7 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 
 CASE = Case(random_ids(96, 2, 3, seed=4), 3, 24, 16, bias=True)
-# fp16 in Triton's interpreter, because its bf16 products are garbage.
+# Triton's interpreter gets fp16, because its bf16 products are wrong.
 SIXTEEN_BIT = [
     pytest.param(
         backend,
@@ -117,7 +117,7 @@ class _Allocations(TorchDispatchMode):
             storage = x.untyped_storage() if isinstance(x, Tensor) else None
             if storage is not None and storage.nbytes() >= self.size * x.element_size():
                 self.addresses.add(storage.data_ptr())
-                self.storages.append(storage)  # an address must not be used a second time
+                self.storages.append(storage)  # keeps the memory, so that its address is not reused
         return out
 
 

@@ -110,7 +110,7 @@ class _Current:
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     postpone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model may be on cuda:1 while cuda:0 is the current device, where Triton would launch."""
+    """Triton launches on the current device, cuda:0, although a model may be on cuda:1."""
     monkeypatch.setattr(torch.cuda, "device_of", _Current)
     launched: list[tuple[str, int]] = []
     with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):

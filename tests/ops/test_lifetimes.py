@@ -19,7 +19,7 @@ MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, 
 def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     backend: str, device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of rows [A, H] and recomputed pre-activations [A, 2F] have about 1 GB each."""
+    """Gradients of rows [A, H] and recomputed pre-activations [A, 2F] take about 1 GB each."""
     case = FORMULAS["silu, bias"]
     inputs = adapted(case, 2, torch.float32, device)
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
@@ -27,7 +27,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     routing = triton_mlp.route(case.ids_RK(device), case.counts_L(), experts, rows_RH)
     call = (rows_RH, weights_RK, experts, routing)
     out_RH, pre_AG = triton_mlp.forward(*call, case.formula, True)
-    made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    watched_tensors: list[tuple[str, weakref.ref[torch.Tensor]]] = []
     alive: list[str] = []
 
     def watched(name: str) -> Any:
@@ -38,7 +38,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
             parts = out if isinstance(out, tuple) else (out,)
             for number, (part, needed) in enumerate(zip(parts, MADE_BY[name], strict=True)):
                 if not needed:
-                    made.append((f"{name} {number}", weakref.ref(part)))
+                    watched_tensors.append((f"{name} {number}", weakref.ref(part)))
             return out
 
         return run
@@ -46,7 +46,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     original_outer = triton_mlp.outer
 
     def outer(*args: Any, **kwargs: Any) -> None:
-        alive.extend(name for name, ref in made if ref() is not None)
+        alive.extend(name for name, ref in watched_tensors if ref() is not None)
         original_outer(*args, **kwargs)
 
     for name in MADE_BY:
@@ -57,5 +57,5 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     triton_mlp.backward(
         torch.ones_like(out_RH), *call, pre_AG, case.formula, grad_scale=1.0, need=need
     )
-    assert len(made) == (4 if recompute else 2)
+    assert len(watched_tensors) == (4 if recompute else 2)
     assert alive == []

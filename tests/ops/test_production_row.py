@@ -52,8 +52,8 @@ def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.
     grad_RH = grad_RH.to(dtype)
     truth = _run([x.double() for x in low], ids_RK, grad_RH.double(), "torch")
     plain, ours = (_run(low, ids_RK, grad_RH, backend) for backend in ("torch", "triton"))
-    for name, mine, other, true in zip(("out", *NAMES), ours, plain, truth, strict=True):
-        error, budget = max_error(mine, true), 2 * max_error(other, true)
+    for name, got, other, true in zip(("out", *NAMES), ours, plain, truth, strict=True):
+        error, budget = max_error(got, true), 2 * max_error(other, true)
         assert error <= budget, f"{name}: {error:.2e} > {budget:.2e}"
 
 

@@ -185,7 +185,7 @@ def test_tf32_products_are_refused_if_exact_products_are_expected(
 
 
 def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of rows per token is not the top_k of the call, and has a check of its own."""
+    """These sums have another number of rows per token than top_k, and a check of their own."""
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4)
     _break_kernel(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
@@ -293,7 +293,7 @@ def test_torch_computes_the_experts_if_kernels_cannot_be_built(
         warnings.simplefilter("always")
         for _ in range(2):
             got = _call("auto")
-            assert all(torch.equal(mine, true) for mine, true in zip(got, want, strict=True))
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
             _call("auto", grads=False) if kernel != "dgated" else None
     # The interpreter of Triton 3.6 raises NumPy warnings.
     messages = (str(warning.message) for warning in caught)

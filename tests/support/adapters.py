@@ -1,4 +1,4 @@
-"""LoRA on stacked experts and on attention, as a user of PEFT writes it."""
+"""Attach LoRA to stacked experts and to attention with PEFT, as a user would."""
 
 from typing import Any
 

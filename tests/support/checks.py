@@ -61,7 +61,7 @@ def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: 
 
 
 class Found:
-    """The results or errors of a module's checks, which run when a result is read first."""
+    """The results or errors of a module's checks. Reading the first result runs the checks."""
 
     def __init__(self, selected: Iterable[Check]) -> None:
         self._selected = [check for check in selected if not check.skip]

@@ -52,7 +52,7 @@ class _Target:
 
 @dataclass
 class Engine:
-    """The parameters of an engine, with the sizes of a stock model (see `of`).
+    """The parameters of an engine.
 
     Attributes:
         parameters: name -> tensor, full of NaN until it is loaded.
@@ -66,6 +66,7 @@ class Engine:
 
     @classmethod
     def of(cls, stock: PreTrainedModel) -> "Engine":
+        """Make an engine with the sizes of a stock model, whose parameters are not loaded yet."""
         engine = cls()
         pictures = stock.config.model_type == "qwen3_vl_moe"
         rows: dict[str, list[tuple[str, int, Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""Greedy generation where each rank has its own prompts, lengths and end tokens."""
+"""Generate greedily with prompts, lengths and end tokens that differ by rank."""
 
 from typing import Any
 

@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Context manager that watches the storages of new tensors, that is, all except the `known`.
+    """Context manager that measures the storages of all tensors that operators return.
 
-    Tensors inside of a custom operator are not seen, so the operator's implementation must be
-    called instead.
+    Storages of the tensors `known` do not count. Tensors inside of a custom operator are not seen;
+    call the operator's implementation instead.
 
     Attributes:
         elements: the largest number of elements of a storage, in the dtype of its tensor.

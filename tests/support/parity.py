@@ -118,20 +118,20 @@ def run_case(case: Case, rank: int, world: int) -> None:
     make = case.micro_batches or uneven_batches
     backward = case.backward or plain_backward
     for step in range(STEPS):
-        everyone = [
+        by_rank = [
             [_on(device, micro) for micro in make(reference, other, world, step)]
             for other in range(world)
         ]
-        num_tokens = global_token_count(model, [b["labels"] for b in everyone[rank]])
-        counts = [b["labels"][:, 1:].ne(-100).sum() for batches in everyone for b in batches]
+        num_tokens = global_token_count(model, [b["labels"] for b in by_rank[rank]])
+        counts = [b["labels"][:, 1:].ne(-100).sum() for batches in by_rank for b in batches]
         assert num_tokens == sum(counts), f"{case.name}: {num_tokens} tokens, want {sum(counts)}"
         _compare_outputs(
-            f"{case.name} step {step}", model, reference, everyone[rank][0], case.budget
+            f"{case.name} step {step}", model, reference, by_rank[rank][0], case.budget
         )
         optimizer.zero_grad()
-        backward(model, everyone[rank], num_tokens, world)
+        backward(model, by_rank[rank], num_tokens, world)
         reference_optimizer.zero_grad()
-        for batches in everyone:
+        for batches in by_rank:
             for micro in batches:
                 reference(**micro, num_items_in_batch=num_tokens).loss.backward()
         _compare_grads(f"{case.name} step {step}", model, reference, case.budget)
@@ -141,7 +141,7 @@ def run_case(case: Case, rank: int, world: int) -> None:
         optimizer.step()
         reference_optimizer.step()
     # AdamW divides each gradient by its own size. An error that is small compared with the largest
-    # gradient of a tensor is ten times larger compared with a gradient of a tenth.
+    # gradient of a tensor is ten times larger compared with a gradient of a tenth of that size.
     budget = FP64_MODEL if case.budget == FP64_MODEL else 10 * case.budget
     for name, (got, want) in _pairs(model, reference, lambda p: p).items():
         assert_close(f"{case.name} after {STEPS} steps: {name}", got, want, budget)

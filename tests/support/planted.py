@@ -26,7 +26,7 @@ class Shell:
 def plant(folder: Path, trace: Path) -> Path:
     """Replace an item of a checkpoint by a pickle that makes the folder `trace` when it is loaded.
 
-    The pickle is appended to a .distcp file, and `.metadata` names this position of the item.
+    The pickle is appended to a .distcp file, and `.metadata` then says that the item is there.
 
     Returns:
         The path of the .distcp file.

@@ -70,8 +70,8 @@ def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, An
     `tensors` are gathered tensors by parameter name. If the bytes are None, the values are None.
     """
     result = dict(tensors)
-    for name, held, quantisation in quantised_matrices(model):
-        parts = {key: result.pop(key, None) for key in held.by_name(name)}
+    for name, stack, quantisation in quantised_matrices(model):
+        parts = {key: result.pop(key, None) for key in stack.by_name(name)}
         data, scale, *nested = parts.values()
         kind = quantisation.kind
         if data is None:

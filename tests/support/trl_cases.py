@@ -61,7 +61,7 @@ PRECOMPUTE = {"precompute_ref_log_probs": True}
 # TRL computes its KL term from the batch of each rank, even in stock. So the loss has no KL term.
 NO_KL = {"loss_type": "apo_zero_unpaired"}
 OFF_POLICY = {"lmbda": 0.0}
-# TRL's loss is then the mean of the ranks' means, which differs because lengths differ.
+# TRL's loss is then the mean of the ranks' means, and not the mean over the tokens of all ranks.
 PER_RANK = OFF_POLICY | {"average_tokens_across_devices": False}
 # The completions of a prompt are equal, and so are their rewards. Only the KL term to the reference
 # has gradients.

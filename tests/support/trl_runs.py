@@ -219,12 +219,12 @@ def assert_same_log(case: Case, got: Log, want: Log) -> None:
     for step, (ours, theirs) in enumerate(zip(got, want, strict=True), start=1):
         assert ours.keys() == theirs.keys()
         for key in theirs.keys() - NOT_COMPARED:
-            mine, relative = ours[key], max(1.0, abs(theirs[key]))
+            got_value, relative = ours[key], max(1.0, abs(theirs[key]))
             budget = LOSS_BUDGET * relative if key == "loss" else 10 * LOSS_BUDGET * relative
             if key == "grad_norm":
                 budget = NORM_BUDGET * theirs[key]
             if case.trainer == "GKD" and not case.each_rank and key in ("loss", "grad_norm"):
                 # TRL divides by the tokens of all ranks, and then averages over ranks as well.
-                mine *= WORLD // case.sp
-            assert abs(mine - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
+                got_value *= WORLD // case.sp
+            assert abs(got_value - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
     assert any(abs(entry["loss"] - want[0]["loss"]) > 1e-4 for entry in want)

@@ -1,4 +1,4 @@
-"""The training batch of a tiny model, and its loss."""
+"""Make the training batch of a tiny model (`batch`), and compute its loss (`loss_of`)."""
 
 from inspect import signature
 

@@ -47,8 +47,8 @@ def tiny(
         model = model_class(model_type)(config)
         _spread(model)
     half = dtype in (torch.float16, torch.bfloat16)
-    kept = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
-    return _cast(model, dtype, kept or ()).train()
+    fp32_names = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
+    return _cast(model, dtype, fp32_names or ()).train()
 
 
 def _spread(model: nn.Module) -> None:
@@ -85,9 +85,9 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all())
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype, kept: Any) -> PreTrainedModel:
-    """Cast all but the modules and tensors named in `kept`, as from_pretrained leaves them."""
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
+def _cast(model: PreTrainedModel, dtype: torch.dtype, fp32_names: Any) -> PreTrainedModel:
+    """Cast a model as from_pretrained does: modules and tensors of `fp32_names` stay in fp32."""
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
     named = [*model.named_parameters(), *model.named_buffers()]
     fp32 = {name: tensor.data.clone() for name, tensor in named if pattern.search(name)}
     model.to(dtype)

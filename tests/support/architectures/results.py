@@ -6,7 +6,7 @@
     record_refusal("jamba", "sp", str(raised.value))   refused, with the error that a test expects
 
 These functions write only if HF_MOE_EP_RECORD names a file. Several ranks and tests may write
-results of one column: it has passed if none of them failed, and its error is their largest. These
+results of one column. It has passed if all of them passed, with the largest of their errors. These
 commands record results and add them to tests/architectures.json and ARCHITECTURES.md:
 
     rm -f found.jsonl

@@ -78,7 +78,7 @@ _COMMON: dict[str, Any] = {
     "mamba_d_state": 6,
     "mamba_d_conv": 3,
     "mamba_dt_rank": 5,
-    # hyper-connections: the number of streams is no other size
+    # hyper-connections: the number of streams equals no other size
     "hc_mult": 3,
     "hc_sinkhorn_iters": 4,
     # scales of the Granite family

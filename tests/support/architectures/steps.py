@@ -68,8 +68,8 @@ def batches(model: nn.Module, world: int, seed: int = 0) -> list[dict[str, Any]]
     return [batch(model, 1 + r % 2, 8 + 3 * r, seed=seed + r) for r in range(world)]
 
 
-def count_tokens(everyone: list[dict[str, Any]]) -> Tensor:
-    counts = [inputs["labels"][:, 1:].ne(-100).sum() for inputs in everyone]
+def count_tokens(by_rank: list[dict[str, Any]]) -> Tensor:
+    counts = [inputs["labels"][:, 1:].ne(-100).sum() for inputs in by_rank]
     return torch.stack(counts).sum()
 
 
@@ -117,13 +117,13 @@ def assert_same_step(
     model, stock = models
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
-    everyone = batches(stock, world, seed)
-    num_tokens = count_tokens(everyone)
+    by_rank = batches(stock, world, seed)
+    num_tokens = count_tokens(by_rank)
     torch.manual_seed(rank)  # some routers draw random numbers
-    loss = loss_of_sum(model, everyone[rank], num_tokens)
+    loss = loss_of_sum(model, by_rank[rank], num_tokens)
     (loss * world).backward()
     wanted = []
-    for other, inputs in enumerate(everyone):
+    for other, inputs in enumerate(by_rank):
         torch.manual_seed(other)
         wanted.append(loss_of_sum(stock, inputs, num_tokens))
         wanted[-1].backward()

@@ -7,7 +7,7 @@ same arguments are refused. It is slow: every exchange is one `all_gather_object
 It finds errors about which a GPU is silent. The results of an asynchronous call are full of NaN (or
 of wrong ids) until `current_stream_wait` is called on its event. Ranks that call different
 operations get an error. A transfer that is never waited for stays counted in `Buffer.under_way`.
-`Buffer.log` lists the starts of and waits for transfers, in order.
+`Buffer.log` lists the starts and the waits of all transfers, in order.
 """
 
 from __future__ import annotations

@@ -173,11 +173,11 @@ def main() -> None:
     columns = [dist.new_group(list(range(place, world, places))) for place in range(places)]
     rows = [dist.new_group(list(range(at, at + places))) for at in range(0, world, places)]
     between, inside = columns[rank % places], rows[rank // places]
-    everyone = dist.group.WORLD
-    assert everyone is not None
+    world_group = dist.group.WORLD
+    assert world_group is not None
     dispatchers: dict[str, Dispatcher] = {
-        "all_to_all": AllToAll(everyone, EXPERTS),
-        "hierarchical": Hierarchical(everyone, between, inside, EXPERTS),
+        "all_to_all": AllToAll(world_group, EXPERTS),
+        "hierarchical": Hierarchical(world_group, between, inside, EXPERTS),
     }
     results: dict[str, Any] = {}
     for router, kind in product(ROUTERS, KINDS):

@@ -3,9 +3,10 @@
     python -m support.jobs.interpreter_end RUNS [stock]
 
 Each run prints the exit codes of both ranks. After the sums, gloo's thread still has to free 10,000
-tensors, for which it needs Python's lock. The main thread releases the lock only when it waits, so
-gloo's thread always runs while the interpreter exits. Without this setting that happens rarely.
-With `stock`, groups of hf_moe_ep are not built, and the first aborted run ends the script.
+tensors, for which it needs Python's lock. With the long switch interval of this script, the main
+thread releases the lock only when it waits, so gloo's thread always runs while the interpreter
+exits. With the default interval that happens rarely. With `stock`, groups of hf_moe_ep are not
+built, and the first aborted run ends the script.
 """
 
 import os

@@ -37,7 +37,7 @@ MOST_TOKENS = 12
 
 
 def prompts() -> Dataset:
-    """Prompts of 1 to 7 words, so that a batch has padding."""
+    """Make prompts of 1 to 7 words, so that batches have padding."""
     rows = [
         [3 + (index + position) % 11 for position in range(1 + index % 7)] for index in range(24)
     ]

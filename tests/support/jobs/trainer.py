@@ -60,7 +60,7 @@ class Case:
         lora_on: "both", "experts" or "attention".
         lora_after: attach the adapters after `patch`.
         held: the format of quantised experts. A stock model gets their dequantised values.
-        split: the factor by which the number of micro-batches is multiplied, with smaller ones.
+        split: a factor that divides the batch size and multiplies the number of micro-batches.
         load: the folder for `from_pretrained`; if None, `tiny` builds the model. Ranks other than 0
             get other weights.
         arguments: arguments of TrainingArguments, which override those of `_arguments`.
@@ -183,7 +183,10 @@ def collate_vision(rows: list[Row]) -> Row:
 
 
 def evaluation_rows() -> list[Row]:
-    """Make three global batches. All rows have the same number of labels, so means are exact."""
+    """Make three global batches whose rows all have the same number of labels.
+
+    So the mean over the batches' mean losses is the mean over all labels.
+    """
     model = tiny()
     return [
         _row(batch(model, 1, SEQ_LEN, seed=1000 + index, ignore=0.0))

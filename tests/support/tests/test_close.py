@@ -1,4 +1,4 @@
-"""`max_error` and `assert_close`, with tensors that are small enough to check by hand."""
+"""`max_error` and `assert_close` are right for tensors that are small enough to check by hand."""
 
 import pytest
 import torch
