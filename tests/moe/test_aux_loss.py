@@ -347,7 +347,7 @@ def test_aux_loss_per_layer_in_one_process() -> None:
     aux = _reference_aux([logits], [inputs["attention_mask"]], per_layer=True)
     assert_close("aux_loss", out.aux_loss, aux, 1e-10)
     assert_close("stock's value", aux, _stock_aux(reference, inputs, True), FP32)
-    assert abs(aux - want.aux_loss) > 1e-3, "per layer, the loss has the value of stock's"
+    assert abs(aux - want.aux_loss) > 1e-3, "the loss per layer equals stock's"
     out.loss.backward()
     loss = reference.loss_function(want.logits, inputs["labels"], 97)
     (loss + COEFFICIENT * aux).backward()

@@ -116,7 +116,7 @@ def test_random_bytes_equal_their_values_on_each_device(
 ) -> None:
     """The bytes are random and `reference` dequantises them, so bitsandbytes is not needed."""
     if (device == "cpu" and sizes == (1024, 768)) or (kind == "fp8" and sizes == (192, 320)):
-        pytest.skip("too large for the interpreter, or no multiple of a block")
+        pytest.skip("the sizes are too large for the interpreter, or no multiples of a block")
     rows = 21 if device == "cpu" else 700
     case = Case(random_ids(rows, 2, 3, seed=5), 3, *sizes)
     named = adapted(case, rank or 1, dtype, device)

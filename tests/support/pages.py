@@ -61,7 +61,7 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
         elif inside is not None:
             inside.append(line)
         elif line.startswith("    ") and not before.strip():
-            raise ValueError(f"{page}: an indented block, {line.strip()!r}; fence it")
+            raise ValueError(f"{page}: fence the indented block {line.strip()!r}")
         before = line
     if inside is not None:
         raise ValueError(f"{page}: the last block has no end")

@@ -39,7 +39,7 @@ COLUMNS = {
 
 def record(model_type: str, column: str, error: float) -> None:
     """Record that a comparison with stock passed, and its largest error."""
-    assert math.isfinite(error), f"{model_type}, {column}: an error of {error} is no result"
+    assert math.isfinite(error), f"{model_type}, {column}: the error is {error}"
     _write(model_type, column, {"max_error": float(f"{error:.1e}")})
 
 
@@ -63,7 +63,7 @@ def recording(model_type: str, column: str) -> Iterator[list[float]]:
 
 
 def _write(model_type: str, column: str, result: dict[str, Any]) -> None:
-    assert column in COLUMNS, f"no column {column!r} in ARCHITECTURES.md; there are {[*COLUMNS]}"
+    assert column in COLUMNS, f"unknown column {column!r}; ARCHITECTURES.md has {[*COLUMNS]}"
     if FILE not in os.environ:
         return
     line = json.dumps({"model_type": model_type, "column": column, **result}) + "\n"

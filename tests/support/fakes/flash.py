@@ -42,7 +42,7 @@ def fake_flash(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    assert module.config._attn_implementation == NAME, "stock code looks up its kernel by this name"
+    assert module.config._attn_implementation == NAME, "stock code finds its kernel by this name"
     length = query.shape[2]
     assert key.shape[1] * module.num_key_value_groups == query.shape[1]
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))

@@ -112,7 +112,7 @@ def _check(model_type: str) -> None:
             per_expert = parameter.grad.flatten(1).abs().amax(1)
             used = (per_expert > 0).view(2, -1)  # one row for the experts of each of two ranks
             enough = used.any(1) if model_type in _LOPSIDED else used
-            assert enough.all(), f"{model_type}: {name}.{part} by expert: {per_expert}"
+            assert enough.all(), f"{model_type}: unused experts of {name}.{part}: {per_expert}"
     # Multimodal models had no aux loss before transformers 5.23.
     has_loss = SINCE_5_23 or model.config is model.config.get_text_config()
     if has_loss and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
@@ -124,9 +124,9 @@ def _check(model_type: str) -> None:
     assert torch.equal(loss, second_loss), f"{model_type}: {loss} and then {second_loss}"
     pairs = zip(model.named_parameters(), second_model.parameters(), strict=True)
     for (name, first), second in pairs:
-        assert torch.equal(first, second), f"{model_type}: another {name}"
+        assert torch.equal(first, second), f"{model_type}: {name} differs"
         if first.grad is not None:
-            assert torch.equal(first.grad, second.grad), f"{model_type}: another grad of {name}"
+            assert torch.equal(first.grad, second.grad), f"{model_type}: grad of {name} differs"
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 Like the original, they replace the rotary embedding, and the classes of norms and experts from
 which later models are built. Norms and experts of a given model also get new forwards and names,
-and the model gets the forward of the fused head. Without a model, its class gets this forward.
-Nothing is restored. `CALLS` counts the calls of each replacement.
+and the model gets the forward of the fused head. Without a model, Qwen3MoeForCausalLM gets this
+forward. Nothing is restored. `CALLS` counts the calls of each replacement.
 """
 
 from collections import Counter
