@@ -1,11 +1,12 @@
-"""The router's aux loss of N ranks is that of one process on the concatenated batch.
+"""The router's aux loss on N ranks equals that of one process on the concatenated batch.
 
-Three references. Stock on the concatenated batch gives the value; it sums in fp32, hence 1e-6
-there. Its formula in fp64 over the router logits of all ranks gives gradients to 1e-10. And the
-coefficient is so large that the aux loss outweighs the cross-entropy in the router's gradient.
+Stock code on the concatenated batch gives the value to 1e-6, because it sums in fp32. The formula,
+written out here in fp64 over the router logits of all ranks, gives value and gradients to 1e-10.
+The coefficient is so large that the aux loss outweighs the cross-entropy in the router's gradient.
 
-`aux_loss_per_layer`: the same three of each layer alone, and of these the mean; its gradient ends
-at the routers, whose logits the reference computes by hand from what they were handed.
+With `aux_loss_per_layer` both references compute the loss of each layer and average these losses.
+The gradient of that loss ends at the routers: the reference detaches the input of each router and
+computes the logits from it.
 """
 
 import gc
@@ -33,7 +34,7 @@ from hf_moe_ep.moe.aux_loss import global_aux_loss
 from hf_moe_ep.state import find_state
 
 COEFFICIENT = 5.0
-FP32 = 1e-6  # stock computes the value, and HF the cross-entropy, in fp32
+FP32 = 1e-6  # stock computes the aux loss in fp32, and HF the cross-entropy
 MODEL = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
 Batch = dict[str, Tensor]
 
@@ -41,35 +42,41 @@ Batch = dict[str, Tensor]
 def _reference_aux(
     logits: list[tuple[Tensor, ...]], masks: list[Tensor | None], *, per_layer: bool
 ) -> Tensor:
-    """E sum_e f_e P_e over every kept (layer, token) row of all ranks, in fp64, written out.
+    """Compute E sum_e f_e P_e in fp64 over all unmasked tokens of all layers and ranks.
 
-    `logits` by rank and layer; with `per_layer` the mean of that of the layers, each alone.
+    `logits[rank][layer]` are router logits. With `per_layer`, average the losses of the layers.
     """
     if per_layer:
-        alone = [[(rows,) for rows in of_layer] for of_layer in zip(*logits, strict=True)]
-        each = [_reference_aux(one, masks, per_layer=False) for one in alone]
-        return torch.stack(each).mean()
-    top_k, kept = 2, []
-    for of_rank, mask in zip(logits, masks, strict=True):
+        layers = [[(rows,) for rows in layer] for layer in zip(*logits, strict=True)]
+        losses = [_reference_aux(layer, masks, per_layer=False) for layer in layers]
+        return torch.stack(losses).mean()
+    top_k, unmasked = 2, []
+    for rank_logits, mask in zip(logits, masks, strict=True):
         rows_T = slice(None) if mask is None else mask.flatten().bool()
-        kept += [of_layer.double()[rows_T] for of_layer in of_rank]
-    probs_RE = torch.cat(kept).softmax(-1)
+        unmasked += [logits_TE.double()[rows_T] for logits_TE in rank_logits]
+    probs_RE = torch.cat(unmasked).softmax(-1)
     chosen_RK = probs_RE.topk(top_k).indices
     share_E = nn.functional.one_hot(chosen_RK, probs_RE.shape[1]).double().sum((0, 1))
     return probs_RE.shape[1] * (share_E / len(probs_RE) * probs_RE.mean(0)).sum()
 
 
 def _logits(reference: nn.Module, inputs: Batch, per_layer: bool) -> tuple[Any, Any]:
-    """The outputs of a stock model, and the logits that its aux loss is to learn from."""
-    handed: list[tuple[nn.Module, Tensor]] = []
+    """Return the outputs of a stock model, and the router logits for the reference of its aux loss.
+
+    With `per_layer`, the gradient of these logits reaches the weights of the routers alone.
+    """
+    inputs_of_gates: list[tuple[nn.Module, Tensor]] = []
     gates = [layer.mlp.gate for layer in reference.model.layers]
-    hooks = [g.register_forward_pre_hook(lambda g, x: handed.append((g, x[0]))) for g in gates]
+    hooks = [
+        gate.register_forward_pre_hook(lambda gate, x: inputs_of_gates.append((gate, x[0])))
+        for gate in gates
+    ]
     out = reference(**inputs, output_router_logits=True)
     for hook in hooks:
         hook.remove()
     if not per_layer:
         return out, out.router_logits
-    return out, tuple(x.detach() @ gate.weight.T for gate, x in handed)
+    return out, tuple(x.detach() @ gate.weight.T for gate, x in inputs_of_gates)
 
 
 def _batch(model: nn.Module, rank: int, kind: str) -> Batch:
@@ -85,7 +92,7 @@ def _batch(model: nn.Module, rank: int, kind: str) -> Batch:
 
 
 def _concatenated(batches: list[Batch]) -> Batch:
-    """One batch, padded on the right to the longest."""
+    """Concatenate the batches; shorter rows are padded on the right."""
     length = max(b["input_ids"].shape[1] for b in batches)
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
@@ -100,20 +107,24 @@ def _concatenated(batches: list[Batch]) -> Batch:
 
 
 def _stock_aux(stock: nn.Module, inputs: Batch, per_layer: bool) -> Tensor:
-    """Stock's function, of all layers or of each one and then the mean."""
+    """Compute stock's aux loss. With `per_layer`, average the losses of the single layers."""
     with torch.no_grad():
         out = stock(**inputs)
     if not per_layer:
         return out.aux_loss
-    of_layers = [(rows,) for rows in out.router_logits]
     mask = inputs.get("attention_mask")
-    return torch.stack([load_balancing_loss_func(one, 8, 2, mask) for one in of_layers]).mean()
+    losses = [load_balancing_loss_func((rows,), 8, 2, mask) for rows in out.router_logits]
+    return torch.stack(losses).mean()
 
 
 def _want(
     kind: str, world: int, summed: bool, per_layer: bool
 ) -> tuple[nn.Module, list[Any], Tensor, Tensor]:
-    """Reference with gradients, its outputs per rank, the aux loss in fp64, the token count."""
+    """Run the batches of all ranks through a stock model, with backward.
+
+    Returns the model with its gradients, the cross-entropy of each rank's batch, the aux loss in
+    fp64, and the number of predicted tokens.
+    """
     reference = tiny(**MODEL)
     batches = [_batch(reference, rank, kind) for rank in range(world)]
     count = sum(b["labels"][:, 1:].ne(-100).sum() for b in batches)
@@ -138,8 +149,8 @@ def _check_training(name: str, model: nn.Module, kind: str, summed: bool, positi
     inputs = _batch(model, rank, kind)
     if kind != "no mask":
         batches = [_batch(model, other, kind) for other in range(world)]
-        stocks = _stock_aux(tiny(**MODEL), _concatenated(batches), per_layer)
-        assert_close(f"{name}: stock's value", aux, stocks, FP32)
+        stock_aux = _stock_aux(tiny(**MODEL), _concatenated(batches), per_layer)
+        assert_close(f"{name}: stock's value", aux, stock_aux, FP32)
     extra = {"num_items_in_batch": count} if summed else {}
     assert count == global_token_count(model, inputs["labels"])
     args = ()
@@ -172,7 +183,7 @@ def _assert_same_grads(name: str, model: nn.Module, reference: nn.Module) -> Non
 
 
 def _check_outputs(model: nn.Module) -> None:
-    """Evaluation, no labels, tuples, and nothing where nothing was asked for."""
+    """Check outputs without labels, in evaluation, without router logits, with a boolean mask."""
     rank, world = dist.get_rank(), dist.get_world_size()
     _, _, aux, _ = _want("padded", world, True, _per_layer(model))
     inputs = _batch(model, rank, "padded")
@@ -192,7 +203,7 @@ def _check_outputs(model: nn.Module) -> None:
 
 
 def _check_tuple(model: nn.Module) -> None:
-    """return_dict=False hands out a tuple: the same numbers in it."""
+    """Check that the tuple of return_dict=False holds the same losses as the output object."""
     inputs = _batch(model, dist.get_rank(), "padded")
     with torch.no_grad():
         want = model(**inputs)
@@ -248,8 +259,8 @@ def _padding_job(rank: int, world: int) -> None:
     _check_training("all padding", model, "one rank all padding", True, positional=False)
 
 
-def test_a_rank_of_padding_alone_adds_nothing() -> None:
-    """The mean over zero tokens of one rank is nan, and the global mean is not."""
+def test_a_rank_with_only_padding_adds_nothing() -> None:
+    """The mean over the zero tokens of that rank would be NaN; the mean over all ranks is not."""
     run_ranks(_padding_job, 2)
 
 
@@ -267,13 +278,13 @@ def _checkpointed(reentrant: bool) -> nn.Module:
 
 
 def checkpointed(rank: int, world: int) -> None:
-    """A layer that is recomputed adds its loss once."""
+    """The loss of a layer that backward recomputes counts once."""
     model = apply_ep_fsdp2(_checkpointed(False), ep_size=2, aux_loss_per_layer=True)
     _check_training("checkpointed", model, "padded", True, positional=False)
 
 
 def accumulated(rank: int, world: int) -> None:
-    """Three micro-batches of other sizes: each adds its own aux loss, as in stock."""
+    """Each of three micro-batches of different sizes adds its own aux loss, as in stock code."""
     model, reference = _sharded(ep_size=2, aux_loss_per_layer=True), tiny(**MODEL)
     batches = [[_batch(model, micro + other, "padded") for other in range(2)] for micro in range(3)]
     count = sum(b["labels"][:, 1:].ne(-100).sum() for micro in batches for b in micro)
@@ -291,7 +302,7 @@ def accumulated(rank: int, world: int) -> None:
 
 
 def sequence_parallel(rank: int, world: int) -> None:
-    """Two ranks have slices of one batch, padding among them: the loss of the whole sequences."""
+    """Two ranks have slices of one padded batch and compute the loss of the whole sequences."""
     model, reference = _sharded(sp_size=2, aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(reference, 1, "padded")
     out, logits = _logits(reference, inputs, True)
@@ -321,13 +332,13 @@ PER_LAYER = [
 
 
 @pytest.mark.parametrize("claim", PER_LAYER)
-def test_of_each_layer_alone(found: Found, claim: Check) -> None:
+def test_aux_loss_per_layer(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_of_each_layer_alone_in_one_process() -> None:
-    """The model is not sharded. Stock would take all layers together."""
-    gc.collect()  # models of other tests, which use the function of the file as well
+def test_aux_loss_per_layer_in_one_process() -> None:
+    """The model is not sharded, and its loss differs from that of stock over all layers."""
+    gc.collect()  # frees the patched models of other tests, for which the function stays replaced
     model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(model, 1, "padded")
     names = vars(sys.modules[type(model).__module__])
@@ -336,37 +347,38 @@ def test_of_each_layer_alone_in_one_process() -> None:
     aux = _reference_aux([logits], [inputs["attention_mask"]], per_layer=True)
     assert_close("aux_loss", out.aux_loss, aux, 1e-10)
     assert_close("stock's value", aux, _stock_aux(reference, inputs, True), FP32)
-    assert abs(aux - want.aux_loss) > 1e-3, "the layers are alike"
+    assert abs(aux - want.aux_loss) > 1e-3, "the loss per layer equals stock's"
     out.loss.backward()
     loss = reference.loss_function(want.logits, inputs["labels"], 97)
     (loss + COEFFICIENT * aux).backward()
     _assert_same_grads("one process", model, reference)
     assert stock_function is not load_balancing_loss_func
     unpatch(model)
-    assert names["load_balancing_loss_func"] is load_balancing_loss_func, "not put back"
+    assert names["load_balancing_loss_func"] is load_balancing_loss_func, "not restored"
 
 
-def test_layers_that_make_up_for_each_other_by_hand() -> None:
-    """Two experts, top-1. All tokens of one layer are on the first expert, all tokens of the other
-    layer on the second. The sum over layers is even; each layer is as uneven as possible, and its
-    gradient shows it.
+def test_two_layers_with_opposite_loads_by_hand() -> None:
+    """All tokens of layer 0 choose expert 0, and all tokens of layer 1 choose expert 1, the only
+    other expert. The sum over layers is even, so its loss has no gradient. Each layer alone is as
+    uneven as possible, so the loss per layer has a gradient.
     """
-    quarter = torch.log(torch.tensor(3.0, dtype=torch.float64))
-    first = torch.stack([quarter, 0 * quarter]).expand(3, 2)  # probabilities 3/4, 1/4
+    log_3 = torch.log(torch.tensor(3.0, dtype=torch.float64))
+    first = torch.stack([log_3, 0 * log_3]).expand(3, 2)  # probabilities 3/4, 1/4
     layers = [rows.clone().requires_grad_() for rows in (first, first.flip(1))]
-    together = global_aux_loss(tuple(layers), 2, 1, world_size=1)
-    alone = global_aux_loss(tuple(layers), 2, 1, world_size=1, per_layer=True)
-    assert_close("together", together, torch.tensor(2 * (0.5 * 0.5 + 0.5 * 0.5)), 1e-12)
-    assert_close("each", alone, torch.tensor(2 * 0.75), 1e-12)
-    (grad,) = torch.autograd.grad(together, layers[0], retain_graph=True)
+    over_layers = global_aux_loss(tuple(layers), 2, 1, world_size=1)
+    per_layer = global_aux_loss(tuple(layers), 2, 1, world_size=1, per_layer=True)
+    assert_close("over layers", over_layers, torch.tensor(2 * (0.5 * 0.5 + 0.5 * 0.5)), 1e-12)
+    assert_close("per layer", per_layer, torch.tensor(2 * 0.75), 1e-12)
+    (grad,) = torch.autograd.grad(over_layers, layers[0], retain_graph=True)
     assert grad.abs().max() < 1e-16
-    (grad,) = torch.autograd.grad(alone, layers[0])
-    # 2 f P / 2 layers with P the mean of 3 tokens, through a softmax: p (1 - p) / 3.
-    moved = 0.75 * 0.25 / 3
-    assert_close("gradient", grad, torch.tensor([moved, -moved]).expand(3, 2), 1e-12)
+    (grad,) = torch.autograd.grad(per_layer, layers[0])
+    # The loss of layer 0 is 2 f P = 2 P, halved by the mean over 2 layers. P is the mean
+    # probability p of 3 tokens, and the derivative of p by its logit is p (1 - p).
+    slope = 0.75 * 0.25 / 3
+    assert_close("gradient", grad, torch.tensor([slope, -slope]).expand(3, 2), 1e-12)
 
 
-def test_each_layer_alone_where_there_is_no_such_loss() -> None:
+def test_aux_loss_per_layer_is_refused_in_training_without_an_aux_loss() -> None:
     with pytest.raises(ValueError, match=r"no forward of Qwen3MoeForSequenceClassification \("):
         patch(tiny("qwen3_moe, rewards"), aux_loss_per_layer=True)
     model = patch(tiny(), aux_loss_per_layer=True)
@@ -383,17 +395,17 @@ def test_each_layer_alone_where_there_is_no_such_loss() -> None:
         layer.mlp.gate.requires_grad_(False)
     with pytest.raises(ValueError, match=r"if no router is trained, leave aux_loss_per_layer out"):
         frozen(**inputs, output_router_logits=True)
-    # Stock's loss has no gradient there either, and says nothing.
+    # With reentrant checkpointing stock's aux loss has no gradient either, but no error says so.
     with pytest.raises(ValueError, match=r"no router's logits require a gradient\. If gra"):
         patch(_checkpointed(True), aux_loss_per_layer=True)(**inputs)
     patch(_checkpointed(False), aux_loss_per_layer=True)(**inputs)
 
 
 def test_the_formula_by_hand() -> None:
-    """Two experts, top-1, one layer of three tokens of which the last is masked, one rank."""
-    third = torch.log(torch.tensor(3.0))
-    logits_TE = torch.tensor([[0.0, third], [0.0, 0.0], [9.0, -9.0]])
-    logits_TE[1, 0] = -third  # probabilities (1/4, 3/4) twice, then a token that must not count
+    """One layer with two experts, top-1 and three tokens, of which the last is masked."""
+    log_3 = torch.log(torch.tensor(3.0))
+    logits_TE = torch.tensor([[0.0, log_3], [0.0, 0.0], [9.0, -9.0]])
+    logits_TE[1, 0] = -log_3  # probabilities (1/4, 3/4) twice, then a token that must not count
     mask = torch.tensor([[1, 1, 0]])
     got = global_aux_loss((logits_TE,), 2, 1, mask, world_size=1)
     assert_close("aux", got, torch.tensor(2 * (0 * 0.25 + 1 * 0.75)), 1e-6)  # fp32
@@ -417,7 +429,7 @@ def _logits_of(num_layers: int, tokens: int = 15, seed: int = 0) -> tuple[Tensor
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_layer: bool) -> None:
-    """A loop over 48 layers would run 900 of them."""
+    """A loop over 48 layers would run 900 operators."""
     counts = []
     for num_layers in (2, 48):
         logits, mask = _logits_of(num_layers), torch.ones(3, 5)
@@ -428,36 +440,36 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_lay
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
-@pytest.mark.parametrize("unlike", [False, True], ids=["layers alike", "layers of two dtypes"])
-@pytest.mark.parametrize("at_once", [6, 4, 1])
-def test_all_layers_at_once_have_the_loss_of_one_after_the_other(
-    per_layer: bool, unlike: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("two_dtypes", [False, True], ids=["one dtype", "two dtypes"])
+@pytest.mark.parametrize("stacked", [6, 4, 1])
+def test_stacked_layers_have_the_loss_of_a_loop_over_layers(
+    per_layer: bool, two_dtypes: bool, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients are equal. Layers that cannot be stacked are computed in groups."""
-    monkeypatch.setattr(module, "_MAX_STACKED_ON_CPU", at_once * 15 * 128)
+    """At most `stacked` layers are computed at once. Layers of different dtypes are not stacked."""
+    monkeypatch.setattr(module, "_MAX_STACKED_ON_CPU", stacked * 15 * 128)
     leaves, mask = _logits_of(6), torch.tensor([[1, 1, 0, 1, 0]] * 3)
-    logits = tuple(x.float() if unlike and index % 2 else x for index, x in enumerate(leaves))
+    logits = tuple(x.float() if two_dtypes and index % 2 else x for index, x in enumerate(leaves))
     got = global_aux_loss(logits, 128, 8, mask, world_size=1, per_layer=per_layer)
     got_grads = torch.autograd.grad(got, leaves)
     pairs, probabilities, tokens = [], [], mask.sum()
     for rows in logits:
-        kept = rows[mask.flatten().bool()].softmax(-1)
-        chosen = nn.functional.one_hot(kept.topk(8).indices, 128)
+        probs_TE = rows[mask.flatten().bool()].softmax(-1)
+        chosen = nn.functional.one_hot(probs_TE.topk(8).indices, 128)
         pairs.append(chosen.double().sum((0, 1)))
-        probabilities.append(kept.double().sum(0))
+        probabilities.append(probs_TE.double().sum(0))
     p_LE, q_LE = torch.stack(pairs), torch.stack(probabilities)
     if per_layer:
         want = 128 * (p_LE * q_LE).sum(1).mean() / tokens**2
     else:
         want = 128 * (p_LE.sum(0) * q_LE.sum(0)).sum() / (6 * tokens) ** 2
-    tolerance = FP32 if unlike else 1e-12
+    tolerance = FP32 if two_dtypes else 1e-12
     assert_close("loss", got, want, tolerance)
     for got_grad, want_grad in zip(got_grads, torch.autograd.grad(want, leaves), strict=True):
         assert_close("gradient", got_grad, want_grad, tolerance)
 
 
 class _CountTopK(TorchFunctionMode):
-    """Replay uses such a mode to set a router's choice."""
+    """Counts calls of topk. Replay uses a mode like this one to replace a router's choice."""
 
     calls = 0
 
@@ -466,8 +478,8 @@ class _CountTopK(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_layer_alone_while_routing_is_recorded_and_replayed() -> None:
-    """The second run of the routers adds no choice to a record and takes none from a replay."""
+def test_aux_loss_per_layer_while_routing_is_recorded_and_replayed() -> None:
+    """The loss runs the routers a second time. That run is neither recorded nor replayed."""
     plain, model = patch(tiny(**MODEL)), patch(tiny(**MODEL), aux_loss_per_layer=True)
     inputs = _batch(model, 1, "padded")
     routes, want = [], model(**inputs)
@@ -483,6 +495,6 @@ def test_each_layer_alone_while_routing_is_recorded_and_replayed() -> None:
     assert torch.equal(got.loss, want.loss) and torch.equal(got.aux_loss, want.aux_loss)
     gate = model.model.layers[0].mlp.gate.weight
     assert torch.equal(*(torch.autograd.grad(out.loss, gate)[0] for out in (got, want)))
-    with _CountTopK() as seen:
+    with _CountTopK() as topk:
         model(**inputs)
-    assert seen.calls == len(model.model.layers) + 1, "every router's choice, and the loss's own"
+    assert topk.calls == len(model.model.layers) + 1, "one per router, and one of the loss"

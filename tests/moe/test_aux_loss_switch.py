@@ -1,6 +1,7 @@
-"""The function that `patch` puts into a file of transformers: whose loss it computes, how long.
+"""`AuxLossSwitch` computes the right loss for each model, and the last `unpatch` removes it.
 
-Stock models and patched ones of one class live in one process, and a forward may be interrupted.
+`patch` replaces a function in a file of transformers by the switch. Stock and patched models of one
+class in one process share it, and a forward may be interrupted.
 """
 
 import copy
@@ -32,7 +33,7 @@ def _function() -> Any:
 
 
 def _interrupt(model: nn.Module, **more: Tensor) -> None:
-    """Run a forward up to the head: the aux loss is not computed, hooks behind it do not run."""
+    """Interrupt a forward before the head: no aux loss is computed, and no later hook runs."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -44,7 +45,7 @@ def _interrupt(model: nn.Module, **more: Tensor) -> None:
 
 
 def test_models_of_one_class_each_have_their_own_loss() -> None:
-    """Per layer, over all layers, and stock, in any order."""
+    """A stock model and patched ones, one of them with a loss per layer, run in turns."""
     stock, inputs = tiny(**MODEL), _inputs()
     plain = patch(tiny(**MODEL))
     per_layer = patch(tiny(**MODEL), aux_loss_per_layer=True)
@@ -59,9 +60,9 @@ def test_models_of_one_class_each_have_their_own_loss() -> None:
     assert type(per_layer(**inputs).router_logits) is tuple
 
 
-def test_the_last_patched_model_gives_the_function_back() -> None:
+def test_unpatching_the_last_model_restores_stocks_function() -> None:
     gc.collect()
-    unpatch(patch(tiny(**MODEL)))  # clears the users that other tests have left
+    unpatch(patch(tiny(**MODEL)))  # removes the switch if a model of another test left it
     stock, inputs = _function(), _inputs()
     assert not isinstance(stock, AuxLossSwitch)
     first, second = (patch(tiny(**MODEL), aux_loss_per_layer=True) for _ in range(2))
@@ -74,45 +75,43 @@ def test_the_last_patched_model_gives_the_function_back() -> None:
     assert torch.equal(first(**inputs).aux_loss, want)
     unpatch(first)
     assert _function() is stock
-    assert torch.equal(copied(**inputs).aux_loss, want), "a copy asks for the switch again"
+    assert torch.equal(copied(**inputs).aux_loss, want), "a copy must install the switch again"
     unpatch(copied)
     assert _function() is stock
 
 
-def test_an_interrupted_model_is_copied_without_the_forward_that_was_interrupted() -> None:
-    """Its router logits are part of autograd's graph, and torch copies no such tensor."""
+def test_a_model_can_be_copied_after_an_interrupted_forward() -> None:
+    """Router logits of that forward are not copied: torch refuses to copy non-leaf tensors."""
     model, inputs = patch(tiny(**MODEL), aux_loss_per_layer=True), _inputs()
     want = model(**inputs).aux_loss
     _interrupt(model)
     copied = copy.deepcopy(model)
-    for one in (copied, model):
-        assert torch.equal(one(**inputs).aux_loss, want)
+    for other in (copied, model):
+        assert torch.equal(other(**inputs).aux_loss, want)
 
 
 def _interrupted_on_ranks(rank: int, world: int) -> None:
-    """The coefficient stays; the loss after an interrupted forward is the loss before it."""
+    """An interrupted forward changes neither the coefficient nor the next loss."""
     model, count = apply_ep_fsdp2(tiny(**MODEL), ep_size=2), torch.tensor(20)
     inputs = _inputs(rank)
     before = model(**inputs, num_items_in_batch=count)
     assert type(before.router_logits) is tuple
-    seen = []
+    coefficients = []
     handle = model.lm_head.register_forward_pre_hook(
-        lambda *_: seen.append(model.router_aux_loss_coef)
+        lambda *_: coefficients.append(model.router_aux_loss_coef)
     )
     _interrupt(model, num_items_in_batch=count)
     handle.remove()
-    assert seen == [MODEL["router_aux_loss_coef"]] == [model.router_aux_loss_coef]
+    assert coefficients == [MODEL["router_aux_loss_coef"]] == [model.router_aux_loss_coef]
     stock = tiny(**MODEL)
     want = stock(**inputs).aux_loss
     assert torch.equal(want, tiny(**MODEL)(**inputs).aux_loss)
     dist.barrier()
     after = model(**inputs, num_items_in_batch=count)
     assert torch.equal(after.loss, before.loss) and torch.equal(after.aux_loss, before.aux_loss)
-    divided = (
-        before.loss - model(**inputs, num_items_in_batch=count, output_router_logits=False).loss
-    )
+    added = before.loss - model(**inputs, num_items_in_batch=count, output_router_logits=False).loss
     share = MODEL["router_aux_loss_coef"] * before.aux_loss / world
-    assert_close("its share", divided, share, 1e-6)  # HF's cross-entropy is in fp32
+    assert_close("aux loss in the loss", added, share, 1e-6)  # HF's cross-entropy is in fp32
 
 
 def test_an_interrupted_forward_on_two_ranks() -> None:

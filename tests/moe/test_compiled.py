@@ -1,4 +1,4 @@
-"""torch.compile of a patched model that is not sharded: one graph for all its forwards."""
+"""torch.compile makes one graph for all forwards of a patched model that is not sharded."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ AUX_LOSS = {"router_aux_loss_coef": 2.0, "output_router_logits": True}
 
 
 def _inputs(model: Any, *, labels: bool) -> dict[str, Any]:
-    """Without a mask, of which stock code asks whether it is all ones."""
+    """Make a batch without a mask, because stock code reads its values, which breaks the graph."""
     names = ("input_ids", "labels") if labels else ("input_ids",)
-    whole = batch(model, 2, 9)
-    return {**{name: whole[name] for name in names}, "use_cache": False}
+    inputs = batch(model, 2, 9)
+    return {**{name: inputs[name] for name in names}, "use_cache": False}
 
 
 def _base() -> nn.Module:
@@ -44,21 +44,21 @@ def _with_encoders() -> nn.Module:
     ],
     ids=["base", "causal LM", "tower", "encoders"],
 )
-def test_a_function_around_the_model_is_compiled_once(make: Any) -> None:
-    """The model's hooks are traced as well. None reads a number that another forward changes."""
+def test_a_function_that_calls_the_model_is_compiled_once(make: Any) -> None:
+    """Hooks are traced with the model. No hook reads a number that changes with every forward."""
     torch.compiler.reset()
     model = patch(make(), experts_backend="torch")
     inputs = _inputs(model, labels=False)
     want = model(**inputs)[0]
-    compiled = torch.compile(lambda **given: model(**given)[0], backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda **kw: model(**kw)[0], backend="aot_eager", fullgraph=True)
     for _ in range(MORE_THAN_RECOMPILE_LIMIT):
         got = compiled(**inputs)
     assert torch.allclose(got, want, rtol=1e-10)
 
 
 @pytest.mark.slow
-def test_the_aux_loss_of_models_beside_each_other_is_compiled() -> None:
-    """A stock model and a patched model in one process both call the switch."""
+def test_the_aux_losses_of_a_stock_and_a_patched_model_are_compiled() -> None:
+    """Both models call the function that `patch` has replaced (`AuxLossSwitch`)."""
     stock = tiny(**AUX_LOSS, experts_implementation="batched_mm")
     patched = patch(tiny(**AUX_LOSS), experts_backend="torch")
     inputs = _inputs(stock, labels=True)

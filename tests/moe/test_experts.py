@@ -1,4 +1,7 @@
-"""Every experts module of transformers against its own code, and the choice of a backend."""
+"""`run_experts` computes the same as each experts module of transformers.
+
+`choose_compute` finds the formula of a module, chooses a backend, and refuses other modules.
+"""
 
 import importlib
 import os
@@ -30,21 +33,21 @@ CLASSES = sorted(
     for name in CLASS.findall(path.read_text(encoding="utf-8"))
 )
 NEW_FOLDERS = {model_type_to_module_name(name) for name in NEW_TYPES}
-# Their gates are no known formula: silu clamped after the fact; a learned or ternary gate.
+# Modules with an unknown gate: one clamps the output of silu, the other is learned or ternary.
 REFUSED = {"Step3p7Experts", "Inkling2Experts"}
-# They compute a part in fp32 whatever they are given.
+# These modules compute a part in fp32, whatever the dtype of their inputs.
 FP32_INSIDE = {"BeamExperts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts"}
 TOP_K, EXPERTS, HIDDEN, FFN = 2, 6, 16, 8
 
 
 class Config(SimpleNamespace):
-    """Whatever an experts module asks its config for."""
+    """A config with a value for every field that an experts module reads."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if "limit" in name:
-            return 0.8  # low enough that some of our pre-activations are over it
+            return 0.8  # low enough that some pre-activations of these tests exceed it
         if "alpha" in name:
             return 1.702
         if "act" in name:
@@ -78,15 +81,15 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return x_TH, ids_TK, weights_TK
 
 
-def test_classes_are_found() -> None:
+def test_the_search_finds_experts_classes() -> None:
     names = {name for _, _, name in CLASSES}
     assert {"Qwen3MoeExperts", "GptOssExperts"} <= names
     assert len(CLASSES) >= 50
 
 
 @pytest.mark.parametrize(("folder", "module", "name"), CLASSES, ids=[c[2] for c in CLASSES])
-def test_equals_the_module_itself(folder: str, module: str, name: str) -> None:
-    """Output and every gradient in fp64. The module's own eager code is the truth."""
+def test_output_and_gradients_equal_the_modules_own(folder: str, module: str, name: str) -> None:
+    """The reference is the module's own eager code in fp64."""
     experts = _build(folder, module, name)
     if name in REFUSED:
         with pytest.raises(ValueError, match=f"gate of {name} is none of .*'eager'"):
@@ -97,7 +100,7 @@ def test_equals_the_module_itself(folder: str, module: str, name: str) -> None:
     except ValueError as error:
         if folder not in NEW_FOLDERS:
             raise
-        pytest.skip(f"a new type, refused by name: {error}")
+        pytest.skip(f"transformers has added this type, and it is refused: {error}")
     x_TH, ids_TK, weights_TK = _inputs()
     leaves = {"rows": x_TH, "weights": weights_TK, **dict(experts.named_parameters())}
 
@@ -123,10 +126,10 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_layout_is_found(name: str) -> None:
+def test_the_formula_of_a_module_is_found(name: str) -> None:
     experts = _build(*next(c for c in CLASSES if c[2] == name))
     formula = FORMULAS[name]
-    if name == "GptOssExperts":  # a constant before transformers took it from the config
+    if name == "GptOssExperts":  # older transformers has a constant limit instead of the config's
         formula = replace(formula, limit=experts.limit)
     assert choose_compute(experts, "auto", recompute=False).formula == formula
 
@@ -140,13 +143,13 @@ def test_the_layout_is_found(name: str) -> None:
         ("relu2", ExpertFormula(activation="relu2")),
     ],
 )
-def test_activations_are_told_apart(act: str, formula: ExpertFormula) -> None:
+def test_the_activation_of_a_module_is_found(act: str, formula: ExpertFormula) -> None:
     experts = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
     experts.act_fn = transformers.activations.ACT2FN[act]
     assert choose_compute(experts, "auto", recompute=False).formula == formula
 
 
-def test_finding_the_layout_leaves_the_random_numbers_alone() -> None:
+def test_finding_the_formula_does_not_advance_the_random_generator() -> None:
     experts = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
     state = torch.get_rng_state()
     choose_compute(experts, "auto", recompute=False)
@@ -154,12 +157,13 @@ def test_finding_the_layout_leaves_the_random_numbers_alone() -> None:
 
 
 def _aligned() -> Any:
-    global_sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
-    return _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts", **global_sizes).float()
+    """Build experts whose sizes are multiples of 16, as the Triton kernels require."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
+    return _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts", **sizes).float()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the reasons differ where there is a GPU")
-def test_why_not_triton() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reasons differ on a machine with a GPU")
+def test_reasons_not_to_use_triton() -> None:
     aligned = _aligned()
     auto = choose_compute(aligned, "auto", recompute=False)
     assert (auto.backend, auto.reason) == ("torch", "no CUDA GPU")
@@ -168,7 +172,7 @@ def test_why_not_triton() -> None:
     odd = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
     with pytest.raises(ValueError, match=r"sizes 16 and 8 are not both multiples of 16"):
         choose_compute(odd, "triton", recompute=False)
-    if not (MODELS / "muse_spark").is_dir():  # a later transformers has it
+    if not (MODELS / "muse_spark").is_dir():  # older transformers lacks this model
         return
     norm = _build("muse_spark", "modeling_muse_spark", "MuseSparkExperts")
     with pytest.raises(ValueError, match=r"MuseSparkExperts here: a norm follows each expert"):
@@ -180,21 +184,21 @@ import sys
 from support.tiny_models import tiny
 from hf_moe_ep import patch
 
-# Not whether sys.modules has triton: torch.compile imports it wherever it is installed.
-def modules_with_triton():
+# Triton in sys.modules proves nothing: torch.compile imports it wherever it is installed.
+def our_modules_import_triton():
     ours = [name for name in sys.modules if name.partition(".")[0] == "hf_moe_ep"]
     return any(hasattr(sys.modules[name], "triton") for name in ours)
 
 sizes = {"hidden_size": 32, "moe_intermediate_size": 16}
 patch(tiny(**sizes))
-print(modules_with_triton())
+print(our_modules_import_triton())
 patch(tiny(**sizes), experts_backend="triton")
-print(modules_with_triton())
+print(our_modules_import_triton())
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU patch() chooses Triton")
-def test_patch_imports_triton_where_it_is_asked_for() -> None:
+def test_without_a_gpu_patch_imports_triton_only_on_request() -> None:
     result = subprocess.run(
         [sys.executable, "-c", _IMPORTS_OF_PATCH],
         capture_output=True,
@@ -206,7 +210,7 @@ def test_patch_imports_triton_where_it_is_asked_for() -> None:
     assert result.stdout.split() == ["False", "True"]
 
 
-def test_triton_by_name_refuses_tensors_beyond_it() -> None:
+def test_requested_triton_refuses_dtypes_without_kernels() -> None:
     aligned = _aligned().double()
     compute = choose_compute(aligned, "triton", recompute=False)
     x_TH = torch.randn(3, 32, dtype=torch.float64)
@@ -216,7 +220,7 @@ def test_triton_by_name_refuses_tensors_beyond_it() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU instead")
-def test_triton_by_name_runs_the_kernels() -> None:
+def test_requested_triton_runs_the_kernels() -> None:
     aligned = _aligned()
     x_TH = torch.randn(5, 32)
     ids_TK = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 1], [2, 0]])
@@ -231,29 +235,29 @@ def test_triton_by_name_runs_the_kernels() -> None:
 
     got, want = run("triton"), run("torch")
     assert_close("out", got, want, 1e-6)  # fp32
-    assert not torch.equal(got, want)  # or it was the same code twice
+    assert not torch.equal(got, want)  # equal bits would mean that both runs used the same code
 
 
-def _of_ones_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: bool) -> nn.Module:
-    """Return experts as a user would write them, with gate above up and no act_fn."""
+def _build_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: bool) -> nn.Module:
+    """Build experts as a user would write them, with the gate's rows before up's and no act_fn."""
 
     class OwnExperts(nn.Module):
         def __init__(self, config: Any) -> None:
             super().__init__()
             shapes = {up: (EXPERTS, 2 * FFN, HIDDEN), "down_proj": (EXPERTS, HIDDEN, FFN)}
             for name, (experts, rows, columns) in shapes.items():
-                lies = (rows, columns) if order == "out, in" else (columns, rows)
-                setattr(self, name, nn.Parameter(torch.ones(experts, *lies)))
+                size = (rows, columns) if order == "out, in" else (columns, rows)
+                setattr(self, name, nn.Parameter(torch.ones(experts, *size)))
 
         def forward(self, *args: Tensor) -> None:
-            """Is never called."""
+            """This is never called."""
 
-    kind: Any = use_experts_implementation(**flags)(OwnExperts)
-    experts: nn.Module = kind(Config())
+    experts_class: Any = use_experts_implementation(**flags)(OwnExperts)
+    experts: nn.Module = experts_class(Config())
     return experts
 
 
-# How experts are written, and what the error says.
+# Arguments of _build_own, and a pattern of the error.
 NOT_OF_THE_INTERFACE: list[tuple[dict[str, Any], str]] = [
     ({"up": "w1"}, r"no gate_up_proj but w1, down_proj; .*needs gate_up_proj and down_proj"),
     ({"has_gate": False}, r"no up_proj but gate_up_proj, down_proj; with has_gate=False"),
@@ -263,8 +267,8 @@ NOT_OF_THE_INTERFACE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("written", "words"), NOT_OF_THE_INTERFACE)
-def test_experts_that_do_not_keep_to_the_interface(written: dict[str, Any], words: str) -> None:
-    """Weights have other names or are transposed, or there is no activation. The error says how."""
+@pytest.mark.parametrize(("arguments", "words"), NOT_OF_THE_INTERFACE)
+def test_experts_off_the_interface_are_refused(arguments: dict[str, Any], words: str) -> None:
+    """Weights have other names or are transposed, or the activation is missing."""
     with pytest.raises(ValueError, match=words):
-        choose_compute(_of_ones_own(**written), "torch", recompute=False)
+        choose_compute(_build_own(**arguments), "torch", recompute=False)

@@ -1,7 +1,7 @@
-"""Liger under a patched model, in either order, and other patchers: who computes what.
+"""Liger and `patch` on one model, in either order, and forwards that other tools have replaced.
 
-Liger's kernels need a GPU, so a stand-in of the same interface runs here; `test_real_liger.py` has
-the original. The reference is one process with a stock model under the same Liger, on the whole
+Liger's kernels need a GPU, so a fake with the same interface runs here (`test_real_liger.py` runs
+Liger itself). The reference is a stock model in one process, with the same Liger and the whole
 batch.
 """
 
@@ -37,9 +37,10 @@ from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 def the_trainer_keeps_our_experts_and_the_global_aux_loss(
     rank: int, world: int, folder: str
 ) -> None:
-    """`use_liger_kernel=True`: Liger's norms, rotary embedding and loss, and one process's numbers.
+    """With `use_liger_kernel=True`, losses and gradient norms equal those of one process.
 
-    Its fused head computes the loss beside the model's own forward, whose aux loss is ours.
+    Liger computes norms, rotary embedding and cross-entropy. Its fused head replaces the forward of
+    the causal LM, and yet the aux loss in it is ours.
     """
     with installed_liger() as liger, launched():
         stock = tiny(dtype=torch.float32, **ROUTED)
@@ -58,7 +59,7 @@ def _applied_to_this_model(liger: Any) -> nn.Module:
 
 
 def _applied_to_another_model(liger: Any) -> nn.Module:
-    """Which leaves Liger's classes in transformers' module, for all models built later."""
+    """Apply Liger to another model: all models built later have Liger's experts class as well."""
     liger._apply_liger_kernel_to_instance(tiny())
     model = tiny(**ROUTED)
     assert type(model.model.layers[0].mlp.experts).__name__ == "LigerExperts"
@@ -66,7 +67,7 @@ def _applied_to_another_model(liger: Any) -> nn.Module:
 
 
 def _applied_to_classes(liger: Any) -> nn.Module:
-    """As Liger's README says, the fused head becomes the forward of the model's class."""
+    """Apply Liger as its README says: the fused head becomes the forward of the model's class."""
     liger.apply_liger_kernel_to_qwen3_moe()
     model = tiny(**ROUTED)
     assert type(model).forward is liger.lce_forward
@@ -74,7 +75,7 @@ def _applied_to_classes(liger: Any) -> nn.Module:
 
 
 def _all_but_its_experts(liger: Any) -> nn.Module:
-    """Its fused head remains, whose aux loss would be that of each rank."""
+    """Apply all of Liger except its experts. Its fused head would compute one aux loss per rank."""
     model = tiny(**ROUTED)
     liger._apply_liger_kernel_to_instance(model, swiglu=False)
     return model
@@ -87,23 +88,23 @@ FIRST: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def liger_first_is_as_good(rank: int, world: int) -> None:
-    """Applied before `patch`: the same gradients as stock's; our experts, the rest of Liger."""
-    for name, make in {**FIRST, "but for its experts": _all_but_its_experts}.items():
+def liger_may_be_applied_before_patch(rank: int, world: int) -> None:
+    """Gradients equal stock's. Our experts replace Liger's, and the rest of Liger stays."""
+    for name, make in {**FIRST, "all but its experts": _all_but_its_experts}.items():
         with installed_liger() as liger:
             model = make(liger)
-            wanted = gradients_on_ranks(copy.deepcopy(model), 0, 1)
+            want = gradients_on_ranks(copy.deepcopy(model), 0, 1)
             liger.CALLS.clear()
             apply_ep_fsdp2(model, ep_size=world)
-            found = gradients_on_ranks(model, rank, world)
+            got = gradients_on_ranks(model, rank, world)
             assert "experts" not in liger.CALLS and liger.CALLS["norm"] > 0, (name, liger.CALLS)
-        for key, gradient in wanted.items():
-            # Liger's loss, as stock's, is in fp32.
-            assert_close(f"{name}: {key}", found[key], gradient, 1e-5)
+        for key, gradient in want.items():
+            # Liger computes the loss in fp32, as stock does.
+            assert_close(f"{name}: {key}", got[key], gradient, 1e-5)
 
 
 def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
-    """It would take this rank's slice of hidden states for labels of the whole sequence."""
+    """With `sp_size` a rank has hidden states of a slice, but labels of the whole sequence."""
     with installed_liger() as liger:
         model = apply_ep_fsdp2(tiny(), sp_size=world)
         liger._apply_liger_kernel_to_instance(model)
@@ -113,7 +114,7 @@ def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
 
 ON_TWO_RANKS = [
     the_trainer_keeps_our_experts_and_the_global_aux_loss,
-    liger_first_is_as_good,
+    liger_may_be_applied_before_patch,
     fused_loss_of_slices_is_refused,
 ]
 
@@ -124,7 +125,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.parametrize("make", FIRST.values(), ids=FIRST.keys())
-def test_unpatch_gives_experts_back_to_liger(make: Callable[[Any], nn.Module]) -> None:
+def test_after_unpatch_liger_computes_the_experts(make: Callable[[Any], nn.Module]) -> None:
     with installed_liger() as liger:
         model = make(liger)
         experts: Any = model.get_submodule("model.layers.0.mlp.experts")
@@ -138,8 +139,8 @@ def test_unpatch_gives_experts_back_to_liger(make: Callable[[Any], nn.Module]) -
         assert liger.CALLS["experts"] == len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
 
 
-def test_liger_on_a_cpu_is_named() -> None:
-    """Triton compiles nothing for a CPU, and its own error would be about drivers."""
+def test_the_error_for_liger_on_a_cpu_names_liger() -> None:
+    """Triton does not compile for a CPU, and its own error would speak of drivers."""
     with installed_liger() as liger, mock.patch.dict(sys.modules):
         model = patch(tiny())
         liger._apply_liger_kernel_to_instance(model)
@@ -160,8 +161,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", ["model.layers.1.mlp.experts", "model.layers.1.mlp"])
-def test_another_patcher_is_named(path: str) -> None:
-    """At the first forward if it comes after `patch`. A wrapper of ours may stay."""
+def test_the_error_for_a_replaced_forward_names_the_replacement(path: str) -> None:
+    """After `patch` the next forward raises the error. Wrappers of our forward may stay."""
     model: Any = tiny()
     module: Any = model.get_submodule(path)
     module.forward = MethodType(_foreign, module)
@@ -172,24 +173,24 @@ def test_another_patcher_is_named(path: str) -> None:
     del module.forward
     patch(model)
     wanted = model(**whole_batch(model)).loss
-    own = module.forward
+    our_forward = module.forward
     module.forward = MethodType(_foreign, module)
     with pytest.raises(
         ValueError, match=rf"forward of {path} .*replaced since patch\(\).*_foreign"
     ):
         model(**whole_batch(model))
     for wrapper in (
-        functools.wraps(own)(lambda *args: own(*args)),
-        lambda *args: own(*args),
-        lambda *args, own=own: own(*args),
-        functools.partial(_call, own),
+        functools.wraps(our_forward)(lambda *args: our_forward(*args)),
+        lambda *args: our_forward(*args),
+        lambda *args, forward=our_forward: forward(*args),
+        functools.partial(_call, our_forward),
     ):
         module.forward = wrapper
         assert torch.equal(model(**whole_batch(model)).loss, wanted)
 
 
-def test_a_class_whose_forward_was_replaced_is_named() -> None:
-    """Before and after `patch`. A wrapper of the original may stay."""
+def test_the_error_for_a_replaced_forward_of_a_class_names_the_replacement() -> None:
+    """The class is changed before and after `patch`. Wrappers and subclasses may stay."""
     block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
     stock = block.forward
     wanted = tiny()(**whole_batch(tiny())).loss
@@ -211,10 +212,10 @@ def test_a_class_whose_forward_was_replaced_is_named() -> None:
     with mock.patch.object(block, "forward", _foreign):
         with pytest.raises(ValueError, match=r"replaced since patch\(\).*_foreign"):
             model(**whole_batch(model))
-    for place, name, new in (
+    for owner, name, new in (
         (block, "forward", around),
         (modeling_qwen3_moe, "Qwen3MoeSparseMoeBlock", Own),
     ):
-        with mock.patch.object(place, name, new):
+        with mock.patch.object(owner, name, new):
             model = patch(tiny())
             assert torch.equal(model(**whole_batch(model)).loss, wanted)

@@ -1,8 +1,8 @@
-"""Ctrl-C at any line of a forward, a backward or an optimizer's step: what follows is not changed.
+"""Ctrl-C at any line of a forward, a backward or an optimizer step does not change later steps.
 
-A line of ours, of the model's own file or of the optimizer's is interrupted. Then the weights from
-before are loaded again, as a notebook's user does, and ten steps have the losses of a run that was
-not interrupted. A stock model of the same class is watched as well.
+The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's. Then the weights
+and the optimizer's state are loaded again, as in a notebook. Ten more steps must have the losses of
+a run without the interrupt. A stock model of the same class must also keep its loss.
 """
 
 import copy
@@ -28,28 +28,31 @@ FILES = ("/hf_moe_ep/", "/modeling_qwen3_moe.py", "/torch/optim/adam.py")
 
 @contextmanager
 def _interrupted_at(line: int | None) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the n-th line of the files above; yields how many lines ran."""
-    seen = [0]
+    """Raise KeyboardInterrupt at this line that runs in FILES; None only counts lines.
+
+    Yields a list with one number: how many lines have run.
+    """
+    count = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if not any(part in frame.f_code.co_filename for part in FILES):
             return None
         if event == "line":
-            seen[0] += 1
-            if seen[0] == line:
+            count[0] += 1
+            if count[0] == line:
                 raise KeyboardInterrupt
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield seen
+        yield count
     finally:
         sys.settrace(before)
 
 
 class _Run:
-    """A patched model with its optimizer, both of which can be reset, and a stock model."""
+    """A patched model and its optimizer, whose states can be reset, and a stock model."""
 
     def __init__(self) -> None:
         self.model, self.stock = tiny(**MODEL), tiny(**MODEL)
@@ -58,7 +61,7 @@ class _Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
         self.inputs = [batch(self.stock, 2, 7, seed=step, pad=2) for step in range(STEPS)]
         self.step(0)
-        self.begin = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.start = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         self.loss: Tensor | None = None
 
     def forward(self) -> None:
@@ -79,15 +82,15 @@ class _Run:
         return loss.detach()
 
     def losses(self) -> Tensor:
-        """Ten losses from the weights of the beginning, and one of the stock model."""
-        self.model.load_state_dict(self.begin[0])
-        self.optimizer.load_state_dict(copy.deepcopy(self.begin[1]))
-        of_stock = self.stock(**self.inputs[0]).loss.detach()
-        return torch.stack([*(self.step(number) for number in range(STEPS)), of_stock])
+        """Return ten losses from the initial weights on, and one loss of the stock model."""
+        self.model.load_state_dict(self.start[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.start[1]))
+        stock_loss = self.stock(**self.inputs[0]).loss.detach()
+        return torch.stack([*(self.step(number) for number in range(STEPS)), stock_loss])
 
 
 def _phases(run: _Run, phase: str) -> tuple[list[Callable[[], None]], Callable[[], None]]:
-    """Return the code before the phase, and the phase."""
+    """Return the functions that run before the phase, and the function of the phase."""
     phases = {"forward": run.forward, "backward": run.backward, "update": run.update}
     names = list(phases)
     return [phases[name] for name in names[: names.index(phase)]], phases[phase]
@@ -95,27 +98,27 @@ def _phases(run: _Run, phase: str) -> tuple[list[Callable[[], None]], Callable[[
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
 @pytest.mark.parametrize("points", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_what_follows_is_not_changed(phase: str, points: int) -> None:
+def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
     run = _Run()
     want = run.losses()
     assert torch.equal(run.losses(), want)
     before, interrupted = _phases(run, phase)
     for earlier in before:
         earlier()
-    with _interrupted_at(None) as seen:
+    with _interrupted_at(None) as num_lines:
         interrupted()
-    for line in sorted(random.Random(0).sample(range(1, seen[0] + 1), points)):
+    for line in sorted(random.Random(0).sample(range(1, num_lines[0] + 1), points)):
         run.optimizer.zero_grad()
         for earlier in before:
             earlier()
         with pytest.raises(KeyboardInterrupt), _interrupted_at(line):
             interrupted()
-        assert torch.equal(run.losses(), want), f"interrupted at line {line} of {seen[0]}"
+        assert torch.equal(run.losses(), want), f"interrupted at line {line} of {num_lines[0]}"
     _assert_stock(unpatch(run.model), run)
 
 
 def _assert_stock(model: nn.Module, run: _Run) -> None:
-    """Taken out again, the model is a stock one."""
+    """Check that the unpatched model has the loss of a stock model."""
     run.stock.load_state_dict(model.state_dict())
-    losses = [of(**run.inputs[0]).loss for of in (model, run.stock)]
+    losses = [other(**run.inputs[0]).loss for other in (model, run.stock)]
     assert torch.equal(*losses)

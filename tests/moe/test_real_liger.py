@@ -1,7 +1,8 @@
-"""Liger itself with a patched model, where liger-kernel is installed.
+"""Liger itself with a patched model, if liger-kernel is installed.
 
-On a CPU Triton's interpreter runs its rotary embedding and its fused linear cross-entropy. Its
-experts must never run here, and its norms (libdevice) cannot.
+On a CPU Triton's interpreter runs Liger's rotary embedding and its fused linear cross-entropy. Its
+experts must never run, because ours replace them. Its norms are left out: the interpreter has no
+libdevice.
 """
 
 import importlib.util
@@ -42,7 +43,7 @@ _REPLACED = ("apply_rotary_pos_emb", "Qwen3MoeRMSNorm", "Qwen3MoeExperts")
 
 @contextmanager
 def real_liger() -> Iterator[Any]:
-    """Yield `liger_kernel.transformers`, interpreted; what it replaces for good is put back."""
+    """Yield `liger_kernel.transformers`, interpreted, and restore later all that Liger replaced."""
     before = {name: getattr(modeling, name) for name in _REPLACED}
     forward = modeling.Qwen3MoeForCausalLM.forward
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
@@ -81,19 +82,19 @@ FIRST: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def liger_first(rank: int, world: int) -> None:
-    """Its norms, rotary embedding and loss, our experts, the global aux loss: stock's gradients."""
+def liger_may_be_applied_before_patch(rank: int, world: int) -> None:
+    """Gradients equal stock's. Our experts and the global aux loss replace Liger's."""
     _, wanted = steps_of_one_process(_stock(), 1)
     for name, make in FIRST.items():
         with real_liger() as liger:
             model = apply_ep_fsdp2(make(liger), ep_size=world)
             for key, gradient in gradients_on_ranks(model, rank, world).items():
                 assert_close(f"{name}: {key}", gradient, wanted[key], 1e-4)
-            model.eval()(**own_rows(model, rank, world))  # with logits, through the head
+            model.eval()(**own_rows(model, rank, world))  # in evaluation the head makes logits
 
 
-def the_trainer_applies_it(rank: int, world: int, folder: str) -> None:
-    """`use_liger_kernel=True`: losses and gradient norms of one stock process."""
+def the_trainer_applies_liger(rank: int, world: int, folder: str) -> None:
+    """With `use_liger_kernel=True`, losses and gradient norms equal those of one stock process."""
     wanted, _ = steps_of_one_process(_stock(), 4)
     with real_liger(), launched():
         model = _stock()
@@ -101,8 +102,8 @@ def the_trainer_applies_it(rank: int, world: int, folder: str) -> None:
         assert (
             inspect.unwrap(model.forward).__module__ == "liger_kernel.transformers.model.qwen3_moe"
         )
-        at_the_end = trainer.evaluate(trainer.train_dataset)["eval_loss"]
-    assert at_the_end == pytest.approx(wanted[-1][0], rel=1e-5)
+        eval_loss = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    assert eval_loss == pytest.approx(wanted[-1][0], rel=1e-5)
     assert_logged(trainer, wanted[:3])
 
 
@@ -116,8 +117,8 @@ def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
 
 CLAIMS = on_ranks(
     2,
-    liger_first,
-    the_trainer_applies_it,
+    liger_may_be_applied_before_patch,
+    the_trainer_applies_liger,
     fused_loss_of_slices_is_refused,
 )
 

@@ -1,4 +1,7 @@
-"""Activation checkpointing on 2 ranks: counts exchanged once, the same experts and numbers."""
+"""With activation checkpointing, a recompute uses the counts and experts of the first forward.
+
+Numbers equal those without checkpointing, with both implementations of torch (reentrant and not).
+"""
 
 import copy
 import itertools
@@ -42,7 +45,7 @@ WATCHED = {**EXCHANGES, "item": (Tensor, "item")}
 
 
 def _noisy_gate(gate: nn.Module, noise: float) -> None:
-    """Experts 0 and 1 tie; a recompute adds noise to the logits, so another of them wins."""
+    """Give experts 0 and 1 equal logits. In a recompute, noise decides which of them is chosen."""
     with torch.no_grad():
         gate.weight[1] = gate.weight[0]
     calls = Counter()
@@ -81,7 +84,10 @@ def _inputs(rank: int, tokens: int = 9) -> dict[str, Tensor]:
 
 
 def counts_are_exchanged_once(rank: int, world: int) -> None:
-    """Rows and routing there and rows back, each way; the counts once, whatever runs twice."""
+    """Forward and backward exchange rows, routing and results per chunk, and counts only once.
+
+    A recompute repeats the exchanges of rows, but not that of the counts.
+    """
     for chunks, use_reentrant in itertools.product((1, 3), (None, False, True)):
         name = f"chunks {chunks}, reentrant {use_reentrant}"
         rows_each_way = 3 * chunks * LAYERS
@@ -95,52 +101,54 @@ def counts_are_exchanged_once(rank: int, world: int) -> None:
         assert forward["all_gather"] == forward["read"] == LAYERS, f"{name}: {forward}"
         assert backward["all_gather"] == backward["read"] == 0, f"{name}: {backward}"
         assert backward["item"] == 0, f"{name}: {backward}"
-        # A recompute that stops early does not bring the last chunk home.
-        again = {None: 0, True: 3 * chunks, False: 3 * chunks - 1}[use_reentrant] * LAYERS
-        assert backward["all_to_all"] == rows_each_way + again, f"{name}: {backward}"
+        # A non-reentrant recompute stops before it combines the last chunk.
+        recomputed = {None: 0, True: 3 * chunks, False: 3 * chunks - 1}[use_reentrant] * LAYERS
+        assert backward["all_to_all"] == rows_each_way + recomputed, f"{name}: {backward}"
 
 
 def weight_grads_overlap_rows(rank: int, world: int) -> None:
-    """The gradients of the experts' weights are computed while those of their rows travel."""
-    happened: list[str] = []
+    """The experts' weight gradients are computed while their input gradients are exchanged."""
+    events: list[str] = []
 
-    def told(letter: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(letter: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            happened.append(letter)
+            events.append(letter)
             return original(*args, **kwargs)
 
         return call
 
-    # Both chunks' gradients leave; then for each: arrive, rows and routing leave, weights. By then
-    # only what left is waited for.
+    # S: start an all-to-all, W: wait for one, E: compute gradients of experts. Both chunks send
+    # their output gradients. Then each chunk waits for its output gradients, sends the gradients of
+    # rows and of routing weights, and computes those of the experts. At the end the four exchanges
+    # that the chunks started are waited for.
     layer = "SS" + "WSSE" + "WSSE" + "WWWW"
     for use_reentrant in (None, True):
         model = _model({"dispatch_chunks": 2}, use_reentrant)
         loss = model(**_inputs(rank)).loss
-        happened.clear()
+        events.clear()
         with (
-            mock.patch.object(dist, "all_to_all_single", told("S", dist.all_to_all_single)),
-            mock.patch.object(Transfer, "wait", told("W", Transfer.wait)),
-            mock.patch.object(torch_mlp, "_add_expert_grads", told("E", _add_expert_grads)),
+            mock.patch.object(dist, "all_to_all_single", recording("S", dist.all_to_all_single)),
+            mock.patch.object(Transfer, "wait", recording("W", Transfer.wait)),
+            mock.patch.object(torch_mlp, "_add_expert_grads", recording("E", _add_expert_grads)),
         ):
             loss.backward()
-        assert "".join(happened).count(layer) == LAYERS, f"{use_reentrant}: {''.join(happened)}"
+        assert "".join(events).count(layer) == LAYERS, f"{use_reentrant}: {''.join(events)}"
 
 
-def a_perturbed_router(rank: int, world: int) -> None:
-    """Ties broken otherwise in recompute: gradients are those of the choice made in forward."""
+def a_recompute_keeps_the_experts_of_forward(rank: int, world: int) -> None:
+    """In a recompute the router breaks ties differently. Gradients belong to its first choice."""
     for chunks in (1, 3):
         plain = _model({"dispatch_chunks": chunks}, None, noise=1e-5)
         want = _grads(plain, _inputs(rank))
         for use_reentrant in (False, True):
             model = _model({"dispatch_chunks": chunks}, use_reentrant, noise=1e-5)
             for name, grad in _grads(model, _inputs(rank)).items():
-                # The noise moves gradients by about 1e-5, another expert by 1e-2 and more.
+                # The noise changes gradients by about 1e-5; another expert by at least 1e-2.
                 assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-3)
 
 
 def _two_forwards(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Gradients of two forwards of different sizes, one without gradients between them."""
+    """Return the gradients of two forwards of different sizes, with a no_grad forward between."""
     model.zero_grad()
     first = model(**_inputs(rank, 9)).loss
     with torch.no_grad():
@@ -159,7 +167,7 @@ def two_forwards_one_backward(rank: int, world: int) -> None:
 
 
 def _call_checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's `__call__` before transformers 5.23: its hooks run within the checkpoint."""
+    """Replacement of `__call__` as before transformers 5.23: hooks run inside the checkpoint."""
     if not (layer.gradient_checkpointing and layer.training):
         return nn.Module.__call__(layer, *args, **kwargs)
 
@@ -173,8 +181,8 @@ def _call_checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer._gradient_checkpointing_func(call, *args)
 
 
-def checkpointed_calls(rank: int, world: int) -> None:
-    """FSDP2's hooks inside the checkpoint, two forwards before one backward: all is reduced."""
+def checkpointed_hooks_of_fsdp2(rank: int, world: int) -> None:
+    """FSDP2's hooks run inside the checkpoint, and still every gradient is reduced."""
     want = _two_forwards(_model({}, None), rank)
     with mock.patch.object(GradientCheckpointingLayer, "__call__", _call_checkpointed):
         for use_reentrant in (False, True):
@@ -183,7 +191,7 @@ def checkpointed_calls(rank: int, world: int) -> None:
 
 
 def a_rank_without_rows(rank: int, world: int) -> None:
-    """Every token to rank 0's experts: rank 1 saves as many tensors with 0 rows."""
+    """All tokens choose rank 0's experts. Rank 1 saves as many tensors as rank 0, with 0 rows."""
     model = _model({}, None)
     saved: list[int] = []
     with torch.no_grad():
@@ -207,8 +215,8 @@ def a_rank_without_rows(rank: int, world: int) -> None:
     assert counts[0] == counts[1], counts
 
 
-def a_checkpoint_of_other_making(rank: int, world: int) -> None:
-    """A checkpoint that is not wrapped: recompute exchanges counts again, the numbers are right."""
+def a_checkpoint_that_is_not_wrapped(rank: int, world: int) -> None:
+    """A user's own checkpoint exchanges the counts again in recompute. Its numbers are right."""
     want = _grads(_model({}, None), _inputs(rank))
     model = _model({}, None)
     for layer in model.model.layers:
@@ -222,7 +230,7 @@ def a_checkpoint_of_other_making(rank: int, world: int) -> None:
 
 
 def selective_checkpointing(rank: int, world: int) -> None:
-    """torch's selective checkpointing keeps some operators' results and counts all of them."""
+    """torch's selective checkpointing must see the same operators in forward and in recompute."""
     want = _grads(_model({}, None), _inputs(rank))
     for saved in ([torch.ops.aten.mm.default], [torch.ops.aten.cat.default]):
         contexts = partial(create_selective_checkpoint_contexts, saved)
@@ -244,7 +252,8 @@ def compiled(rank: int, world: int) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert_close(f"{name}, compiled", parameter.grad.full_tensor(), want[name], 1e-10)
-    # Dynamo fails on it where a module dies meanwhile: it holds the states of every unit there is.
+    # FSDP2's WeakKeyDictionary holds the state of every module. Dynamo must not trace it: it fails
+    # if a module is freed meanwhile.
     assert WeakKeyDictionary.__getitem__.__code__ not in input_codes
 
 
@@ -253,12 +262,12 @@ ON_TWO_RANKS = [
         2,
         counts_are_exchanged_once,
         weight_grads_overlap_rows,
-        a_perturbed_router,
+        a_recompute_keeps_the_experts_of_forward,
         two_forwards_one_backward,
-        checkpointed_calls,
+        checkpointed_hooks_of_fsdp2,
         a_rank_without_rows,
     ),
-    *on_ranks(2, a_checkpoint_of_other_making, selective_checkpointing, compiled, slow=True),
+    *on_ranks(2, a_checkpoint_that_is_not_wrapped, selective_checkpointing, compiled, slow=True),
 ]
 
 
@@ -267,7 +276,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_unpatch_gives_back_the_models_own_checkpoint() -> None:
+def test_unpatch_restores_the_models_own_checkpoint_function() -> None:
     model = tiny()
     parity.checkpointing(model, False)
     before = [layer._gradient_checkpointing_func for layer in model.model.layers]
@@ -283,8 +292,8 @@ def test_unpatch_gives_back_the_models_own_checkpoint() -> None:
     assert all(a is b for a, b in zip(after, before, strict=True))
 
 
-def test_checkpointing_switched_on_between_forwards_is_seen() -> None:
-    """By the model's own method, with another function, or with torch's wrapper around a layer."""
+def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:
+    """It is switched on by the model's method, with another function, and by torch's wrapper."""
     model = patch(tiny(num_hidden_layers=LAYERS))
     state = getattr(model, STATE)
     watch, layers = CheckpointWatch(state), model.model.layers
@@ -295,17 +304,17 @@ def test_checkpointing_switched_on_between_forwards_is_seen() -> None:
 
     for use_reentrant in (False, True):
         parity.checkpointing(model, use_reentrant)
-        own = checkpoints()
+        before = checkpoints()
         watch.look(model)
         assert [function.args[0] for function in checkpoints()] == [state] * LAYERS
-        assert [function.args[1] for function in checkpoints()] == own
+        assert [function.args[1] for function in checkpoints()] == before
     layers[1] = checkpoint_wrapper(layers[1])
     own_function = layers[1].checkpoint_fn
     watch.look(model)
     assert layers[1].checkpoint_fn.args == (state, own_function)
 
 
-def test_a_look_without_news_walks_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_searched_only_after_one_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny(num_hidden_layers=LAYERS))
     watch = CheckpointWatch(getattr(model, STATE))
     watch.look(model)
@@ -318,7 +327,7 @@ def test_a_look_without_news_walks_no_modules(monkeypatch: pytest.MonkeyPatch) -
     assert walks["walk"] == 1
 
 
-def test_the_watch_of_a_deep_copy_looks_at_the_copy() -> None:
+def test_the_watch_of_a_copied_model_wraps_the_functions_of_the_copy() -> None:
     model = patch(tiny(num_hidden_layers=LAYERS))
     (guard,) = (h for h in model._forward_pre_hooks.values() if isinstance(h, ForwardGuard))
     guard._checkpoints.look(model)
@@ -330,7 +339,7 @@ def test_the_watch_of_a_deep_copy_looks_at_the_copy() -> None:
     assert [function.args[0] for function in functions] == [getattr(other, STATE)] * LAYERS
 
 
-def test_a_function_that_does_something_else_the_second_time_is_refused() -> None:
+def test_a_recompute_that_differs_from_the_first_run_is_refused() -> None:
     model = patch(tiny())
     frame = Frame(getattr(model, STATE), lambda: None)
     ids = torch.tensor([[0, 1]])
@@ -357,17 +366,17 @@ torch.ones(1, device="cuda").tolist()
 
 
 @pytest.mark.gpu
-def test_other_experts_stop_a_gpu_which_says_why() -> None:
-    """The device prints the layer to stderr before the host learns of the error."""
+def test_other_experts_in_a_recompute_stop_a_gpu_with_a_message() -> None:
+    """The device prints the layer to stderr. The host gets the error later, at its next sync."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _OTHER_EXPERTS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "the host went on" in done.stdout, done
-    assert "recomputing MoE layer 3, the router chose other experts" in done.stderr, done.stderr
-    assert "device-side assert triggered" in done.stderr, done.stderr
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0 and "the host went on" in result.stdout, result
+    assert "recomputing MoE layer 3, the router chose other experts" in result.stderr, result.stderr
+    assert "device-side assert triggered" in result.stderr, result.stderr
 
 
-def test_topk_of_a_checkpoint_within_is_its_own() -> None:
+def test_topk_inside_a_nested_checkpoint_is_not_replayed() -> None:
     state = getattr(patch(tiny()), STATE)
     ids = torch.tensor([[0, 1], [2, 3]])
     scores = torch.eye(2, 8)

@@ -1,4 +1,7 @@
-"""Calls of the expert MLP that several test modules run: shapes, layouts, edges, adapters."""
+"""Calls of the expert MLP for several test files: `CASES` are edge cases, `FORMULAS` layouts.
+
+`adapted` draws the inputs of a call with adapters, and `strided` changes the strides of a tensor.
+"""
 
 import itertools
 from dataclasses import dataclass, field
@@ -29,7 +32,7 @@ IN_HALVES = ExpertFormula(alpha=1.702, limit=1.5, up_offset=1.0)
 
 @dataclass
 class Case:
-    """One call: the expert ids are given, all else is random. L is the id of "no expert here"."""
+    """A call with given expert ids and random tensors. The id `num_experts` is "no expert here"."""
 
     ids: list[list[int]]
     num_experts: int
@@ -111,7 +114,7 @@ FORMULAS = {
 def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
     """Return the properties of an experts module, besides sizes, that a kernel is compiled for.
 
-    The limit of a clamp does not matter: it is a constant like any other.
+    A clamp is a property, but its limit is not: other limits need no other code.
     """
     return [
         formula.gated,

@@ -25,7 +25,7 @@ KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 
 
 class Launches:
-    """Context in which no kernel runs. `on_launch`, if given, is called instead of the binder."""
+    """Context manager in which no kernel runs. `on_launch(name)`, if given, replaces the binder."""
 
     def __init__(self, on_launch: Callable[[str], None] | None = None) -> None:
         self.variants: dict[str, set[str]] = defaultdict(set)
@@ -35,11 +35,12 @@ class Launches:
     def __enter__(self) -> Launches:
         for module in KERNEL_MODULES:
             for name, kernel in list(vars(module).items()):
-                own = isinstance(kernel, (JITFunction, InterpretedFunction))
-                if own and name.endswith("_kernel"):
+                is_kernel = isinstance(kernel, (JITFunction, InterpretedFunction))
+                if is_kernel and name.endswith("_kernel"):
                     self._kernels.append((module, name, kernel))
-                    note = self._on_launch or self.variants[name].add
-                    setattr(module, name, _Noted(name, kernel, note, bind=self._on_launch is None))
+                    record = self._on_launch or self.variants[name].add
+                    recorder = _Recorder(name, kernel, record, bind=self._on_launch is None)
+                    setattr(module, name, recorder)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,9 +48,13 @@ class Launches:
             setattr(module, name, kernel)
 
 
-class _Noted:
-    def __init__(self, name: str, kernel: Any, note: Callable[[str], None], *, bind: bool) -> None:
-        self._name, self._note, self._bind = name, note, None
+class _Recorder:
+    """Replacement of a kernel that records its launches."""
+
+    def __init__(
+        self, name: str, kernel: Any, record: Callable[[str], None], *, bind: bool
+    ) -> None:
+        self._name, self._record, self._bind = name, record, None
         if isinstance(kernel, InterpretedFunction):
             kernel = JITFunction(kernel.fn, **kernel.kwargs)
         if bind:
@@ -61,10 +66,10 @@ class _Noted:
 
         def launch(*args: Any, **kwargs: Any) -> None:
             if self._bind is None:
-                self._note(self._name)
+                self._record(self._name)
                 return
             arguments, specialization, options = self._bind(*args, **kwargs)
             kinds = dict(zip(arguments, specialization, strict=True))
-            self._note(f"{kinds} {options}")
+            self._record(f"{kinds} {options}")
 
         return launch

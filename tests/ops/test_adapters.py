@@ -37,7 +37,7 @@ FROZEN_BASE = ("rows", "weights", *ADAPTERS)
 SMALL = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
 RANKS = (1, 8, 16, 40, 64, 200)
 # These cover the ways in which a kernel reads an adapter: concatenated, transposed, interleaved
-# with a bias, and without a gate. Other formulas differ only after the sum.
+# with a bias, and without a gate. Other formulas differ only in what follows the sum.
 USUAL = {"silu": 8, "transposed": 16, "gpt-oss": 40, "no gate, bias": 1}
 
 
@@ -48,7 +48,7 @@ def _run(
     grad_RH: Tensor,
     wanted: tuple[str, ...],
     *,
-    late: bool = False,
+    postpone: bool = False,
     **kw: Any,
 ) -> dict[str, Tensor]:
     """Return the output and the wanted gradients; check that no other input gets a gradient."""
@@ -58,7 +58,7 @@ def _run(
     }
     experts = {name: x for name, x in leaves.items() if name not in ("rows", "weights")}
     weights = ExpertWeights(**experts, up_scale=0.5, down_scale=2.0)
-    weights = postpone_grads(weights) if late else weights
+    weights = postpone_grads(weights) if postpone else weights
     rows_RH = leaves["rows"]
     out_RH = fn(
         rows_RH, case.ids_RK(rows_RH.device), leaves["weights"], weights, case.formula, **kw
@@ -85,7 +85,7 @@ def _truth(case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...]) -
     return {"out": torch.zeros_like(wide["rows"])} | zeros
 
 
-def _all_of(named: Named) -> tuple[str, ...]:
+def _all_names(named: Named) -> tuple[str, ...]:
     return tuple(name for name, x in named.items() if x is not None)
 
 
@@ -100,15 +100,15 @@ def _assert_close(got: dict[str, Tensor], want: dict[str, Tensor], budget: float
         assert_close(name, got[name], value, budget)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("postpone", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rank", [1, 4])
 @pytest.mark.parametrize("name", ["random", "empty experts", "gpt-oss", "no gate, relu2"])
-def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, late: bool) -> None:
+def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, postpone: bool) -> None:
     case = (CASES | FORMULAS)[name]
     named = adapted(case, rank)
     grad_RH = torch.randn_like(named["rows"])
-    kw = {"late": late, "recompute": recompute}
+    kw = {"postpone": postpone, "recompute": recompute}
     got = _ours(case, named, grad_RH, FROZEN_BASE, "torch", **kw)
     _assert_close(got, _truth(case, named, grad_RH, FROZEN_BASE), 1e-12)
 
@@ -146,16 +146,16 @@ def test_triton_is_no_worse_than_the_torch_path(
     for _ in range(6):
         named = adapted(case, rank, dtype, device)
         grad_RH = torch.randn_like(named["rows"])
-        draws.append((named, grad_RH, _truth(case, named, grad_RH, _all_of(named))))
+        draws.append((named, grad_RH, _truth(case, named, grad_RH, _all_names(named))))
     errors = [
-        _errors(_ours(case, named, grad_RH, _all_of(named), "torch"), truth)
+        _errors(_ours(case, named, grad_RH, _all_names(named), "torch"), truth)
         for named, grad_RH, truth in draws
     ]
     # The largest error of six draws, because the error of one draw varies too much.
     factor = 4 if (name, dtype) == ("gelu_tanh", torch.float32) else 2
     budget = {tensor: factor * max(error[tensor] for error in errors) for tensor in errors[0]}
     named, grad_RH, truth = draws[0]
-    got = _ours(case, named, grad_RH, _all_of(named), "triton")
+    got = _ours(case, named, grad_RH, _all_names(named), "triton")
     assert all(x.dtype == dtype for x in got.values())
     for tensor, error in _errors(got, truth).items():
         assert error <= budget[tensor], f"{tensor}: {error:.2e} > {budget[tensor]:.2e}"
@@ -167,12 +167,12 @@ def _errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize("name", CASES)
-def test_triton_on_the_edges(name: str, backend: str, device: str) -> None:
+def test_triton_equals_merged_weights_on_edge_cases(name: str, backend: str, device: str) -> None:
     case = CASES[name]
     named = adapted(case, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    got = _ours(case, named, grad_RH, _all_of(named), backend)
-    _assert_close(got, _truth(case, named, grad_RH, _all_of(named)), 2e-6)  # short fp32 sums
+    got = _ours(case, named, grad_RH, _all_names(named), backend)
+    _assert_close(got, _truth(case, named, grad_RH, _all_names(named)), 2e-6)  # short fp32 sums
 
 
 @pytest.mark.parametrize("left_out", [pytest.param("up", marks=pytest.mark.slow), "down"])
@@ -181,7 +181,7 @@ def test_one_matrix_without_an_adapter(backend: str, device: str, left_out: str)
     for base in (False, True):
         named = _without(adapted(SMALL, 3, torch.float32, device), left_out)
         grad_RH = torch.randn_like(named["rows"])
-        wanted = tuple(name for name in _all_of(named) if base or name in FROZEN_BASE)
+        wanted = tuple(name for name in _all_names(named) if base or name in FROZEN_BASE)
         got = _ours(SMALL, named, grad_RH, wanted, backend)
         _assert_close(got, _truth(SMALL, named, grad_RH, wanted), 2e-6)  # short fp32 sums
 
@@ -190,7 +190,7 @@ def test_one_matrix_without_an_adapter(backend: str, device: str, left_out: str)
 def test_frozen_tensors_get_no_gradient_and_change_no_other(backend: str, device: str) -> None:
     named = adapted(SMALL, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    want = _ours(SMALL, named, grad_RH, _all_of(named), backend)
+    want = _ours(SMALL, named, grad_RH, _all_names(named), backend)
     some = [FROZEN_BASE, ADAPTERS, ("rows",), ("weights", "up_b", "down_a"), ("up_a", "down_b")]
     for wanted in some:
         got = _ours(SMALL, named, grad_RH, wanted, backend)
@@ -206,16 +206,16 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(backend: str, device
     ],
 )
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_the_same_bits_postponed_recomputed_and_again(
+def test_postponed_and_recomputed_calls_have_the_same_bits(
     backend: str, device: str, wanted: tuple[str, ...] | None
 ) -> None:
     nothing_here = Case([[3, 3]] * 4, 3, 11, 7, GPT_OSS, bias=True)
     for case in (SMALL, nothing_here):
         named = adapted(case, 5, torch.float32, device)
         grad_RH = torch.randn_like(named["rows"])
-        names = wanted or _all_of(named)
+        names = wanted or _all_names(named)
         want = _ours(case, named, grad_RH, names, backend)
-        for kw in ({"late": True}, {"recompute": True}, {}):
+        for kw in ({"postpone": True}, {"recompute": True}, {}):
             assert_equal(_ours(case, named, grad_RH, names, backend, **kw), want)
 
 
@@ -223,8 +223,8 @@ def test_the_same_bits_postponed_recomputed_and_again(
 def test_grad_scale_reaches_adapters_and_base_alike(backend: str, device: str) -> None:
     named = adapted(SMALL, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    plain = _ours(SMALL, named, grad_RH, _all_of(named), backend)
-    scaled = _ours(SMALL, named, grad_RH, _all_of(named), backend, grad_scale=0.25)
+    plain = _ours(SMALL, named, grad_RH, _all_names(named), backend)
+    scaled = _ours(SMALL, named, grad_RH, _all_names(named), backend, grad_scale=0.25)
     untouched = ("out", "rows", "weights")
     want = {name: x if name in untouched else x * 0.25 for name, x in plain.items()}
     assert_equal(scaled, want)  # a power of two: exact
@@ -242,7 +242,7 @@ def test_strided_factors(backend: str, device: str) -> None:
         _assert_close(got, want, 2e-6)  # short fp32 sums
 
 
-# name: (matrices with adapters, wanted gradients, number of thin products, number of `outer`)
+# name: (matrices with adapters, wanted gradients, number of thin products, launches of `outer`)
 LAUNCHES = {
     "no adapters": ((), ("rows", "weights", "up", "down"), 0, 2),
     "rows": (("up", "down"), ("rows",), 4, 0),
@@ -266,11 +266,11 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
         named = _without(named, matrix)
     calls: list[str] = []
     for kernel in ("thin_mm", "outer"):
-        right = getattr(triton_mlp, kernel)
+        original = getattr(triton_mlp, kernel)
 
-        def counted(*args: Any, right: Any = right, kernel: str = kernel, **kw: Any) -> Any:
+        def counted(*args: Any, original: Any = original, kernel: str = kernel, **kw: Any) -> Any:
             calls.append(kernel)
-            return right(*args, **kw)
+            return original(*args, **kw)
 
         monkeypatch.setattr(triton_mlp, kernel, counted)
     _ours(case, named, torch.randn_like(named["rows"]), wanted, backend)
@@ -290,7 +290,7 @@ def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> Non
     rows, weights = named.pop("rows"), named.pop("weights")
     experts, grad_RH = ExpertWeights(**named), torch.randn_like(rows)
     need = {"rows", "weights", *ADAPTERS}
-    # Calls the implementation, because LargestTensor cannot see inside of the operator.
+    # The implementation is called, because LargestTensor cannot see inside of the operator.
     with largest:
         routing = implementation.route(case.ids_RK(), case.counts_L(), experts, rows)
         out, pre = implementation.forward(rows, weights, experts, routing, case.formula, True)

@@ -48,14 +48,14 @@ def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
 
 @pytest.mark.parametrize("num_pairs", [100, 10_000])
 def test_quantised_matrices_change_no_tile(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The routing depends on the rows of a tile, and is made without knowing the matrices."""
+    """The routing depends on the number of rows per tile, and is made without the matrices."""
     for row, dtype in itertools.product(("sm_80", "sm_90"), (torch.float32, torch.bfloat16)):
         monkeypatch.setattr(blocks, "generation", lambda device, row=row: row)
         rows = torch.empty(1, dtype=dtype)
         usual = blocks.choose_blocks(rows, 8, num_pairs)
-        of_bytes = blocks.choose_blocks(rows, 8, num_pairs, "nf4")
-        assert of_bytes.m == usual.m
-        assert (of_bytes == usual) == (dtype != torch.float32)
+        quantised = blocks.choose_blocks(rows, 8, num_pairs, "nf4")
+        assert quantised.m == usual.m
+        assert (quantised == usual) == (dtype != torch.float32)
 
 
 def _gradients(case: Case, inputs: list[Tensor | None], device: str) -> list[Tensor]:
@@ -85,15 +85,15 @@ def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
     inputs = case.inputs(torch.float32, device)
     want = _gradients(case, inputs, device)
     _change_blocks(monkeypatch, device, "dgated", n=256)
-    for mine, theirs in zip(_gradients(case, inputs, device), want, strict=True):
-        torch.testing.assert_close(mine, theirs)  # fp32: sums of other lengths
+    for got_grad, want_grad in zip(_gradients(case, inputs, device), want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad)  # sums in fp32 of other lengths
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_rows_that_tma_copies_give_the_same_gradients(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles that end within an expert read rows of the next one, and the last tile past the end."""
+    """A tile that is not full also reads rows of the next expert, or, at the end, past all rows."""
     case = FORMULAS["silu"]
     inputs = case.inputs(torch.float32, device)
     want = _gradients(case, inputs, device)
@@ -103,9 +103,9 @@ def test_rows_that_tma_copies_give_the_same_gradients(
     monkeypatch.setattr(grouped_mm, "TensorDescriptor", type("Counted", (), describe))
     _change_blocks(monkeypatch, device, "rows", tma=True)
     got = _gradients(case, inputs, device)
-    assert len(descriptors) == 2  # of the rows and of the matrix
-    for name, mine, theirs in zip(NAMES, got, want, strict=False):
-        assert torch.equal(mine, theirs), name
+    assert len(descriptors) == 2  # one for the rows, one for the matrix
+    for name, got_grad, want_grad in zip(NAMES, got, want, strict=False):
+        assert torch.equal(got_grad, want_grad), name
 
 
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:
@@ -120,20 +120,20 @@ def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:
 
 @pytest.fixture
 def fresh_switches() -> Iterator[None]:
-    """Reset the switches for fp32 products to those of a new process: other tests set them."""
+    """Reset the switches for fp32 products, which other tests set, to those of a new process."""
     enable_tf32.cache_clear()  # a second call with the same argument does nothing
     switches = (torch.backends, torch.backends.cuda.matmul)
-    were = [switch.fp32_precision for switch in switches]
+    values = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = "none"
     yield
     enable_tf32.cache_clear()
-    for switch, was in zip(switches, were, strict=True):
-        switch.fp32_precision = was
+    for switch, value in zip(switches, values, strict=True):
+        switch.fp32_precision = value
 
 
 def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches: None) -> None:
-    """TrainingArguments(tf32=True) and torch_compile=True do so; torch's older getter raises."""
+    """TrainingArguments(tf32=True) and torch_compile=True do so. Then torch's old getter fails."""
     case = FORMULAS["silu, bias"]
     inputs = dict(zip(NAMES, case.inputs(torch.float32), strict=True))
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
@@ -147,9 +147,9 @@ def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches
     assert_close("out", out_RH, reference.expert_mlp(*args), 2e-6)
 
 
-def test_products_follow_the_switch_whoever_set_it(fresh_switches: None) -> None:
+def test_products_follow_each_switch_for_fp32_precision(fresh_switches: None) -> None:
     rows = torch.empty(1)
-    assert dot_precision(rows) == "ieee"  # nobody did
+    assert dot_precision(rows) == "ieee"  # no switch is set
     enable_tf32(True)
     assert dot_precision(rows) == "tf32"
     enable_tf32(False)

@@ -3,7 +3,7 @@
 Both sum the same terms. The order of the additions depends on the processor and on the layout of
 the operands, so results may differ by a few roundings; only single tiles, which are not summed,
 are equal to the bit. On a CPU the kernels run in Triton's interpreter, with blocks so small that
-these sizes need several tiles, steps and columns.
+these sizes need several tiles, several steps of a sum and several blocks of columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hf_moe_ep.ops.self_check import some_bytes
 
 # Experts 0 and 1 have two tiles, the second with few rows; expert 2 has no rows.
 _IDS = [[0, 1], [1, 0]] * 8 + [[3, 1], [0, 3], [0, 1]]
-# Sizes (hidden, ffn) with one block of scales along a sum, and with several.
+# Sizes (hidden, ffn) for which a sum has one block of scales, and for which it has several.
 SMALL = {"nf4": (64, 64), "nf4 nested": (64, 64), "fp8": (128, 128)}
 LARGE = {"nf4": (192, 320), "nf4 nested": (192, 128), "fp8": (256, 384)}
 FORMULAS = {
@@ -63,14 +63,14 @@ def _case(name: str, sizes: dict[str, tuple[int, int]], ids: Any = _IDS, experts
 
 
 def _budget(dtype: torch.dtype) -> float:
-    """Return the allowed error, that of another order of the additions (see `self_check`).
+    """Return the error that another order of additions can cause (see `self_check`).
 
-    A byte that is read wrong makes an error of about one percent.
+    A byte that is read wrong causes an error of about one percent.
     """
     return (64 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
 
 
-def _same_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
+def _check_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
     quantisation = FORMATS[name]
     named = adapted(case, rank, dtype)
     if not rank:
@@ -81,7 +81,7 @@ def _same_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw:
     assert got.keys() == want.keys() and "rows" in got
     for tensor, value in want.items():
         assert_close(f"{name}, {kw}, {tensor}", got[tensor], value, _budget(dtype))
-    # Zeros would be equal as well.
+    # Without this check, two results full of zeros would pass.
     if sum(case.counts_L()):
         assert all(value.any() for value in want.values())
 
@@ -89,9 +89,9 @@ def _same_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw:
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4", "fp8")), "nf4 nested"]
 )
-def test_the_same_values_as_over_dequantised_matrices(name: str) -> None:
-    """Output, gradients of rows, routing weights and adapters."""
-    _same_values(_case(name, SMALL), name, torch.float32)
+def test_quantised_matrices_give_the_values_of_dequantised_ones(name: str) -> None:
+    """Output and gradients of rows, routing weights and adapters are compared."""
+    _check_values(_case(name, SMALL), name, torch.float32)
 
 
 _INTERPRETED = [
@@ -111,12 +111,12 @@ ON_DEVICES = [
 @pytest.mark.parametrize("sizes", [(192, 320), (256, 384), (1024, 768)])
 @pytest.mark.parametrize("rank", [0, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_and_their_values_on_a_device(
+def test_random_bytes_equal_their_values_on_each_device(
     kind: str, rank: int, sizes: tuple[int, int], device: str, dtype: torch.dtype
 ) -> None:
     """The bytes are random and `reference` dequantises them, so bitsandbytes is not needed."""
     if (device == "cpu" and sizes == (1024, 768)) or (kind == "fp8" and sizes == (192, 320)):
-        pytest.skip("too large for the interpreter, or no multiple of a block")
+        pytest.skip("the sizes are too large for the interpreter, or no multiples of a block")
     rows = 21 if device == "cpu" else 700
     case = Case(random_ids(rows, 2, 3, seed=5), 3, *sizes)
     named = adapted(case, rank or 1, dtype, device)
@@ -144,33 +144,35 @@ def test_bytes_and_their_values_on_a_device(
 def test_sizes_that_are_no_multiples_of_a_block_of_columns(
     name: str, formula: str, dtype: torch.dtype
 ) -> None:
-    """All layouts of gate and up, with biases, in fp32 and fp16, without adapters."""
+    """The formulas cover all layouts of gate and up, with and without biases, but no adapters."""
     case = replace(_case(name, LARGE), **FORMULAS[formula])
-    _same_values(case, name, dtype, rank=0)
+    _check_values(case, name, dtype, rank=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kw", [{"recompute": True}, {"late": True}, {"late": True, "chunks": 2}])
+@pytest.mark.parametrize(
+    "kw", [{"recompute": True}, {"postpone": True}, {"postpone": True, "chunks": 2}]
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_of_backward(name: str, kw: dict[str, Any]) -> None:
-    """Recomputed pre-activations, postponed gradients of adapters, rows in chunks."""
-    _same_values(_case(name, SMALL), name, torch.float32, **kw)
+    """Pre-activations are recomputed, gradients of adapters postponed, or rows split in chunks."""
+    _check_values(_case(name, SMALL), name, torch.float32, **kw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_edges(name: str, edge: str) -> None:
-    _same_values(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
+    _check_values(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward with blocks as wide as on a GPU: a row of a tile has a scale per 64 or 128 columns.
+    """In backward, blocks are as wide as on a GPU. A row of a tile then has several scales.
 
-    The last block of the 320 or 384 columns is not full.
+    There is one scale per 64 or 128 columns. The last block of the 320 or 384 columns is not full.
     """
     for bucket, itemsize in itertools.product(("many", "few"), (2, 4)):
         key = (generation(torch.device("cpu")), itemsize, bucket)
@@ -178,7 +180,7 @@ def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.Mo
         wide = {x: replace(getattr(row, x), n=width, k=64) for x in ("rows", "dgated", "down")}
         monkeypatch.setitem(TABLE, key, replace(row, **wide))
     case = _case(name, {"nf4": (320, 192), "fp8": (384, 128)}, [[0, 1], [1, 2]], 3)
-    _same_values(case, name, torch.float32, rank=0)
+    _check_values(case, name, torch.float32, rank=0)
 
 
 @triton.jit
@@ -195,21 +197,23 @@ def _tile_kernel(
 
 
 def _tile(
-    stack: Quantised, kind: str, place: tuple[int, int, int], shape: tuple[int, int],
+    stack: Quantised, kind: str, start: tuple[int, int, int], shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Dequantise a tile of [rows, columns] that starts at (expert, row, column)."""
+    """Dequantise a tile of shape (rows, columns) that starts at (expert, row, column)."""
     _, num_o, in_bytes = stack.values.shape
     out = torch.empty(shape, dtype=dtype, device=stack.values.device)
     num_i = in_bytes * (2 if kind == "nf4" else 1)
-    args = (stack.values, plain_scales(stack), out, *place, num_o, num_i)
+    args = (stack.values, plain_scales(stack), out, *start, num_o, num_i)
     _tile_kernel[(1,)](*args, KIND=kind, NATIVE=False, ROWS=shape[0], TILE=shape[1])
     return out
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
-    """Two experts of 2 x 128: all codes, upper half of a byte first, one scale per 64 columns."""
+    """Two experts have 2 x 128 values, with all codes. The first code of a byte is its upper half,
+    and there is one scale per 64 columns.
+    """
     values = torch.zeros(2, 2, 64, dtype=torch.uint8, device=device)
     # The first 16 columns of the second expert's second row are the codes 0 .. 15.
     values[1, 1, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF])
@@ -219,7 +223,7 @@ def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
     want = torch.tensor([[-5.0] * 64 + [-6.0] * 64, [-7.0] * 64 + [-8.0] * 64])
     want[1, :16] = 7 * torch.tensor(NF4_CODES)
     assert torch.equal(got.cpu(), want)
-    # A tile inside of a block of scales; a tile that exceeds the matrix.
+    # The first tile is inside of a block of scales, the second exceeds the matrix.
     assert torch.equal(_tile(stack, "nf4", (1, 0, 96), (2, 16)).cpu(), want[:, 96:112])
     over = _tile(stack, "nf4", (1, 1, 64), (2, 128)).cpu()
     assert (over[0, :64] == -8).all() and not over[0, 64:].any() and not over[1].any()
@@ -227,7 +231,9 @@ def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
-    """One scale per 128 x 128; columns after the end of a row are 0, not the next row."""
+    """There is one scale per 128 x 128 values. Columns after the end of a row are 0, and not values
+    of the next row.
+    """
     values = torch.full((2, 256, 256), 0x7F, dtype=torch.uint8, device=device)  # NaN
     values[1, 130] = 0x38  # 1
     scale = torch.tensor([[[2.0, 3.0], [4.0, 5.0]], [[6.0, 7.0], [8.0, 9.0]]], device=device)
@@ -239,11 +245,11 @@ def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-def test_every_byte_of_fp8(backend: str, device: str) -> None:
-    """All bytes are converted as by torch, including subnormal values, both zeros and NaN.
+def test_every_byte_of_fp8_is_converted_as_by_torch(backend: str, device: str) -> None:
+    """The bytes include subnormal values, both zeros and NaN.
 
-    Tests the conversion by bits and, if the GPU has it, the instruction. The interpreter emulates
-    the instruction too, but without NaN.
+    A kernel converts by arithmetic on bits or by an instruction, if the GPU has it. The interpreter
+    emulates the instruction, but without NaN.
     """
     kinds = [False, True] if device == "cpu" or generation(torch.device(device)) == "sm_90" else [0]
     byte = torch.arange(256, dtype=torch.uint8, device=device)
@@ -253,7 +259,7 @@ def test_every_byte_of_fp8(backend: str, device: str) -> None:
         _convert_kernel[(1,)](byte, got, NATIVE=bool(native))
         if device == "cuda" or not native:
             assert torch.equal(got.isnan(), want.isnan()) and got.isnan().sum() == 2
-        # Compares the bits, because -0 equals 0.
+        # The bits are compared, because -0 equals 0.
         real = ~want.isnan()
         assert torch.equal(got[real].view(torch.int32), want[real].view(torch.int32)), native
 
@@ -269,7 +275,7 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
     """Nested scales and `reference.matrices` equal bitsandbytes to the bit."""
     quantisation = FORMATS[name]
     torch.manual_seed(0)
-    # 320 scales of an expert are a block of 256 and a part of one.
+    # The 320 scales of an expert are a full block of 256 scales and a part of a second one.
     shape = (3, 128, 256) if quantisation.kind == "fp8" else (3, 80, 256)
     stack = quantise_stack(torch.randn(shape) * 3, quantisation)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -285,8 +291,8 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
         tiles = () if dtype == torch.bfloat16 else ((0, 0), (2, 64))
         for expert, row in tiles:
             got = _tile(stack, quantisation.kind, (expert, row, 0), (64, columns), dtype)
-            kept = min(64, shape[1] - row)
-            assert torch.equal(got[:kept], want[dtype][expert, row : row + kept]), dtype
+            num_rows = min(64, shape[1] - row)
+            assert torch.equal(got[:num_rows], want[dtype][expert, row : row + num_rows]), dtype
 
 
 def _experts(name: str, case: Case) -> tuple[dict[str, Tensor | None], ExpertWeights]:
@@ -302,15 +308,16 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
 ) -> None:
     """Forward and backward make no such tensor; the test notices a kernel that makes one."""
     case = _case(name, SMALL, [[0, 1]], 8)
-    # In bytes, because the interpreter handles the arguments of a launch as bytes.
-    of_one = 4 * case.hidden * case.ffn
+    # The size is in bytes, because the interpreter handles the arguments of a launch as bytes.
+    matrix_size = 4 * case.hidden * case.ffn
     named, experts = _experts(name, case)
     rows, weights = named["rows"], named["weights"]
     assert rows is not None and weights is not None
 
     def largest() -> int:
         watch = LargestTensor(x for x in named.values() if x is not None)
-        # The interpreter computes with numpy, which is not watched; arguments of launches are.
+        # The interpreter computes with NumPy, which `watch` does not see. It sees the arguments of
+        # launches.
         with watch:
             routing = triton_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             call = (rows, weights, experts, routing)
@@ -320,13 +327,13 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
             triton_mlp.backward(rows, *call, pre, case.formula, **kw)
         return watch.elements
 
-    assert 0 < largest() < of_one
+    assert 0 < largest() < matrix_size
 
-    def hoard(experts: ExpertWeights, name: str) -> Tensor:
+    def dequantise_all(experts: ExpertWeights, name: str) -> Tensor:
         return reference.matrices(experts.stack(name), experts.quantised, torch.float32)
 
-    monkeypatch.setattr(triton_mlp, "_matrices", hoard)
-    assert largest() >= 8 * of_one
+    monkeypatch.setattr(triton_mlp, "_matrices", dequantise_all)
+    assert largest() >= 8 * matrix_size
 
 
 @pytest.mark.slow
@@ -337,12 +344,12 @@ def test_bytes_in_any_strides() -> None:
     rows, weights = named["rows"], named["weights"]
     args = (rows, case.ids_RK(), weights)
     want = expert_mlp(*args, experts, case.formula, backend="triton", counts_L=case.counts_L())
-    turned = {
+    transposed = {
         name: getattr(experts, name).transpose(1, 2).contiguous().transpose(1, 2)
         for name in ("up", "down", "up_block_scale", "down_block_scale")
     }
-    assert not turned["up"].is_contiguous()
-    other = replace(experts, **turned)
+    assert not transposed["up"].is_contiguous()
+    other = replace(experts, **transposed)
     got = expert_mlp(*args, other, case.formula, backend="triton", counts_L=case.counts_L())
     assert torch.equal(got, want)
 
@@ -360,6 +367,6 @@ def test_no_worse_than_the_torch_path(name: str) -> None:
     plain = run(case, as_bytes, quantisation.kind)
     got = run(case, as_bytes, quantisation.kind, backend="triton")
     for tensor, want in truth.items():
-        # torch's own error of these sums of 64 to 256 products can be zero by luck.
+        # The error of torch can be zero by luck, because sums have only 64 to 256 products.
         budget = 2 * float((plain[tensor] - want).abs().max() / want.abs().max()) + 1e-6
         assert_close(tensor, got[tensor].double(), want, budget)

@@ -1,4 +1,4 @@
-"""Gradients of experts used for several chunks of rows: summed in fp32 and rounded once."""
+"""Gradients of experts that serve several chunks of rows are summed in fp32 and rounded once."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 
 CASE = Case(random_ids(96, 2, 3, seed=4), 3, 24, 16, bias=True)
-# fp16 in Triton's interpreter, because its bf16 products are garbage.
+# Triton's interpreter gets fp16, because its bf16 products are wrong.
 SIXTEEN_BIT = [
     pytest.param(
         backend,
@@ -68,7 +68,7 @@ def test_chunks_have_the_gradients_of_all_rows(backend: str, device: str) -> Non
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), SIXTEEN_BIT)
 def test_four_chunks_are_as_exact_as_one(backend: str, device: str, dtype: torch.dtype) -> None:
-    """The error is at most 1.2 times that of one chunk; a sum in bf16 had 2.6 times."""
+    """The error is at most 1.2 times that of one chunk. With a sum in bf16 it was 2.6 times."""
     inputs = adapted(CASE, 4, dtype, device)
     grad_RH = torch.randn_like(inputs["rows"])
     wide = {name: x.double() for name, x in inputs.items()}
@@ -81,7 +81,7 @@ def test_four_chunks_are_as_exact_as_one(backend: str, device: str, dtype: torch
 
 
 @pytest.mark.parametrize("unused", [0, 1, 2])
-def test_a_chunk_whose_output_nobody_uses_adds_nothing(unused: int) -> None:
+def test_a_chunk_whose_output_is_not_used_adds_nothing(unused: int) -> None:
     rows_RH, weights_RK, up, _, down, _ = Case(CASE.ids, 3, 24, 16).inputs(torch.float64)
     leaves = [up.clone().requires_grad_(), down.clone().requires_grad_()]
     ids_RK = CASE.ids_RK()
@@ -99,25 +99,25 @@ def test_a_chunk_whose_output_nobody_uses_adds_nothing(unused: int) -> None:
     chunks = [slice(0, 32), slice(32, 64), slice(64, 96)]
     used = [chunk for chunk in range(3) if chunk != unused]
     got = run(chunks, used)
-    apart = [run([chunks[chunk]], [0]) for chunk in used]
-    for name, grad, *shares in zip(("up", "down"), got, *apart):
+    separate = [run([chunks[chunk]], [0]) for chunk in used]
+    for name, grad, *shares in zip(("up", "down"), got, *separate):
         assert_close(name, grad, sum(shares), 1e-12)
 
 
 class _Allocations(TorchDispatchMode):
-    """Records new tensors of at least `size` elements."""
+    """Records the addresses of new tensors that have at least `size` elements."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.seen, self.kept = size, set(), []
+        self.size, self.addresses, self.storages = size, set(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (list, tuple)) else (out,):
             storage = x.untyped_storage() if isinstance(x, Tensor) else None
             if storage is not None and storage.nbytes() >= self.size * x.element_size():
-                self.seen.add(storage.data_ptr())
-                self.kept.append(storage)  # keeps addresses unique
+                self.addresses.add(storage.data_ptr())
+                self.storages.append(storage)  # keeps the memory, so that its address is not reused
         return out
 
 
@@ -129,7 +129,7 @@ def test_six_chunks_make_one_sum_and_no_gradient_each() -> None:
     size = inputs["up"].numel()
     assert size > max(inputs["down"].numel(), inputs["rows"].numel())
     named = {name: x.requires_grad_() for name, x in inputs.items()}
-    own = {x.untyped_storage().data_ptr() for x in named.values()}
+    inputs_at = {x.untyped_storage().data_ptr() for x in named.values()}
     rows_RH, weights_RK = named.pop("rows"), named.pop("weights")
     experts = ExpertWeights(**named, up_bias=None, down_bias=None)
     ids_RK = case.ids_RK()
@@ -142,5 +142,5 @@ def test_six_chunks_make_one_sum_and_no_gradient_each() -> None:
         outs.append(expert_mlp(*rows, experts, case.formula, counts_L=counts_L))
     with _Allocations(size) as allocations:
         torch.cat(outs).backward(torch.ones(48, 80, dtype=torch.bfloat16))
-    # The fp32 sum and the rounded gradient.
-    assert len(allocations.seen - own) == 2
+    # One is the fp32 sum, the other the rounded gradient.
+    assert len(allocations.addresses - inputs_at) == 2

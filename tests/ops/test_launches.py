@@ -1,4 +1,7 @@
-"""Without a GPU: the kernel variants that Triton would build, and the device of each launch."""
+"""Which kernel variants Triton would build, and on which device each kernel is launched.
+
+These tests need no GPU: `launches.py` records the launches.
+"""
 
 import random
 
@@ -38,7 +41,7 @@ def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
 def _step(
     rows: int, pairs: int, experts: ExpertWeights, device: str, *, postpone: bool = False
 ) -> None:
-    """Run forward and backward of `rows` rows with `pairs` choices of experts of this rank."""
+    """Run forward and backward of `rows` rows, which choose experts of this rank `pairs` times."""
     rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
     weights_RK = torch.empty(rows, TOP_K, device=device)
     ids_RK = torch.empty(rows, TOP_K, dtype=torch.int64, device=device)
@@ -68,7 +71,7 @@ def test_no_kernel_is_built_again_for_another_routing(rank: int) -> None:
     experts = _experts("meta", rank)
     draw = random.Random(0)
     counts = [(rows, draw.randint(513, 2 * rows)) for rows in draw.sample(range(300, 900), 20)]
-    counts += [(512, 1024), (512, 513)]  # divisible by 16, and not
+    counts += [(512, 1024), (512, 513)]  # one number of pairs is divisible by 16, the other is not
     with Launches() as launches:
         _step(*counts[0], experts, "meta")
         first = {name: set(variants) for name, variants in launches.variants.items()}
@@ -107,7 +110,7 @@ class _Current:
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     postpone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model may be on cuda:1 while cuda:0 is the current device, where Triton would launch."""
+    """Triton launches on the current device, cuda:0, although a model may be on cuda:1."""
     monkeypatch.setattr(torch.cuda, "device_of", _Current)
     launched: list[tuple[str, int]] = []
     with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):

@@ -1,7 +1,7 @@
 """The Triton kernels are tested with the experts' layout of every architecture.
 
-A layout is: transposed or not, with or without biases and gate, and the formula of the gate. The
-tests of `expert_cases.FORMULAS` run them in Triton's interpreter.
+A layout is: transposed or not, with or without biases and gate, and the formula of the gate. Tests
+run the kernels with the layouts in `expert_cases.FORMULAS`, so this table must hold all of them.
 """
 
 import pytest
@@ -14,19 +14,19 @@ from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.upstream.experts_interface import experts_flags
 
-# The kernels have no norm after each expert, so torch computes these.
+# The kernels have no norm after each expert, so torch computes the experts of this type.
 NOT_BY_TRITON = {"muse_spark"}
 
 
-def layouts(model_type: str) -> list[list[bool | str]]:
+def _layouts(model_type: str) -> list[list[bool | str]]:
     with torch.device("meta"):
         model = model_class(model_type)(tiny_config(model_type))
-    found = []
+    layouts = []
     for experts in find_parts(model).experts.values():
         flags = experts_flags(experts)
         formula = choose_compute(experts, "torch", recompute=False).formula
-        found.append(layout_of(formula, bias=flags.has_bias, transposed=flags.is_transposed))
-    return found
+        layouts.append(layout_of(formula, bias=flags.has_bias, transposed=flags.is_transposed))
+    return layouts
 
 
 @pytest.mark.slow
@@ -36,5 +36,5 @@ def test_layout_is_covered(model_type: str) -> None:
         layout_of(case.formula, bias=case.bias, transposed=case.transposed)
         for case in FORMULAS.values()
     ]
-    for layout in layouts(model_type):
+    for layout in _layouts(model_type):
         assert layout in covered, f"{model_type}: no case of FORMULAS has {layout}"

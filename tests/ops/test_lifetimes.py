@@ -10,7 +10,7 @@ from expert_cases import ADAPTERS, FORMULAS, TRITON, adapted
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
 
-# For each launcher: for each tensor it returns, whether an expert's gradient is computed from it.
+# Launcher -> for each returned tensor: True if the gradients of experts are computed from it.
 MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
 
 
@@ -19,7 +19,7 @@ MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, 
 def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     backend: str, device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows' gradients [A, H] and recomputed pre-activations [A, 2F] are about 1 GB each."""
+    """Gradients of rows [A, H] and recomputed pre-activations [A, 2F] take about 1 GB each."""
     case = FORMULAS["silu, bias"]
     inputs = adapted(case, 2, torch.float32, device)
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
@@ -27,27 +27,27 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     routing = triton_mlp.route(case.ids_RK(device), case.counts_L(), experts, rows_RH)
     call = (rows_RH, weights_RK, experts, routing)
     out_RH, pre_AG = triton_mlp.forward(*call, case.formula, True)
-    made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
-    held: list[str] = []
+    watched_tensors: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    alive: list[str] = []
 
     def watched(name: str) -> Any:
-        right = getattr(triton_mlp, name)
+        original = getattr(triton_mlp, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            out = right(*args, **kwargs)
+            out = original(*args, **kwargs)
             parts = out if isinstance(out, tuple) else (out,)
             for number, (part, needed) in enumerate(zip(parts, MADE_BY[name], strict=True)):
                 if not needed:
-                    made.append((f"{name} {number}", weakref.ref(part)))
+                    watched_tensors.append((f"{name} {number}", weakref.ref(part)))
             return out
 
         return run
 
-    right_outer = triton_mlp.outer
+    original_outer = triton_mlp.outer
 
     def outer(*args: Any, **kwargs: Any) -> None:
-        held.extend(name for name, ref in made if ref() is not None)
-        right_outer(*args, **kwargs)
+        alive.extend(name for name, ref in watched_tensors if ref() is not None)
+        original_outer(*args, **kwargs)
 
     for name in MADE_BY:
         monkeypatch.setattr(triton_mlp, name, watched(name))
@@ -57,5 +57,5 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     triton_mlp.backward(
         torch.ones_like(out_RH), *call, pre_AG, case.formula, grad_scale=1.0, need=need
     )
-    assert len(made) == (4 if recompute else 2)
-    assert held == []
+    assert len(watched_tensors) == (4 if recompute else 2)
+    assert alive == []

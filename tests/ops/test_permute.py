@@ -1,4 +1,4 @@
-"""Sums of rows that are copies of tokens: indices by hand, both directions, every dtype."""
+"""`add_rows` sums the rows of each token, `invert` lists them, and `count_pairs` counts choices."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CASES = {
 
 
 def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
-    """Return token_of_row_N, slots_TJ and H of a case. The slots are not computed by `invert`."""
+    """Return token_of_row_N, slots_TJ and H of a case. The slots are computed without `invert`."""
     tokens, slots, hidden, token_of_row = CASES[name]
     table = [[len(token_of_row)] * slots for _ in range(tokens)]
     for row, token in enumerate(token_of_row):

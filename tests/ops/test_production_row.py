@@ -1,4 +1,4 @@
-"""Kernels with the block sizes of real models: full blocks of 128 rows, loops without masks.
+"""Kernels with the block sizes of real models have full blocks of 128 rows and unmasked loops.
 
 The sizes of all other tests are so small that tiles are not full and loops need masks.
 """
@@ -52,8 +52,8 @@ def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.
     grad_RH = grad_RH.to(dtype)
     truth = _run([x.double() for x in low], ids_RK, grad_RH.double(), "torch")
     plain, ours = (_run(low, ids_RK, grad_RH, backend) for backend in ("torch", "triton"))
-    for name, mine, other, true in zip(("out", *NAMES), ours, plain, truth, strict=True):
-        error, budget = max_error(mine, true), 2 * max_error(other, true)
+    for name, got, other, true in zip(("out", *NAMES), ours, plain, truth, strict=True):
+        error, budget = max_error(got, true), 2 * max_error(other, true)
         assert error <= budget, f"{name}: {error:.2e} > {budget:.2e}"
 
 
@@ -65,7 +65,7 @@ def test_sixteen_experts_of_qwen3_30b() -> None:
 
 
 def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter and in fp16. The last tiles are not full; all other blocks are."""
+    """The interpreter runs them in fp16. Only the last tile of each expert is not full."""
     monkeypatch.setattr(blocks, "generation", lambda device: ROW[0])
     row = TABLE[ROW]
     products = (row.up, row.down, row.rows, row.dgated, row.outer)
@@ -83,7 +83,7 @@ def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launch(size: int, tokens: int, experts: int) -> None:
-    """Run forward and backward of such a call on meta tensors."""
+    """Launch the kernels of forward and backward on meta tensors."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float16, device="meta")

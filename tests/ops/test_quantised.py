@@ -45,63 +45,63 @@ def matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) ->
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("nested", [False, True])
-def test_nf4_is_bitsandbytes_own(nested: bool, dtype: torch.dtype) -> None:
-    """Bytes, scales and values of every expert equal bitsandbytes', also with nested scales."""
+def test_nf4_equals_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
+    """The bytes, scales and values of every expert are compared."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    # 1044 scales of an expert are four blocks of 256, and one of 20.
+    # The 1044 scales of an expert are four blocks of 256 scales and a block of 20.
     weight_LOI = matrices(dtype, (3, 348, 192))
     stack = quantise_stack(weight_LOI, Quantisation("nf4", nested=nested))
     for expert, weight_OI in enumerate(weight_LOI):
         packed, state = functional.quantize_4bit(
             weight_OI, blocksize=64, quant_type="nf4", compress_statistics=nested
         )
-        one = stack.of(expert)
-        assert torch.equal(one.values.flatten(), packed.flatten())
-        assert torch.equal(one.block_scale.flatten(), state.absmax.flatten())
+        matrix = stack.of(expert)
+        assert torch.equal(matrix.values.flatten(), packed.flatten())
+        assert torch.equal(matrix.block_scale.flatten(), state.absmax.flatten())
         if nested:
-            assert one.nested_scale is not None and len(one.nested_scale) == 5
-            assert torch.equal(one.nested_scale[:, 0], state.state2.absmax)
-            assert (one.nested_scale[:, 1] == state.offset).all()
-            # Up to 0.49 quantising on a CPU overwrites the table: `support/quantised.py`.
+            assert matrix.nested_scale is not None and len(matrix.nested_scale) == 5
+            assert torch.equal(matrix.nested_scale[:, 0], state.state2.absmax)
+            assert (matrix.nested_scale[:, 1] == state.offset).all()
+            # Up to 0.49, bitsandbytes overwrites this table (`support/quantised.py`).
             state.state2.code = functional.create_dynamic_map()
         want = functional.dequantize_4bit(packed, state)
         assert want.dtype == dtype and want.shape == weight_OI.shape
-        assert torch.equal(dequantise(one, "nf4", dtype), want)
+        assert torch.equal(dequantise(matrix, "nf4", dtype), want)
 
 
 def test_nf4_by_hand() -> None:
-    """Two rows of 64 with all codes of the paper (arXiv 2305.14314, appendix E)."""
+    """Two rows of 64 values have all codes of the paper (arXiv 2305.14314, appendix E)."""
     codes = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0]
     codes += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
-    places = torch.arange(64) % 16
-    weight_OI = torch.stack([2.0 * torch.tensor(codes)[places], 0.5 * torch.tensor(codes)[places]])
-    one = quantise(weight_OI, NF4)
-    assert one.block_scale.tolist() == [[2.0], [0.5]]
+    row = torch.tensor(codes)[torch.arange(64) % 16]
+    weight_OI = torch.stack([2.0 * row, 0.5 * row])
+    matrix = quantise(weight_OI, NF4)
+    assert matrix.block_scale.tolist() == [[2.0], [0.5]]
     # The first of two codes is in the upper half of a byte.
     by_hand = [16 * code + code + 1 for code in range(0, 16, 2)] * 4
-    assert one.values.tolist() == [by_hand, by_hand]
-    assert_close("values", dequantise(one, "nf4", torch.float32), weight_OI, 1e-7)  # 8 digits
+    assert matrix.values.tolist() == [by_hand, by_hand]
+    assert_close("values", dequantise(matrix, "nf4", torch.float32), weight_OI, 1e-7)  # 8 digits
 
 
 def test_fp8_by_hand() -> None:
-    """One scale per 128 x 128; the largest value of a block becomes 448."""
+    """There is one scale per 128 x 128 values, and the largest value of a block becomes 448."""
     weight_OI = torch.zeros(256, 384)
     weight_OI[0, 0], weight_OI[127, 127] = 896.0, -3.0
     weight_OI[128, 256] = 0.875
     weight_OI[255, 383] = 0.875 / 448 * 17
-    one = quantise(weight_OI, FP8)
+    matrix = quantise(weight_OI, FP8)
     scale = 0.875 / 448
-    assert_close("scales", one.block_scale, torch.tensor([[2.0, 1, 1], [1, 1, scale]]), 1e-7)
-    got = dequantise(one, "fp8", torch.float32)
+    assert_close("scales", matrix.block_scale, torch.tensor([[2.0, 1, 1], [1, 1, scale]]), 1e-7)
+    got = dequantise(matrix, "fp8", torch.float32)
     # e4m3 has three mantissa bits: 17 becomes 16, and -1.5 stays -1.5.
     want = weight_OI.clone()
     want[255, 383] = scale * 16
     assert_close("values", got, want, 1e-7)
-    assert one.values.dtype == torch.uint8 and got[127, 127] == -3
+    assert matrix.values.dtype == torch.uint8 and got[127, 127] == -3
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_fp8_is_the_formula(dtype: torch.dtype) -> None:
+def test_fp8_follows_the_formula(dtype: torch.dtype) -> None:
     weight_LOI = matrices(dtype)
     stack = quantise_stack(weight_LOI, FP8)
     for expert, row, column in itertools.product(range(3), range(1), range(2)):
@@ -110,9 +110,9 @@ def test_fp8_is_the_formula(dtype: torch.dtype) -> None:
         factor = 448 / largest if largest > 0 else torch.tensor(1.0)
         scale = 1 / factor
         bytes_ = (block * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
-        one = stack.of(expert)
-        assert one.block_scale[row, column] == scale
-        got = dequantise(one, "fp8", dtype)[:, 128 * column : 128 * (column + 1)]
+        matrix = stack.of(expert)
+        assert matrix.block_scale[row, column] == scale
+        got = dequantise(matrix, "fp8", dtype)[:, 128 * column : 128 * (column + 1)]
         assert torch.equal(got, (bytes_.float() * scale).to(dtype))
 
 
@@ -120,14 +120,14 @@ def test_fp8_is_the_formula(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*HALF, torch.float64])
 def test_a_value_is_computed_in_fp32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
     quantisation = FORMATS[name]
-    one = quantise(matrices(torch.float64)[2], quantisation)
-    wide = dequantise(one, quantisation.kind, torch.float32)
-    assert torch.equal(dequantise(one, quantisation.kind, dtype), wide.to(dtype))
+    matrix = quantise(matrices(torch.float64)[2], quantisation)
+    wide = dequantise(matrix, quantisation.kind, torch.float32)
+    assert torch.equal(dequantise(matrix, quantisation.kind, dtype), wide.to(dtype))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_stored(name: str) -> None:
-    """Shapes are equal on meta, bytes per value as documented, and strides do not matter."""
+def test_stored_tensors(name: str) -> None:
+    """Shapes are the same on meta, sizes are as documented, and strides do not change the bytes."""
     quantisation = FORMATS[name]
     weight_LOI = matrices(torch.bfloat16, (2, 512, 768))
     stack = quantise_stack(weight_LOI, quantisation)
@@ -141,15 +141,15 @@ def test_what_is_stored(name: str) -> None:
     wanted = {"nf4": 0.5625, "nf4 nested": 0.5 + 1 / 64 + 8 / 16384, "fp8": 1 + 4 / 16384}
     assert num_bytes / weight_LOI.numel() == wanted[name]
     assert quantisation.num_values(stack.values) == weight_LOI.numel()
-    turned = quantise_stack(weight_LOI.mT.contiguous().mT, quantisation)
-    for (_, one), (_, other) in zip(stack.by_name("").items(), turned.by_name("").items()):
-        assert torch.equal(one, other)
+    transposed = quantise_stack(weight_LOI.mT.contiguous().mT, quantisation)
+    for (_, x), (_, other) in zip(stack.by_name("").items(), transposed.by_name("").items()):
+        assert torch.equal(x, other)
 
 
 def test_rows_can_be_split_at_block_boundaries() -> None:
     assert rows_may_be_cut((6, 64), NF4, 3) and not rows_may_be_cut((6, 64), NF4, 4)
     assert rows_may_be_cut((512, 128), FP8, 4) and not rows_may_be_cut((512, 128), FP8, 8)
-    # 512 rows with 2 scales each: 4 blocks of 256 scales.
+    # 512 rows with 2 scales per row have 4 blocks of 256 scales.
     assert rows_may_be_cut((512, 128), NESTED, 4) and not rows_may_be_cut((512, 128), NESTED, 8)
 
 
@@ -172,16 +172,20 @@ def test_quantising_parts_of_the_rows_equals_quantising_all(name: str) -> None:
         (FP8, (128, 100), "fp8 has blocks of 128 along the in.*has 100.*in bf16"),
     ],
 )
-def test_sizes_that_do_not_divide(quantisation: Any, shape: tuple[int, int], words: str) -> None:
+def test_sizes_that_no_block_divides_are_refused(
+    quantisation: Any, shape: tuple[int, int], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         check_sizes("up", shape, quantisation)
     check_sizes("up", (256, 384), quantisation)
 
 
-def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+def test_without_bitsandbytes_nf4_is_refused_and_fp8_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name)
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name)
     )
     check_available(FP8)
     with pytest.raises(ImportError, match=r"pip install .bitsandbytes>=0"):
@@ -200,32 +204,33 @@ CALLS = {
 
 def weights_of(named: Named, quantisation: Quantisation | None, dtype: torch.dtype) -> Named:
     """Replace the matrices of the inputs by their quantised bytes and scales."""
-    made = dict(named)
+    result = dict(named)
     for name in ("up", "down"):
         weight_LOI = named[name]
         assert weight_LOI is not None
         stack = quantise_stack(weight_LOI, quantisation or NF4)
         if quantisation is not None:
-            made |= stack.by_name(name)
-    return made
+            result |= stack.by_name(name)
+    return result
 
 
 def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) -> Named:
-    made = dict(named)
+    """Replace the matrices of the inputs by their values after quantising and dequantising."""
+    result = dict(named)
     for name in ("up", "down"):
         weight_LOI = named[name]
         assert weight_LOI is not None
         stack = quantise_stack(weight_LOI, quantisation)
-        one_by_one = [
+        values = [
             dequantise(stack.of(expert), quantisation.kind, dtype)
             for expert in range(len(weight_LOI))
         ]
-        made[name] = torch.stack(one_by_one)
-    return made
+        result[name] = torch.stack(values)
+    return result
 
 
 def run(
-    case: Case, named: Named, kind: str, *, chunks: int = 1, late: bool = False, **kw: Any
+    case: Case, named: Named, kind: str, *, chunks: int = 1, postpone: bool = False, **kw: Any
 ) -> dict[str, Tensor]:
     """Return the output and all gradients of a call with frozen matrices."""
     wanted = ("rows", "weights", "up_bias", "down_bias", *ADAPTERS)
@@ -241,23 +246,24 @@ def run(
     grad_RH = torch.randn(rows.shape, dtype=rows.dtype).to(rows.device)
     outs = []
     for part in range(chunks):
-        if late:
+        if postpone:
             experts = postpone_grads(experts)
-        mine = slice(part, None, chunks)
-        counts_L = [int((ids[mine] == expert).sum()) for expert in range(case.num_experts)]
-        inputs = (rows[mine], ids[mine], weights[mine])
+        chunk = slice(part, None, chunks)
+        counts_L = [int((ids[chunk] == expert).sum()) for expert in range(case.num_experts)]
+        inputs = (rows[chunk], ids[chunk], weights[chunk])
         out = expert_mlp(*inputs, experts, case.formula, counts_L=counts_L, **kw)
-        outs.append((out, grad_RH[mine]))
+        outs.append((out, grad_RH[chunk]))
     torch.autograd.backward([out for out, _ in outs], [grad for _, grad in outs])
-    found = {f"out {part}": out.detach() for part, (out, _) in enumerate(outs)}
+    results = {f"out {part}": out.detach() for part, (out, _) in enumerate(outs)}
     for name, x in {"rows": rows, "weights": weights, **leaves}.items():
         if x is not None and name in wanted:
             assert x.grad is not None, name
-            found[name] = x.grad
-    return found
+            results[name] = x.grad
+    return results
 
 
-def ways() -> Iterator[Any]:
+def _formats_and_calls() -> Iterator[Any]:
+    """Yield all pairs of FORMATS and CALLS in three dtypes; most of them are marked slow."""
     for name, call, dtype in itertools.product(
         FORMATS, CALLS, (torch.float32, torch.bfloat16, torch.float64)
     ):
@@ -267,14 +273,14 @@ def ways() -> Iterator[Any]:
         yield pytest.param(name, call, dtype, id=label, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "call", "dtype"), list(ways()))
+@pytest.mark.parametrize(("name", "call", "dtype"), list(_formats_and_calls()))
 def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torch.dtype) -> None:
-    """Output and all gradients are equal, also with chunks, recompute and postponed gradients."""
+    """Output and gradients are compared, also with chunks, recompute and postponed gradients."""
     quantisation, case = FORMATS[name], CALLS[call]
     named = adapted(case, 5, dtype)
     as_bytes = weights_of(named, quantisation, dtype)
     as_values = dequantised(named, quantisation, dtype)
-    for kw in ({}, {"recompute": True}, {"late": True}, {"late": True, "chunks": 2}):
+    for kw in ({}, {"recompute": True}, {"postpone": True}, {"postpone": True, "chunks": 2}):
         want = run(case, as_values, "", **kw)
         got = run(case, as_bytes, quantisation.kind, **kw)
         assert_equal(got, want)
@@ -289,10 +295,10 @@ def test_compiled(name: str) -> None:
     ids, counts_L = case.ids_RK(), case.counts_L()
 
     def layer(rows: Tensor, weights: Tensor, experts: dict[str, Tensor]) -> Tensor:
-        held = ExpertWeights(**experts, up_bias=None, down_bias=None, quantised=quantisation.kind)
-        return expert_mlp(rows * 1.0, ids, weights, held, case.formula, counts_L=counts_L).sin()
+        stacks = ExpertWeights(**experts, up_bias=None, down_bias=None, quantised=quantisation.kind)
+        return expert_mlp(rows * 1.0, ids, weights, stacks, case.formula, counts_L=counts_L).sin()
 
-    found = []
+    results = []
     for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         leaves = {
             key: x.detach().requires_grad_(key in ("rows", *ADAPTERS))
@@ -302,27 +308,27 @@ def test_compiled(name: str) -> None:
         rows, weights = leaves.pop("rows"), leaves.pop("weights")
         out = function(rows, weights, leaves)
         out.sum().backward()
-        found.append([out, rows.grad, *(leaves[key].grad for key in ADAPTERS)])
-    for got, want in zip(*found, strict=True):
+        results.append([out, rows.grad, *(leaves[key].grad for key in ADAPTERS)])
+    for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
 
 
-def dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
-    """Replace `ExpertWeights.matrix`: dequantise all experts, which must not happen."""
+def _dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
+    """Replacement of `ExpertWeights.matrix` that dequantises all experts to return one of them."""
     stack = experts.stack(name)
-    ones = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
-    return torch.stack(ones)[expert]
+    values = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
+    return torch.stack(values)[expert]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_tensor_of_the_size_of_the_dequantised_experts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward dequantise one expert at a time; the test notices if all are made."""
+    """Forward and backward dequantise one expert at a time. Dequantising all fails the test."""
     quantisation = FORMATS[name]
     case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=128, ffn=128)
     named = weights_of(adapted(case, 2, torch.float32), quantisation, torch.float32)
-    of_one, of_all = 2 * 128 * 128, 6 * 128 * 128
+    size_of_one, size_of_all = 2 * 128 * 128, 6 * 128 * 128
 
     def largest() -> int:
         watch = LargestTensor(x for x in named.values() if x is not None)
@@ -331,7 +337,7 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
         assert rows is not None and weights is not None
         experts = ExpertWeights(**inputs, quantised=quantisation.kind)
         need = {"rows", "weights", *ADAPTERS}
-        # Calls the implementation, because LargestTensor cannot see inside of the operator.
+        # The implementation is called, because LargestTensor cannot see inside of the operator.
         with watch:
             routing = torch_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             _, pre = torch_mlp.forward(rows, weights, experts, routing, case.formula, True)
@@ -348,24 +354,24 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
             )
         return watch.elements
 
-    assert of_one <= largest() < of_all
-    monkeypatch.setattr(ExpertWeights, "matrix", dequantise_all)
-    assert largest() >= of_all
+    assert size_of_one <= largest() < size_of_all
+    monkeypatch.setattr(ExpertWeights, "matrix", _dequantise_all)
+    assert largest() >= size_of_all
 
 
-def test_nothing_of_the_matrices_is_kept_for_backward() -> None:
-    """An nf4 call saves its inputs and the routing for backward, and no other large tensor."""
+def test_dequantised_matrices_are_not_saved_for_backward() -> None:
+    """An nf4 call saves its inputs, and besides them only the routing."""
     case = CALLS["silu"]
     named = weights_of(adapted(case, 5, torch.float32), NF4, torch.float32)
     leaves = {n: None if x is None else x.requires_grad_(n in ADAPTERS) for n, x in named.items()}
     rows, weights = leaves.pop("rows"), leaves.pop("weights")
     assert rows is not None and weights is not None
     known = {x.untyped_storage().data_ptr() for x in named.values() if x is not None}
-    kept: list[int] = []
+    saved: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in known:
-            kept.append(tensor.numel())
+            saved.append(tensor.numel())
         return tensor
 
     experts = replace(ExpertWeights(**leaves), quantised="nf4")
@@ -373,4 +379,4 @@ def test_nothing_of_the_matrices_is_kept_for_backward() -> None:
         kw = {"counts_L": case.counts_L(), "recompute": True}
         out = expert_mlp(rows, case.ids_RK(), weights, experts, case.formula, **kw)
     out.sum().backward()
-    assert kept and max(kept) <= 2 * len(IDS)
+    assert saved and max(saved) <= 2 * len(IDS)

@@ -60,12 +60,12 @@ KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clear_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     check_once.cache_clear()
     self_check.check_both_sizes.cache_clear()
     check_sums_once.cache_clear()
     self_check.warn_once.cache_clear()
-    # Three tiles per expert instead of sixteen: a tenth of the work.
+    # Three tiles per expert, instead of sixteen, take a tenth of the time.
     monkeypatch.setattr(self_check, "FEW_ROWS", 32)
     monkeypatch.setattr(self_check, "_shortened", lambda size: 16 + size % 16)
 
@@ -75,17 +75,17 @@ def test_right_kernels_pass(name: str) -> None:
     assert check_once(KINDS[name]) == ""
 
 
-def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales in another order are refused; right scales pass, without bitsandbytes."""
+def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right scales pass, although bitsandbytes is missing. Scales in another order are refused."""
     monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
-    right = triton_mlp._matrices
+    original = triton_mlp._matrices
 
     def wrong(experts: ExpertWeights, name: str) -> Any:
-        matrices = right(experts, name)
+        matrices = original(experts, name)
         return replace(matrices, scale=matrices.scale.flip(1)) if name == "down" else matrices
 
     monkeypatch.setattr(triton_mlp, "_matrices", wrong)
@@ -95,25 +95,27 @@ def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
-def test_right_kernels_of_bytes_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without adapters, in fp16. Values are rounded to fp16 as the kernels round them."""
+def test_right_kernels_of_quantised_matrices_pass(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp16 the self-check must round dequantised values as the kernels do."""
     monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     size = {"nf4": 64, "fp8": 128}[kind]
     frozen = replace(FROZEN, tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
     assert check_once(replace(frozen, hidden=size, ffn=size)) == ""
 
 
-def _wrong(
+def _break_kernel(
     monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[[dict[str, Any]], bool]
 ) -> None:
     """Make one element of a launch's output wrong if `when(arguments)` is true."""
     owners = {"combine alone": self_check, "combine of tokens": sum_check}
     owner = owners.get(name, triton_mlp)
     name, *_ = name.split()
-    right = getattr(owner, name)
+    original = getattr(owner, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        out = right(*args, **kwargs)
+        out = original(*args, **kwargs)
         if when(kwargs | dict(enumerate(args))):
             first = out[0] if isinstance(out, tuple) else out
             first = args[2] if first is None else first
@@ -129,18 +131,18 @@ def _wrong(
 def test_one_wrong_element_of_any_kernel_is_refused(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _wrong(monkeypatch, kernel, lambda arguments: True)
+    _break_kernel(monkeypatch, kernel, lambda arguments: True)
     with pytest.raises(
         RuntimeError, match=r"compute wrong numbers on cpu.*experts_backend='torch'"
     ):
         check_once(LORA if kernel == "thin_mm" else KIND)
 
 
-# name: (kernel, launches that are wrong, a kind that has such launches, a kind that has none)
+# name: (kernel, test of a launch that is wrong, a kind with such launches, a kind without them)
 VARIANTS = {
     "a frozen base": ("dgated", lambda x: not x["need_act"], FROZEN, KIND),
-    "nothing kept": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
-    "computed again": ("up", lambda x: not x["keep_pre"], RECOMPUTED, FROZEN),
+    "inference": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
+    "recomputed": ("up", lambda x: not x["keep_pre"], RECOMPUTED, FROZEN),
     "16-bit routing weights": (
         "combine",
         lambda x: x[2] is not None and x[2].dtype == torch.float16,
@@ -153,14 +155,14 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "name", ["a frozen base", *(pytest.param(x, marks=pytest.mark.slow) for x in [*VARIANTS][1:])]
 )
-def test_a_variant_that_is_wrong_is_refused_where_it_is_launched(
+def test_a_wrong_variant_is_refused_only_for_calls_that_launch_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, when, launching, other = VARIANTS[name]
-    _wrong(monkeypatch, kernel, when)
-    assert check_once(other) == ""
+    kernel, when, kind_with, kind_without = VARIANTS[name]
+    _break_kernel(monkeypatch, kernel, when)
+    assert check_once(kind_without) == ""
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
-        check_once(launching)
+        check_once(kind_with)
 
 
 def _tf32(x: Tensor) -> Tensor:
@@ -168,13 +170,13 @@ def _tf32(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
-def test_a_tf32_product_is_refused_where_exact_ones_were_asked_for(
+def test_tf32_products_are_refused_if_exact_products_are_expected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = triton_mlp.grouped_mm
+    original = triton_mlp.grouped_mm
 
     def rounding(rows_AI: Tensor, matrix_LIO: Tensor, *args: Any, **options: Any) -> Tensor:
-        return right(_tf32(rows_AI), _tf32(matrix_LIO.contiguous()), *args, **options)
+        return original(_tf32(rows_AI), _tf32(matrix_LIO.contiguous()), *args, **options)
 
     monkeypatch.setattr(triton_mlp, "grouped_mm", rounding)
     assert check_once(replace(KIND, precision="tf32")) == ""
@@ -183,10 +185,10 @@ def test_a_tf32_product_is_refused_where_exact_ones_were_asked_for(
 
 
 def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of rows of a token differs from the number of its choices."""
+    """These sums have another number of rows per token than top_k, and a check of their own."""
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4)
-    _wrong(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
+    _break_kernel(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
     assert check_once(KIND) == ""
     with pytest.raises(RuntimeError, match=r"compute wrong numbers on cpu.*in sums .*num_slots=5"):
         self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 5)
@@ -201,8 +203,8 @@ def _experts(hidden: int, rank: int | None = None) -> ExpertWeights:
     return experts
 
 
-def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are of different kinds if Triton would build different kernels for them."""
+def test_the_self_check_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls have different kinds if Triton would build different kernels for them."""
     kinds: list[Kind] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", kinds.append)
@@ -237,10 +239,10 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(others)) == len(others)
 
 
-def test_the_first_call_checks_few_rows_per_expert_and_many(
+def test_the_first_call_checks_the_kernels_for_few_and_for_many_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise a rank would build kernels later, when its number of rows changes."""
+    """Otherwise a rank would build kernels later, when its number of rows per expert changes."""
     kinds: list[Kind] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", lambda kind: kinds.append(kind) or "")
@@ -276,7 +278,7 @@ UNBUILT = {
 
 @pytest.mark.parametrize("name", UNBUILT)
 @pytest.mark.parametrize("kernel", ["up", "dgated", "sort_pairs"])
-def test_kernels_that_cannot_be_built_leave_the_experts_to_torch(
+def test_torch_computes_the_experts_if_kernels_cannot_be_built(
     kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backend "auto" warns once and uses torch; backend "triton" raises."""
@@ -291,29 +293,32 @@ def test_kernels_that_cannot_be_built_leave_the_experts_to_torch(
         warnings.simplefilter("always")
         for _ in range(2):
             got = _call("auto")
-            assert all(torch.equal(mine, true) for mine, true in zip(got, want, strict=True))
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
             _call("auto", grads=False) if kernel != "dgated" else None
     # The interpreter of Triton 3.6 raises NumPy warnings.
-    (said,) = (str(one.message) for one in caught if "hf_moe_ep" in str(one.message))
+    messages = (str(warning.message) for warning in caught)
+    (message,) = (message for message in messages if "hf_moe_ep" in message)
     reason = str(UNBUILT[name])
-    assert reason in said and "torch path" in said
+    assert reason in message and "torch path" in message
     with pytest.raises(RuntimeError, match="experts_backend='triton' cannot run here") as error:
         _call("triton")
     assert reason in str(error.value)
 
 
-def test_auto_takes_the_kernels_where_they_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_kernels_if_they_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     got, want = _call("auto"), _call("torch")
-    assert not torch.equal(got[0], want[0])  # or it was torch
+    assert not torch.equal(got[0], want[0])  # equal bits would mean that torch computed both
     assert all(torch.equal(a, b) for a, b in zip(got, _call("triton"), strict=True))
 
 
-def test_a_gpu_that_is_out_of_memory_is_not_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
+def test_out_of_memory_in_the_self_check_is_raised_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raise_out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(triton_mlp, "up", full)
+    monkeypatch.setattr(triton_mlp, "up", raise_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         check_once(KIND)
 
@@ -321,7 +326,7 @@ def test_a_gpu_that_is_out_of_memory_is_not_unfit(monkeypatch: pytest.MonkeyPatc
 REAL = replace(
     KIND, dtype=torch.bfloat16, top_k=8, num_experts=128, hidden=2048, ffn=768, few=False
 )
-# Kinds of real calls.
+# The kinds of calls that training and inference make.
 LAUNCHED = {
     "trained": replace(REAL, tensors=MATRICES, trained=("rows", "weights", *MATRICES)),
     "biases": REAL,
@@ -370,14 +375,16 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: the self-check builds every kernel variant that a call on an H100 needs."""
+def test_the_self_check_runs_every_kernel_variant_of_a_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches on an H100 are recorded without a GPU."""
     monkeypatch.undo()
     kind = LAUNCHED[name]
     monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
     for module in (blocks, dgated, grouped_mm, outer, up):
         monkeypatch.setattr(module, "dot_precision", lambda rows: kind.precision)
-    # Only the launches count, so torch computes nothing either.
+    # Only the launches are compared, so the torch path need not compute either.
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
     with Launches() as checked:
         for check in (self_check._products, self_check._routing, self_check._sums):
@@ -390,7 +397,7 @@ def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_sum_of_the_rows_of_a_token_was_checked(dtype: torch.dtype) -> None:
+def test_the_self_check_runs_the_kernel_that_sums_the_rows_of_a_token(dtype: torch.dtype) -> None:
     with Launches() as checked:
         list(token_sums(TokenSumKind(torch.device("cpu"), dtype, 4, 2048)))
     with Launches() as launched:

@@ -1,1 +1,1 @@
-"""Code that tests share: ranks, tiny models, errors, fakes, jobs. `tests/` tests it."""
+"""Code that tests share: ranks, tiny models, measures of error, fakes of libraries, scripts."""

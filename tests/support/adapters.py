@@ -1,4 +1,4 @@
-"""LoRA on stacked experts and attention, as a user of PEFT writes it."""
+"""Attach LoRA to stacked experts and to attention with PEFT, as a user would."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hf_moe_ep.architectures import find_parts
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ATTENTION = ("q_proj", "v_proj")
 
-# What to adapt, as arguments of `with_lora`.
+# Name -> arguments of `with_lora` that put adapters on experts, on attention, or on both.
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "both": {},
     "experts": {"modules": ()},
@@ -20,7 +20,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def expert_matrices(model: nn.Module) -> list[str]:
-    """The stacked matrices of the experts, as target_parameters name them."""
+    """Return the names of the experts' stacked matrices, as PEFT's target_parameters need them."""
     parts = find_parts(model)
     return [
         f"{name}.{weight}"
@@ -39,7 +39,10 @@ def with_lora(
     fp32: bool = True,
     **options: Any,
 ) -> PeftModel:
-    """Random factors: PEFT's own lora_B begins with zeros, and lora_A would have no gradient."""
+    """Attach adapters with random factors to a model.
+
+    PEFT initialises lora_B with zeros. Then lora_A would have no gradient in the first step.
+    """
     if seed is not None:
         torch.manual_seed(seed)
     config = LoraConfig(

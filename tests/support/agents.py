@@ -1,4 +1,7 @@
-"""One launcher's agent on each node of `support.namespaces`, started and waited for together."""
+"""Run a launcher's agent on each node of `support.namespaces`.
+
+`run_agents` starts one agent per node and waits for all. `Agents` also restarts agents that fail.
+"""
 
 import os
 import subprocess
@@ -17,7 +20,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")]),
     "HF_HUB_OFFLINE": "1",
-    # Of examples/slurm/, which says why.
+    # The files of examples/slurm/ set this variable too, and say why.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -30,15 +33,15 @@ def torchrun(
     restarts: int = 0,
     num_nodes: str | None = None,
 ) -> list[str]:
-    """Make the command of a node's agent; node 0 keeps the store in which agents meet.
+    """Make the command of a node's agent. Node 0 hosts the store of the rendezvous.
 
-    `num_nodes` is torchrun's `--nnodes`, by default all; "1:2" is one at least.
+    `num_nodes` is torchrun's `--nnodes`, by default the number of all nodes; "1:2" means 1 or 2.
     """
     return [
         *[sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_nodes or nodes.count}"],
         *[f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--max-restarts={restarts}"],
         f"--rdzv-endpoint={nodes.address(0)}:{PORT}",
-        # Agents are known to be dead after three seconds.
+        # An agent counts as dead after three seconds without a sign of life.
         f"--rdzv-conf=is_host={int(node == 0)},keep_alive_interval=1,last_call_timeout=3",
         *script,
     ]
@@ -47,10 +50,11 @@ def torchrun(
 def run_agents(
     nodes: Nodes, commands: list[list[str]], folder: Path, *, timeout: float = 300.0
 ) -> str:
-    """Start a command on each node and wait until all have ended; return what they printed.
+    """Start a command on each node, wait until all have ended, and return their output.
 
     Raises:
-        AssertionError: one failed, or had not ended in time; with the end of what each printed.
+        AssertionError: a command failed or did not end in time. The message holds the end of the
+            output of each command.
     """
     outputs = [folder / f"node{node}.txt" for node in range(nodes.count)]
     agents = [
@@ -63,27 +67,28 @@ def run_agents(
             until = min(until, time.monotonic() + 10)
         time.sleep(0.1)
     codes = [agent.poll() for agent in agents]
-    said = [output.read_text() for output in outputs]
+    texts = [output.read_text() for output in outputs]
     if any(code != 0 for code in codes):
         for node in range(nodes.count):
             nodes.kill(node)
-        ends = "\n".join(f"node {node}: {text[-4000:]}" for node, text in enumerate(said))
-        raise AssertionError(f"agents ended with {codes} (None: not in time):\n{ends}")
-    return "\n".join(said)
+        ends = "\n".join(f"node {node}: {text[-4000:]}" for node, text in enumerate(texts))
+        raise AssertionError(f"agents ended with {codes} (None: did not end in time):\n{ends}")
+    return "\n".join(texts)
 
 
 @dataclass
 class Agents:
-    """torchrun's agents on all nodes, each started again when it ends with an error.
+    """torchrun's agents on all nodes. `look` restarts those that ended with an error.
 
-    As whatever looks after a machine does, what an agent left behind there is ended first.
+    Before a restart, all processes that the failed agent left on its node are killed, as the
+    scheduler of a cluster does.
 
     Attributes:
-        servers: where the ranks' servers are (`support/preloaded.py`).
-        ranks: of a node.
+        servers: the folder with the sockets of the ranks' servers (`support/preloaded.py`).
+        ranks: the number of ranks per node.
         num_nodes: torchrun's `--nnodes`.
-        used: nodes that have an agent.
-        starts: how often each node's agent was started.
+        used: the nodes that have an agent.
+        starts: how often the agent of each node was started.
     """
 
     nodes: Nodes
@@ -105,46 +110,45 @@ class Agents:
         self._running = {node: self._start(node) for node in self.used}
 
     def kill(self, node: int) -> None:
-        """Kill a node's agent by SIGKILL, and it alone."""
+        """Kill a node's agent with SIGKILL; its ranks keep running."""
         self._running[node].kill()
         self._running[node].wait()
 
     def look(self) -> bool:
-        """Start again what failed; return whether all have ended well."""
+        """Restart the agents that failed. Return True if all agents have ended without an error."""
         for node, agent in self._running.items():
             if agent.poll():
-                self._end_what_is_left(node)
+                self._kill_processes(node)
                 self._running[node] = self._start(node)
         return all(agent.poll() == 0 for agent in self._running.values())
 
     def lose(self, node: int) -> None:
-        """Lose a node for good: its agent is not started again."""
+        """Kill all processes of a node; its agent is not restarted."""
         self.kill(node)
-        self._end_what_is_left(node)
+        self._kill_processes(node)
         del self._running[node]
 
     def end(self) -> None:
-        """Kill whatever runs."""
+        """Kill the processes of all nodes."""
         for node in list(self._running):
             self.lose(node)
 
     def _mark(self, node: int) -> str:
         return f"{self.folder}-{node}"
 
-    def _end_what_is_left(self, node: int) -> None:
+    def _kill_processes(self, node: int) -> None:
         kill_marked(self._mark(node))
 
     def _start(self, node: int) -> "subprocess.Popen[bytes]":
         self.starts[node] += 1
-        start = ["--no-python", *client(self.servers, node), *self.script]
-        restarts = self.restarts
+        script = ["--no-python", *client(self.servers, node), *self.script]
         command = torchrun(
             self.nodes,
             node,
-            *start,
+            *script,
             ranks=self.ranks,
-            restarts=restarts,
+            restarts=self.restarts,
             num_nodes=self.num_nodes,
         )
-        own = ENVIRONMENT | {MARK: self._mark(node)}
-        return self.nodes.start(node, *command, output=self.output(node), **own)
+        environment = ENVIRONMENT | {MARK: self._mark(node)}
+        return self.nodes.start(node, *command, output=self.output(node), **environment)

@@ -1,4 +1,4 @@
-"""How much memory tensors of this process take."""
+"""Measure the memory of this process's tensors, at any time or at the writes of a checkpoint."""
 
 import gc
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 
 
 def bytes_alive() -> int:
-    """Bytes of all tensors of this process."""
-    # By their very type: fake tensors of torch.compile have no memory, lazy modules no attributes.
+    """Sum the bytes of all tensors of this process; each storage counts once."""
+    # `isinstance` would also find fake tensors, which have no memory, and import lazy modules.
     tensors = [
         x
         for x in gc.get_objects()
@@ -27,19 +27,19 @@ def bytes_alive() -> int:
 
 @contextmanager
 def alive_at_writes() -> Iterator[list[int]]:
-    """At each write of a checkpoint, note the bytes of other new tensors that are alive."""
+    """At each write of a checkpoint, record the bytes of all new tensors except the written one."""
     alive: list[int] = []
     stock = Writer.write
 
-    def watched(file: Writer, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
+    def write(file: Writer, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         alive.append(bytes_alive() - tensor.untyped_storage().nbytes())
         stock(file, key, view, box, tensor)
 
     gc.collect()
-    gc.freeze()  # the collector lists only what is made from here on, which is much less
+    gc.freeze()  # from here on gc.get_objects() lists only new objects, which are far fewer
     try:
-        with mock.patch.object(Writer, "write", watched):
+        with mock.patch.object(Writer, "write", write):
             yield alive
     finally:
         gc.unfreeze()
-    assert alive, "something is written"
+    assert alive, "nothing was written"

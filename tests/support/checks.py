@@ -7,11 +7,11 @@
     def test_on_two_ranks(found: Found, claim: Check) -> None:
         found.raise_if_failed(claim)                                # or: found.values(claim)[rank]
 
-`found` (conftest.py) runs what is selected of a module, each number of ranks in one spawn and each
-check from seed 0. A check that fails or hangs is reported with every rank's traceback and ends the
-spawn; the checks after it run in a fresh one, so it hides and harms none of them. A check that
-passes and yet leaves its group unusable is `alone`. Cases of `support.parity` are such checks too:
-`parity.on_ranks(CASES)`. What is slow or lacks something is marked so where the table is made.
+The fixture `found` (conftest.py) runs the selected checks of a module. Checks with the same number
+of ranks share one spawn, and each check starts with seed 0. A check that fails or hangs is reported
+with every rank's traceback and ends the spawn. The checks after it run in a fresh spawn, so its
+failure does not affect them. A check that passes but leaves its process group unusable must be
+marked `alone=True`. `parity.on_ranks(CASES)` makes checks of the cases of `support.parity`.
 """
 
 import tempfile
@@ -30,10 +30,10 @@ from support.ranks import RankError, begin_time_anew, run_ranks
 
 @dataclass(frozen=True)
 class Check:
-    """`run(rank, world)` or `run(rank, world, folder)` on every rank; none of them may hang.
+    """A function `run(rank, world)` or `run(rank, world, folder)` that every rank calls.
 
-    `timeout` is its wall clock, `group_timeout` the process group's own; checks that differ in one
-    of them are spawned apart.
+    `timeout` limits the wall-clock time of the check, and `group_timeout` is the timeout of the
+    process group, both in seconds. Checks share a spawn only if both are equal.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Check:
 
 
 def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: Any) -> list[Any]:
-    """Parameters for `parametrize`: functions, named as they are called, and dicts by name."""
+    """Make parameters for `parametrize` from functions, and from dicts of names and functions."""
     named: list[tuple[str, Callable[..., Any]]] = []
     for run in runs:
         named += run.items() if isinstance(run, dict) else [(run.__name__.strip("_"), run)]
@@ -61,16 +61,16 @@ def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: 
 
 
 class Found:
-    """The result or error of each check of a module, run when the first one is asked for."""
+    """The results or errors of a module's checks. Reading the first result runs the checks."""
 
     def __init__(self, selected: Iterable[Check]) -> None:
         self._selected = [check for check in selected if not check.skip]
         self._outcomes: dict[Check, list[Any] | Exception] = {}
 
     def values(self, check: Check) -> list[Any]:
-        """The value of every rank, or what went wrong."""
+        """Return the value of every rank, or raise the error of the check."""
         if check not in self._outcomes:
-            self._outcomes |= run_checks(self._beside(check))
+            self._outcomes |= run_checks(self._checks_of_spawn(check))
         outcome = self._outcomes[check]
         if isinstance(outcome, Exception):
             raise outcome
@@ -79,25 +79,25 @@ class Found:
     def raise_if_failed(self, check: Check) -> None:
         self.values(check)
 
-    def _beside(self, check: Check) -> list[Check]:
-        """The checks that share a spawn with this one, in the order of their table."""
-        others = self._selected if check in self._selected else [*self._selected, check]
-        return [other for other in others if _spawn_of(other) == _spawn_of(check)]
+    def _checks_of_spawn(self, check: Check) -> list[Check]:
+        """List the selected checks that share a spawn with this check, and the check itself."""
+        checks = self._selected if check in self._selected else [*self._selected, check]
+        return [other for other in checks if _spawn_of(other) == _spawn_of(check)]
 
 
 def selected_checks(request: pytest.FixtureRequest) -> list[Check]:
-    """The checks among the parameters of those tests of this module that are to run."""
-    found: dict[Check, None] = {}  # a check of two tests runs once
+    """List the checks among the parameters of this module's selected tests."""
+    checks: dict[Check, None] = {}  # a check that two tests use runs once
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.module is request.module:
             parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-            found |= dict.fromkeys(value for value in parameters if isinstance(value, Check))
-    return list(found)
+            checks |= dict.fromkeys(value for value in parameters if isinstance(value, Check))
+    return list(checks)
 
 
 def run_checks(checks: list[Check]) -> dict[Check, list[Any] | Exception]:
-    """Run checks of one spawn: its value per rank, or the error, for each of them."""
-    assert len({_spawn_of(check) for check in checks}) == 1, "these cannot share a spawn"
+    """Run checks that can share a spawn. Return each check's values of all ranks, or its error."""
+    assert len({_spawn_of(check) for check in checks}) == 1, "these checks cannot share a spawn"
     outcomes: dict[Check, list[Any] | Exception] = {}
     while waiting := [check for check in checks if check not in outcomes]:
         outcomes |= _run_until_one_fails(waiting)
@@ -109,14 +109,14 @@ def _spawn_of(check: Check) -> tuple[Any, ...]:
 
 
 def _run_until_one_fails(checks: list[Check]) -> dict[Check, list[Any] | Exception]:
-    """Outcomes of at least one check: those that passed, and the first that did not."""
+    """Return the outcomes of all checks up to the first one that fails, and of this one."""
     world, timeout, group_timeout, _ = _spawn_of(checks[0])
     failure: Exception | None = None
     outcomes: dict[Check, list[Any] | Exception] = {}
     with tempfile.TemporaryDirectory(prefix="checks_") as folder:
         try:
             times = {"timeout": timeout, "group_timeout": group_timeout, "time_to_start": 120.0}
-            run_ranks(_in_turn, world, checks, folder, **times)
+            run_ranks(_run_in_turn, world, checks, folder, **times)
         except (RankError, TimeoutError) as error:
             failure = error
         for index, check in enumerate(checks):
@@ -125,26 +125,26 @@ def _run_until_one_fails(checks: list[Check]) -> dict[Check, list[Any] | Excepti
                 assert failure is not None
                 return outcomes | {check: failure}
             outcomes[check] = [torch.load(file, weights_only=False) for file in files]
-    if failure is not None:  # all returned, and a rank died on its way out
+    if failure is not None:  # all checks returned, and then a rank died
         outcomes[checks[-1]] = failure
     return outcomes
 
 
-def _in_turn(rank: int, world: int, checks: list[Check], folder: str) -> None:
-    """One rank: a check begins when all ranks have passed the one before."""
+def _run_in_turn(rank: int, world: int, checks: list[Check], folder: str) -> None:
+    """Run the checks on one rank. A check begins when all ranks have passed the previous one."""
     for index, check in enumerate(checks):
         begin_time_anew()
         torch.manual_seed(0)
         arguments = []
         if "folder" in signature(check.run).parameters:
-            own = Path(folder, f"folder{index}")
-            own.mkdir(exist_ok=True)
-            arguments.append(str(own))
+            check_folder = Path(folder, f"folder{index}")
+            check_folder.mkdir(exist_ok=True)
+            arguments.append(str(check_folder))
         value = check.run(rank, world, *arguments)
-        whole_or_not_at_all = Path(folder, f"value{index}_{rank}.partial")
-        torch.save(value, whole_or_not_at_all)
-        whole_or_not_at_all.rename(_value_file(folder, index, rank))
-        # Through files, not the group: it would time out with an error where a rank hangs.
+        partial_file = Path(folder, f"value{index}_{rank}.partial")
+        torch.save(value, partial_file)
+        partial_file.rename(_value_file(folder, index, rank))
+        # A barrier of the process group would raise a timeout here if another rank hangs.
         while not all(_value_file(folder, index, other).exists() for other in range(world)):
             time.sleep(0.005)
 

@@ -1,23 +1,24 @@
-"""One measure of error for all tests: max|got - want| / max|want|, per tensor.
+"""The measure of error of all tests is max|got - want| / max|want|, per tensor.
 
-Relative to the largest element of the whole tensor, not element by element: sums in another order
-move small elements of a tensor by as much as large ones. Where `want` is all zero or empty the
-error is absolute. DTensors are the caller's to gather.
+The error is relative to the largest element of the whole tensor, and not to each element, because
+sums in another order change small elements of a tensor by as much as large ones. If `want` is all
+zero or empty, the error is absolute. The caller gathers DTensors.
 """
 
 import torch
 
-# A model in fp64: sums in another order round by 1e-16 each, through its layers and three steps.
+# For a model in fp64: sums in another order have rounding errors of 1e-16, which grow through the
+# layers and three steps.
 FP64_MODEL = 1e-10
-# One layer or operator in fp64: no more than some hundred such roundings on the way.
+# For one layer or operator in fp64, with at most a few hundred such rounding errors.
 FP64_LAYER = 1e-12
-# Where something in a model of fp64 is fp32, which rounds by 6e-8: transformers casts logits for
-# its loss, sums the router's aux loss and rotates inside its vision tower so.
+# For an fp64 model that computes a part in fp32, which rounds by 6e-8. In transformers these are
+# the logits of the loss, the router's aux loss and the rotary embedding of the vision tower.
 FP32_INSIDE = 1e-6
 
 
 def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """max|got - want| / max|want| in fp64; NaN anywhere gives NaN."""
+    """Return max|got - want| / max|want| in fp64. Any NaN makes the error NaN."""
     if got.numel() == 0:
         return 0.0
     scale = want.detach().abs().max().double().item()
@@ -25,12 +26,15 @@ def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> float:
-    """Return max_error(got, want); AssertionError where it is over the budget, or shapes differ."""
+    """Return max_error(got, want), and raise AssertionError if it exceeds the budget.
+
+    Different shapes are an error as well.
+    """
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
     error = max_error(got, want)
     if error <= budget:  # False for NaN
         return error
-    flat_index = _difference(got, want).argmax()  # argmax takes a NaN for the largest
+    flat_index = _difference(got, want).argmax()  # for argmax, a NaN is the largest value
     worst = tuple(int(i) for i in torch.unravel_index(flat_index, got.shape))
     raise AssertionError(
         f"{name}: error {error:.3e} is over the budget {budget:.3e}; worst at {worst} of "

@@ -1,4 +1,4 @@
-"""How often a function is called: collectives, and reads of a tensor by the host."""
+"""Count calls of functions, such as collectives and the host's reads of a tensor."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_moe_ep.ranks import collectives
 
-# Name -> what has the function, and its name there. Of the MoE layers:
+# Name -> (owner, attribute) of the function. These are the collectives and reads of MoE layers.
 EXCHANGES = {
     "all_gather": (collectives, "_all_gather"),
     "all_to_all": (dist, "all_to_all_single"),
@@ -23,11 +23,12 @@ EXCHANGES = {
 def counting(watched: Mapping[str, tuple[Any, str]]) -> Iterator[Counter[str]]:
     """Count the calls of each function of `watched` within the block."""
     calls: Counter[str] = Counter()
-    originals = {name: getattr(*place) for name, place in watched.items()}
+    originals = {name: getattr(*function) for name, function in watched.items()}
 
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The torch path's own offsets live on the host, int32; what a GPU would hold is int64.
+            # int32 tensors are offsets of the torch path, which are on the host. Reads of int64
+            # tensors would be host syncs on a GPU.
             if name != "read" or args[0].dtype == torch.int64:
                 calls[name] += 1
             return originals[name](*args, **kwargs)

@@ -1,8 +1,8 @@
-"""No fp32 within a model of fp64: what transformers computes in fp32 is computed in fp64.
+"""Make transformers compute in fp64 where an fp64 model would compute in fp32 (`FP64`).
 
-Routers, rotary embeddings, norms and losses are fp32 whatever the weights are. A matrix product
-rounds differently at another number of rows, so that stock and slices of it differ by 1e-7, which
-would hide small mistakes.
+Stock computes routers, rotary embeddings, norms and losses in fp32, whatever the dtype of weights.
+A matrix product rounds differently for another number of rows. A stock model and one that has
+slices of the batch would therefore differ by 1e-7, which would hide small mistakes.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,15 +12,16 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-# What backward hands to autograd's engine, past which no mode is asked.
+# The function with which backward starts autograd's engine. The engine's operators call no mode.
 _RUN = "_engine_run_backward"
 _run = getattr(torch.autograd, _RUN)
 
 
 class FP64(TorchFunctionMode):
-    """Within this context whoever asks for fp32 gets fp64, in backward and what it computes again.
+    """Context manager that replaces fp32 by fp64, also in backward and in recomputes.
 
-    A mode is off while it is asked, and autograd computes in the modes that its engine began in.
+    torch switches a mode off while it calls the mode, and autograd keeps the modes that are on when
+    its engine starts. So backward is called with the mode switched on again.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 as they are published, quantised by transformers' own operation."""
+"""Write checkpoints in FP8 like the published ones, quantised by transformers' own operation."""
 
 import json
 import math
@@ -14,16 +14,16 @@ from transformers.integrations import finegrained_fp8
 
 from support.hub_files import hub_state
 
-# What published ones leave as it is.
+# Parts of the keys that published checkpoints do not quantise.
 LEFT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "visual")
-# Stock of 5.16 loads no FP8 but with an implementation of experts that is in this table.
+# transformers 5.16 loads FP8 only with an implementation of experts that is in this table.
 _OVERRIDES = getattr(finegrained_fp8.FP8Experts, "_impl_tp_layer_overrides", {})
 for _implementation in (None, "eager", "batched_mm", "grouped_mm"):
     _OVERRIDES.setdefault(_implementation, {})
 
 
 def write_fp8(folder: Path, model: PreTrainedModel, block: tuple[int, int] = (128, 128)) -> None:
-    """Write `model` as the hub has it, every matrix but those of LEFT in FP8."""
+    """Write `model` in the hub's layout, with every matrix in FP8 except those in LEFT."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -39,7 +39,7 @@ def write_fp8(folder: Path, model: PreTrainedModel, block: tuple[int, int] = (12
 
 
 def published_config(block: tuple[int, int] = (128, 128)) -> dict[str, Any]:
-    """The quantization_config of Qwen3-30B-A3B-FP8, with less to leave out."""
+    """Return the quantization_config of Qwen3-30B-A3B-FP8, with fewer modules_to_not_convert."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -50,19 +50,22 @@ def published_config(block: tuple[int, int] = (128, 128)) -> dict[str, Any]:
 
 
 def quantised(key: str, tensor: Tensor, block: tuple[int, int]) -> dict[str, Tensor]:
-    """A weight and its scales, as the hub has them; padded with zeros where blocks are cut."""
+    """Return a quantised weight and its scales by hub key.
+
+    A matrix whose sizes are no multiples of a block is padded with zeros before it is quantised.
+    """
     config = FineGrainedFP8Config(weight_block_size=block)
     operation = finegrained_fp8.Fp8Quantize(SimpleNamespace(quantization_config=config))  # type: ignore[arg-type]
     rows, columns = tensor.shape[-2:]
     padding = (0, -columns % block[1], 0, -rows % block[0])
-    whole = torch.nn.functional.pad(tensor, padding)
-    values, scales = operation.convert({key: whole}).values()
-    assert scales.numel() == math.prod(whole.shape) // math.prod(block)
+    padded = torch.nn.functional.pad(tensor, padding)
+    values, scales = operation.convert({key: padded}).values()
+    assert scales.numel() == math.prod(padded.shape) // math.prod(block)
     return {key: values[..., :rows, :columns].contiguous(), f"{key}_scale_inv": scales}
 
 
 def stock_product(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Dequantise in fp32 as stock does, or by hand where stock cannot (5.17)."""
+    """Dequantise in fp32 with stock's function, or by hand in transformers 5.17, which has none."""
     stock = getattr(finegrained_fp8, "_dequantize_fp8_weight", None)
     if stock is not None:
         product: Tensor = stock(values, scales, list(block), torch.float32)

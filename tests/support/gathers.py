@@ -1,4 +1,4 @@
-"""Which FSDP2 units are gathered while something runs."""
+"""Record which FSDP2 units are gathered inside a block: names, bytes, or stages of the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,10 @@ from hf_moe_ep.upstream.module_names import stock_name
 
 @contextmanager
 def gathered_units() -> Iterator[list[str]]:
-    """Names of units as in the stock model, from `layers.` on, in the order of their gathers."""
+    """List the units in the order in which they are gathered.
+
+    Names are those of the stock model, without the part before `layers.`.
+    """
     names: list[str] = []
     original = FSDPParamGroup.unshard
 
@@ -31,8 +34,8 @@ def gathered_units() -> Iterator[list[str]]:
 
 @contextmanager
 def gathered_bytes() -> Iterator[dict[str, int]]:
-    """Count the bytes that each unit (named as in `gathered_units`) gathers inside the block."""
-    found: dict[str, int] = {}
+    """Count the bytes that each unit gathers, by its full name in the stock model."""
+    num_bytes: dict[str, int] = {}
     original = FSDPParamGroup.unshard
 
     def unshard(self: FSDPParamGroup, *args: object, **kwargs: object) -> None:
@@ -41,39 +44,40 @@ def gathered_bytes() -> Iterator[dict[str, int]]:
         result = self._all_gather_result
         if before is None and result is not None:
             name = stock_name(self._module_fqn or "root")
-            found[name] = found.get(name, 0) + result.all_gather_output.nbytes
+            num_bytes[name] = num_bytes.get(name, 0) + result.all_gather_output.nbytes
 
     with mock.patch.object(FSDPParamGroup, "unshard", unshard):
-        yield found
+        yield num_bytes
 
 
 @contextmanager
 def stages_gathered(model: nn.Module) -> Iterator[dict[int, set[str | int]]]:
-    """By decoder layer that runs: every stage of `model` that is gathered, or on its way, then.
+    """When a decoder layer starts, record all stages that are gathered or being gathered.
 
-    A stage is "embedding", "head" (with the norm), or the index of a layer, its experts included.
+    Yields layer index -> stages. A stage is "embedding", "head" (with the norm), or the index of a
+    layer (with its experts).
     """
-    seen: dict[int, set[str | int]] = {}
+    stages_by_layer: dict[int, set[str | int]] = {}
     units = [
         (_stage(stock_name(name)), module)
         for name, module in model.named_modules()
         if isinstance(module, FSDPModule)
     ]
 
-    def look(layer: int, *_: object) -> None:
-        found = seen.setdefault(layer, set())
+    def record(layer: int, *_: object) -> None:
+        stages = stages_by_layer.setdefault(layer, set())
         for stage, unit in units:
             group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None and (group.is_unsharded or group._all_gather_result is not None):
-                found.add(stage)
+                stages.add(stage)
 
     handles = [
-        unit.register_forward_pre_hook(partial(look, stage))
+        unit.register_forward_pre_hook(partial(record, stage))
         for stage, unit in units
         if isinstance(stage, int)
     ]
     try:
-        yield seen
+        yield stages_by_layer
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Greedy generation in which every rank has other prompts, another length and another end."""
+"""Generate greedily with prompts, lengths and end tokens that differ by rank."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from support.tiny_models import batch, tiny
 
 
 def prompts(rank: int) -> dict[str, Tensor]:
-    """Two prompts of a rank's own length, the second padded on the left by one."""
+    """Make two prompts whose length depends on the rank. The second has one token of padding."""
     ids = batch(tiny(), 2, 3 + 2 * rank, seed=50 + rank)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, 0] = 0
@@ -19,9 +19,10 @@ def prompts(rank: int) -> dict[str, Tensor]:
 def continuations(
     model: nn.Module, rank: int, inputs: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Generate two continuations per rank: `free` has its own length, `ended` stops earlier. Rank r
-    ends both of its prompts, its own or `inputs`, with the token that they got at position r of
-    `free`.
+    """Generate twice from the rank's prompts, or from `inputs`.
+
+    `free` has as many tokens as the rank may generate. For `ended`, the tokens at position r of
+    rank r's `free` continuations are end tokens, so generation stops earlier.
     """
     inputs, num_new = inputs or prompts(rank), 5 + 2 * rank
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -33,7 +34,7 @@ def continuations(
 
 
 def assert_same(where: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """The same tokens, and an early end that was one."""
+    """Check that tokens are the same, and that `ended` did stop earlier."""
     for name, tokens in want.items():
         assert torch.equal(got[name], tokens), f"{where}, {name}: {got[name]}, want {tokens}"
-    assert want["ended"].shape[1] < want["free"].shape[1], f"{where}: nothing ended early"
+    assert want["ended"].shape[1] < want["free"].shape[1], f"{where}: no generation stopped early"

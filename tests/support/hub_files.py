@@ -1,4 +1,4 @@
-"""Checkpoints in the hub's layout, written and read without the code under test."""
+"""Write and read checkpoints in the hub's layout, without the code under test."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's hub tensors, written by hand for both architectures."""
+    """Return the tensors of a model's checkpoint on the hub, for Qwen3-MoE or Qwen3-VL-MoE."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         head, _, last = name.rpartition(".")
@@ -30,17 +30,17 @@ def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def write_hub(folder: Path, model: PreTrainedModel, files: int = 3) -> dict[str, Tensor]:
-    """A sharded checkpoint as the hub has it; returns its tensors."""
+    """Write a checkpoint of several files in the hub's layout, and return its tensors."""
     folder.mkdir(parents=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     state = hub_state(model)
     names = [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
-    places = {key: names[i % files] for i, key in enumerate(sorted(state))}
+    file_of_key = {key: names[i % files] for i, key in enumerate(sorted(state))}
     for name in names:
-        held = {key: state[key] for key, place in places.items() if place == name}
-        save_file(held, folder / name, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": places}
+        tensors = {key: state[key] for key, file in file_of_key.items() if file == name}
+        save_file(tensors, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": file_of_key}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return state
 

@@ -1,4 +1,4 @@
-"""SIGKILL from outside, at a moment that the victim does not know."""
+"""Kill the current process with SIGKILL at a time that it does not know."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ import time
 
 
 def kill_later(seconds: float) -> None:
-    """Kill this process in so many seconds, whatever it does then."""
-    victim = os.getpid()
+    """Start a child process that kills this process after some seconds."""
+    pid = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         os._exit(0)

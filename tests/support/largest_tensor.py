@@ -1,4 +1,4 @@
-"""The largest tensor that is made while something runs."""
+"""Measure the largest tensor that is made inside a block (`LargestTensor`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,11 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """`elements` of the largest storage that is none of `known` (its own unit: each dtype's).
+    """Context manager that measures the storages of all tensors that operators return.
 
-    `nbytes` are those of the largest storage.
+    Storages of the tensors `known` do not count. Tensors inside of a custom operator are not seen;
+    call the operator's implementation instead.
 
-    A custom operator hides what it does from this watch: measure below it.
+    Attributes:
+        elements: the largest number of elements of a storage, in the dtype of its tensor.
+        nbytes: the largest number of bytes of a storage.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -24,11 +27,11 @@ class LargestTensor(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for made in out if isinstance(out, (tuple, list)) else [out]:
-            if not isinstance(made, Tensor) or made.is_meta:
+        for result in out if isinstance(out, (tuple, list)) else [out]:
+            if not isinstance(result, Tensor) or result.is_meta:
                 continue
-            if made.untyped_storage().data_ptr() not in self._known:
-                nbytes = made.untyped_storage().nbytes()
-                self.elements = max(self.elements, nbytes // made.itemsize)
+            if result.untyped_storage().data_ptr() not in self._known:
+                nbytes = result.untyped_storage().nbytes()
+                self.elements = max(self.elements, nbytes // result.itemsize)
                 self.nbytes = max(self.nbytes, nbytes)
         return out

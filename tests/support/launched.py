@@ -1,4 +1,4 @@
-"""Accelerate as its launcher would have set it up, inside a rank of `support.ranks`."""
+"""Set up Accelerate inside a rank of `support.ranks`, as `accelerate launch` would."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_moe_ep import patch
 
-FP32_BUDGET = 1e-5  # fp32 rounding, grown by three steps
+FP32_BUDGET = 1e-5  # rounding errors in fp32, which grow over three steps
 LAUNCH = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -22,7 +22,7 @@ LAUNCH = {
 
 @contextlib.contextmanager
 def launched(**settings: str) -> Iterator[None]:
-    """The environment `accelerate launch` makes, and a fresh Accelerate state."""
+    """Set the variables of `accelerate launch` inside the block, and reset Accelerate's state."""
     before = dict(os.environ)
     os.environ.update(LAUNCH | settings)
     try:
@@ -39,6 +39,7 @@ def prepared(
     make_optimizer: Any = torch.optim.AdamW,
     **config: Any,
 ) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    """Patch a model, and prepare it and its optimizer with Accelerate."""
     accelerator = accelerator or Accelerator(cpu=True)
     patch(model, **config)
     optimizer = make_optimizer(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Runs that the tests of Liger and of its stand-in share."""
+"""Training runs that the tests of Liger and of its fake share."""
 
 from typing import Any
 
@@ -17,38 +17,38 @@ Steps = list[tuple[float, float]]
 
 
 def whole_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Rows of uneven labels and masks: a rank's mean is not the batch's."""
+    """Make a batch whose rows have different numbers of labels, so the ranks' means differ."""
     whole = batch(model, ROWS, LENGTH, seed=3, pad=5)  # type: ignore[arg-type]
     whole["labels"][0, 3:] = -100
     return whole
 
 
 def steps_of_one_process(model: Any, steps: int) -> tuple[Steps, dict[str, Tensor]]:
-    """(loss, gradient norm) of each step of SGD without clipping, and the last gradients."""
+    """Train with SGD. Return (loss, gradient norm) of each step, and the last gradients."""
     whole = whole_batch(model)
     count = whole["labels"][:, 1:].ne(-100).sum()
-    found = []
+    results = []
     for _ in range(steps):
         model.zero_grad()
         loss = model(**whole, num_items_in_batch=count).loss
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        found.append((float(loss.detach()), float(norm)))
+        results.append((float(loss.detach()), float(norm)))
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= RATE * parameter.grad
-    return found, gradients
+    return results, gradients
 
 
 def own_rows(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
-    """This rank's rows of the whole batch."""
-    mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
-    return {key: value[mine] for key, value in whole_batch(model).items()}
+    """Return this rank's rows of the whole batch."""
+    rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    return {key: value[rows] for key, value in whole_batch(model).items()}
 
 
 def gradients_on_ranks(model: Any, rank: int, world: int) -> dict[str, Tensor]:
-    """Return the gradients of the whole batch: this rank's rows, summed over data ranks."""
+    """Run this rank's rows, and return the gathered gradients of the whole batch."""
     count = whole_batch(model)["labels"][:, 1:].ne(-100).sum()
     loss = model(**own_rows(model, rank, world), num_items_in_batch=count).loss
     (loss * world).backward()
@@ -56,7 +56,7 @@ def gradients_on_ranks(model: Any, rank: int, world: int) -> dict[str, Tensor]:
 
 
 def trained(model: Any, world: int, folder: str, **options: Any) -> Trainer:
-    """Three steps of the Trainer with `use_liger_kernel=True` on a patched model."""
+    """Patch a model, and train it for three steps of the Trainer with `use_liger_kernel=True`."""
     args = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -81,7 +81,7 @@ def trained(model: Any, world: int, folder: str, **options: Any) -> Trainer:
 
 
 def assert_logged(trainer: Trainer, wanted: Steps) -> None:
-    """The losses and norms that one process has; fp32, grown by the steps."""
+    """Compare the logged losses and norms. Budgets allow for fp32 rounding, which grows by step."""
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == len(wanted)
     for log, (loss, norm) in zip(logs, wanted, strict=True):

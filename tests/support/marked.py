@@ -1,7 +1,7 @@
-"""Find and end processes by a mark in their environment, whatever a launcher leaves behind.
+"""Find and kill processes by a mark in their environment.
 
-torchrun gives each rank a session of its own, so ending the launcher's process group misses them;
-a cluster ends everything in a job's cgroup.
+torchrun starts each rank in a session of its own, so killing the launcher's process group does not
+kill the ranks. A cluster kills all processes in the cgroup of a job; the mark replaces the cgroup.
 """
 
 import contextlib
@@ -13,19 +13,18 @@ MARK = "HF_MOE_EP_TEST_MARK"
 
 
 def marked(mark: str) -> list[int]:
-    """Find processes that were started with this MARK, their children too."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+    """Return the ids of all other processes that were started with this MARK, with children."""
+    variable, pids = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
-            # It may end meanwhile.
-            with contextlib.suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
+            with contextlib.suppress(OSError):  # the process may have ended
+                if variable in (folder / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(folder.name))
+    return pids
 
 
 def kill_marked(mark: str) -> int:
-    """Kill them all, until there is none; return how many there were."""
+    """Kill the marked processes until there are none, and return their number."""
     killed: set[int] = set()
     while alive := [pid for pid in marked(mark) if pid not in killed]:
         for pid in alive:

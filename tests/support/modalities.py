@@ -1,4 +1,4 @@
-"""Batches whose pictures differ by rank and step."""
+"""Make batches with text, images or videos that differ by rank and step."""
 
 from torch import nn
 
@@ -15,12 +15,15 @@ BOTH: Row = [3, (2, 2), 1, (2, 2, 4), 2]
 def rows_of(
     by_rank: tuple[list[Row], ...], model: nn.Module, rank: int, world: int, step: int
 ) -> list[Batch]:
-    """`by_rank` again and again over the ranks; one text row more on every 2nd of them."""
+    """Make a rank's batch from `by_rank`, which is repeated over the ranks.
+
+    Odd ranks get another row of text, and rank 1 is padded on the left.
+    """
     rows = [*by_rank[rank % len(by_rank)], *([[6 + rank]] if rank % 2 else [])]
     return [vision_batch(model, rows, seed=100 * step + rank, left=rank == 1)]
 
 
 def modality_by_step(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Nobody has pixels in step 0, one rank in step 1, another kind on each rank in step 2."""
+    """Step 0: only text. Step 1: an image on rank 0. Step 2: each rank has another kind of data."""
     rows = [[TEXT], [IMAGE if rank == 0 else TEXT], [(TEXT, IMAGES, VIDEO, BOTH)[rank % 4]]][step]
     return [vision_batch(model, rows, seed=10 * step + rank)]

@@ -1,15 +1,16 @@
-"""Machines as network namespaces of this one, with a slow link between them.
+"""Simulate several machines by network namespaces on one machine, with slow links between them.
 
     with Nodes(2, rate="200mbit") as nodes:
         agents = [nodes.start(n, "torchrun", ..., output=folder / f"{n}.txt") for n in range(2)]
 
-A node has an interface `eth0`, an address (10.77.0.1, ..2) and a host name (`node0`) of its own,
-and shares everything else: cores, memory, files. The other ends of their cables are on a bridge in
-one more namespace, so nothing is changed outside. `rate` is what a node may send (`tc tbf`); what
-it has sent is counted by its interface.
+A node has its own interface `eth0`, address (10.77.0.1, 10.77.0.2, ..) and host name (`node0`, ..).
+Nodes share cores, memory and files. A bridge in one more namespace connects their interfaces, so
+the network of the machine itself does not change. `rate` limits what a node may send (`tc tbf`),
+and its interface counts the bytes that it has sent.
 
-Needs root and iproute2; `WHY_NOT` says what is missing. A process of its own takes everything down
-again, whatever runs in it, when the block ends or whoever made it is gone, even by SIGKILL.
+Namespaces need root and iproute2; `WHY_NOT` says what is missing. A guard process kills all
+processes of the nodes and removes the namespaces when the block ends, or when the process that made
+them dies, even by SIGKILL.
 """
 
 import contextlib
@@ -25,27 +26,27 @@ from typing import Any
 
 NETWORK = "10.77.0"
 DEVICE = "eth0"
-# Of an Ethernet frame of a TCP segment beside its payload: Ethernet, IPv4, TCP, its time stamps.
+# Bytes of headers in an Ethernet frame with a TCP segment: Ethernet, IPv4, TCP, TCP time stamps.
 HEADERS = 14 + 20 + 20 + 12
 SEGMENT = 1500 - (HEADERS - 14)
-# Gives a node the name that its namespace has been told, and becomes the command.
+# A shell command that sets the host name of a node to $0 and then becomes the command "$@".
 _BEGIN = 'hostname "$0" && exec "$@"'
 
 
 def _ip(*arguments: str) -> str:
-    """Run `ip`, or raise with what it said."""
     return _run("ip", *arguments)
 
 
 def _run(*command: str) -> str:
-    found = subprocess.run(command, capture_output=True, text=True)
-    if found.returncode:
-        raise OSError(f"{' '.join(command)}: {found.stderr.strip()}")
-    return found.stdout
+    """Run a command and return its output. Raise OSError with its stderr if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise OSError(f"{' '.join(command)}: {result.stderr.strip()}")
+    return result.stdout
 
 
 def _why_not() -> str:
-    """Say why there can be no nodes here; empty where there can."""
+    """Return the reason why nodes do not work on this machine, or an empty string."""
     if os.geteuid():
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc", "unshare", "hostname") if not shutil.which(name)]
@@ -60,11 +61,12 @@ def _why_not() -> str:
 
 
 class Nodes:
-    """So many nodes, numbered from 0; a context.
+    """Context manager that makes nodes and numbers them from 0.
 
     Args:
-        count: of nodes.
-        rate: what each may send a second, as `tc` takes it ("200mbit"); None = as fast as it goes.
+        count: the number of nodes.
+        rate: the rate at which each node may send, in the units of `tc` ("200mbit"). None means no
+            limit.
     """
 
     def __init__(self, count: int, *, rate: str | None = None) -> None:
@@ -98,13 +100,13 @@ class Nodes:
     def start(
         self, node: int, *command: str, output: Path, **environment: str
     ) -> "subprocess.Popen[bytes]":
-        """Start a command on a node; what it prints is added to `output`."""
-        own = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
+        """Start a command on a node. Its output is appended to the file `output`."""
+        interfaces = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
         inside = ["ip", "netns", "exec", self._space(node), "unshare", "--uts"]
         with open(output, "ab") as file:
             return subprocess.Popen(
                 [*inside, "sh", "-c", _BEGIN, f"node{node}", *command],
-                env=os.environ | own | environment,
+                env=os.environ | interfaces | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -112,11 +114,11 @@ class Nodes:
             )
 
     def kill(self, node: int) -> int:
-        """End all that runs on a node, as when its power fails; return how many processes."""
+        """Kill all processes on a node, as a power failure would, and return their number."""
         return _kill(self._space(node))
 
     def sent(self, node: int) -> int:
-        """Bytes that a node has sent, with their headers."""
+        """Return the number of bytes that a node has sent, including headers."""
         return _sent(["ip", "netns", "exec", self._space(node)])
 
     def _space(self, node: int) -> str:
@@ -141,7 +143,7 @@ class Nodes:
                 # A burst holds several of the kernel's packets of 64 KiB.
                 shape = ["tbf", "rate", self._rate, "burst", "256kb", "latency", "200ms"]
                 _run("tc", "-n", space, "qdisc", "add", "dev", DEVICE, "root", *shape)
-            # `ip netns exec` puts these in the place of those of /etc.
+            # `ip netns exec` mounts these files over the files of the same names in /etc.
             files = _files(space)
             files.mkdir(parents=True)
             (files / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
@@ -153,7 +155,7 @@ class Nodes:
 
 
 def sent_here() -> int:
-    """Bytes that the node has sent on which this process runs."""
+    """Return the number of bytes that the node of this process has sent."""
     return _sent([])
 
 
@@ -172,12 +174,12 @@ def _kill(space: str) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed.update(pids)
-        time.sleep(0.05)  # until they are reaped
+        time.sleep(0.05)  # killed processes are listed until they are reaped
     return len(killed)
 
 
 def _guard(tag: str) -> None:
-    """Wait until whoever made the nodes is done or gone, and remove all of them."""
+    """Wait until the process that made the nodes closes stdin or dies, and remove all nodes."""
     sys.stdin.buffer.read()
     spaces = [line.split()[0] for line in _ip("netns", "list").splitlines() if tag in line]
     for space in spaces:
@@ -188,7 +190,7 @@ def _guard(tag: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Find `WHY_NOT` when it is first asked for: it takes a moment."""
+    """Compute `WHY_NOT` when it is read first, because that takes some time."""
     if name != "WHY_NOT":
         raise AttributeError(name)
     globals()[name] = _why_not()

@@ -1,4 +1,4 @@
-"""A process group on the first GPU, for ranks that `run_ranks` has given one of gloo."""
+"""Replace the gloo process group of `run_ranks` by an NCCL group of one rank on the first GPU."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Requirements of some tests on versions and the CPU: a text names what is missing, or is empty."""
+"""Requirements of some tests on installed versions and on the CPU.
+
+Texts `NO_...` say what is missing, or are empty. Marks `needs_...` skip a test.
+"""
 
 from inspect import signature
 
@@ -10,22 +13,21 @@ import transformers.integrations.peft
 from packaging.version import Version
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
 
-# In older ones the model's forward runs the vision tower, which is then gathered as a whole.
+# In older transformers the model's own forward runs the tower, so FSDP2 gathers the whole tower.
 TOWER_IN_BLOCKS = "mm_encoder_outputs" in signature(Qwen3VLMoeModel.forward).parameters
 NO_TOWER_IN_BLOCKS = "" if TOWER_IN_BLOCKS else "qwen3_vl_moe of this transformers runs its tower"
 needs_tower_in_blocks = pytest.mark.skipif(not TOWER_IN_BLOCKS, reason=NO_TOWER_IN_BLOCKS)
 SINCE_5_23 = Version(transformers.__version__) >= Version("5.23")
-# model.add_adapter() of transformers asks for a PEFT of its own, 0.22 since 5.24.
-_ASKED = str(getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0"))
-# Why `add_adapter` does not run here; "" where it does.
+# The PEFT version that model.add_adapter() of transformers needs: 0.22 since transformers 5.24.
+_MIN_PEFT = str(getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0"))
 NO_ADD_ADAPTER = ""
-if Version(peft.__version__) < Version(_ASKED):
-    NO_ADD_ADAPTER = f"model.add_adapter() of this transformers needs peft {_ASKED}"
+if Version(peft.__version__) < Version(_MIN_PEFT):
+    NO_ADD_ADAPTER = f"model.add_adapter() of this transformers needs peft {_MIN_PEFT}"
 needs_add_adapter = pytest.mark.skipif(bool(NO_ADD_ADAPTER), reason=NO_ADD_ADAPTER)
 
 
 def _bf16_attention_runs() -> bool:
-    """With ATEN_CPU_CAPABILITY=default on a CPU with AVX-512 torch's own kernel stops."""
+    """Try bf16 attention: torch's kernel fails with ATEN_CPU_CAPABILITY=default and AVX-512."""
     x = torch.zeros(1, 1, 64, 8, dtype=torch.bfloat16)
     try:
         torch.nn.functional.scaled_dot_product_attention(x, x, x)

@@ -1,4 +1,4 @@
-"""The pages for users, as data: their code blocks, links and tables.
+"""Read the code blocks, links and words in backticks of the pages for users.
 
 text before        a link is [words](target#anchor)
 ```python          Block("docs/x.md", 0, "python", "import torch\n")
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 def names() -> list[str]:
-    """README, the pages of docs/, and the pages that they link to outside of it."""
+    """List the pages: README.md, those of docs/, and two more that these link to."""
     docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
     return ["README.md", "CONTRIBUTING.md", "examples/README.md", *docs]
 
@@ -41,10 +41,10 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
     """Return the fenced blocks of a page, in order.
 
     Raises:
-        ValueError: a fence names no language, or a block is indented instead of fenced; nobody
-            could tell how to check such a block.
+        ValueError: a fence names no language, or a block is indented instead of fenced. Tests would
+            not know how to check such a block.
     """
-    found: list[Block] = []
+    result: list[Block] = []
     inside: list[str] | None = None
     language = ""
     before = ""
@@ -55,17 +55,17 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
                 if not language:
                     raise ValueError(f"{page}: a block without a language after {before!r}")
             else:
-                number = sum(block.language == language for block in found)
-                found.append(Block(page, number, language, "\n".join(inside) + "\n"))
+                number = sum(block.language == language for block in result)
+                result.append(Block(page, number, language, "\n".join(inside) + "\n"))
                 inside = None
         elif inside is not None:
             inside.append(line)
         elif line.startswith("    ") and not before.strip():
-            raise ValueError(f"{page}: an indented block, {line.strip()!r}; fence it")
+            raise ValueError(f"{page}: fence the indented block {line.strip()!r}")
         before = line
     if inside is not None:
         raise ValueError(f"{page}: the last block has no end")
-    return found
+    return result
 
 
 def prose(page: str) -> str:
@@ -74,12 +74,12 @@ def prose(page: str) -> str:
 
 
 def spans(page: str) -> list[str]:
-    """Return what stands in backticks, outside of blocks."""
+    """Return the words in backticks outside of fenced blocks."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page))
 
 
 def links(page: str) -> Iterator[tuple[str, str]]:
-    """Yield (target, anchor) of the links and pictures of a page that lead to files."""
+    """Yield (file, anchor) of a page's links and pictures, except those that lead to web sites."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if not target.startswith(("http://", "https://")):
             file, _, anchor = target.partition("#")
@@ -87,9 +87,10 @@ def links(page: str) -> Iterator[tuple[str, str]]:
 
 
 def target(page: str, link: str) -> str:
-    """Return the path, from the root, of the file that a link of `page` means.
+    """Return the path, relative to the root, of the file that a link of `page` leads to.
 
-    Pages of docs/ link to pictures as they lie on the site: results/ is benchmarks/results/.
+    On the built site results/ is benchmarks/results/, and notebooks/ is in the root; pages of docs/
+    use the paths of the site.
     """
     if not link:
         return page

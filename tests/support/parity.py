@@ -1,8 +1,9 @@
-"""N ranks of a patched model against stock in one process: the cases, and the code each rank runs.
+"""Compare N ranks of a patched model with a stock model in one process.
 
-Every rank builds its model from another seed, so each case also shows that initial values come
-from rank 0. The reference is the stock model of rank 0's seed on all ranks' batches, one after
-the other with one global token count: the concatenated batch without padding it to one length.
+`on_ranks(cases)` makes a check of each `Case`, and `run_case` is the code that each rank runs.
+Every rank builds its model from another seed, so each case also shows that initial values come from
+rank 0. The reference is the stock model of rank 0's seed. It runs the batches of all ranks in turn,
+with one global token count, which equals a run of the concatenated batch without its padding.
 """
 
 from collections.abc import Callable
@@ -39,14 +40,20 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One layout, model and data.
+    """A layout, a model and its data.
 
-    `micro_batches(model, rank, world, step)` are the batches of one optimizer step on one rank (of
-    those with different data: with `sp` there are fewer); `freeze` names modules without gradients;
-    `wrap` is done to the reference too, each under its own seed; `change_reference` to it alone.
-    `budget` is that of fp64, or FP32_INSIDE where the number of ranks is no power of two, for the
-    loss factor then rounds in fp32; `needs` is what the versions at hand lack for it, if they do.
-    `device` names where everything lies; none leaves it to `apply_ep_fsdp2`.
+    Attributes:
+        micro_batches: called as (model, rank, world, step), returns the batches of an optimizer
+            step. `rank` and `world` count data parallel ranks, so they are smaller with `sp`.
+        prepare: a function that changes the patched model only.
+        wrap: a function that changes both models, each under its own seed.
+        change_reference: a function that changes the reference only.
+        freeze: names of modules without gradients.
+        backward: replaces `plain_backward`.
+        budget: the tolerance. If the number of ranks is no power of two, it is FP32_INSIDE, because
+            the loss factor rounds in fp32.
+        needs: a reason to skip the case, or an empty string.
+        device: the device of model and batches; if empty, `apply_ep_fsdp2` chooses it.
     """
 
     name: str
@@ -74,7 +81,7 @@ class Case:
 
 
 def on_ranks(cases: list[Case], **options: Any) -> list[Any]:
-    """Parameters for `parametrize`: each case is a test, those of one world share a spawn."""
+    """Make parameters for `parametrize`. Cases with the same number of ranks share one spawn."""
     return [
         Check(
             case.name, case.world, partial(run_case, case), skip=case.needs, **options
@@ -107,24 +114,24 @@ def run_case(case: Case, rank: int, world: int) -> None:
     rank, world = data_parallel_rank(model), data_parallel_size(model)
     assert (rank, world) == (dist.get_rank() // case.sp, dist.get_world_size() // case.sp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    wanted = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     make = case.micro_batches or uneven_batches
     backward = case.backward or plain_backward
     for step in range(STEPS):
-        everyone = [
+        by_rank = [
             [_on(device, micro) for micro in make(reference, other, world, step)]
             for other in range(world)
         ]
-        num_tokens = global_token_count(model, [b["labels"] for b in everyone[rank]])
-        losses = [b["labels"][:, 1:].ne(-100).sum() for batches in everyone for b in batches]
-        assert num_tokens == sum(losses), f"{case.name}: {num_tokens} tokens, want {sum(losses)}"
+        num_tokens = global_token_count(model, [b["labels"] for b in by_rank[rank]])
+        counts = [b["labels"][:, 1:].ne(-100).sum() for batches in by_rank for b in batches]
+        assert num_tokens == sum(counts), f"{case.name}: {num_tokens} tokens, want {sum(counts)}"
         _compare_outputs(
-            f"{case.name} step {step}", model, reference, everyone[rank][0], case.budget
+            f"{case.name} step {step}", model, reference, by_rank[rank][0], case.budget
         )
         optimizer.zero_grad()
-        backward(model, everyone[rank], num_tokens, world)
-        wanted.zero_grad()
-        for batches in everyone:
+        backward(model, by_rank[rank], num_tokens, world)
+        reference_optimizer.zero_grad()
+        for batches in by_rank:
             for micro in batches:
                 reference(**micro, num_items_in_batch=num_tokens).loss.backward()
         _compare_grads(f"{case.name} step {step}", model, reference, case.budget)
@@ -132,16 +139,16 @@ def run_case(case: Case, rank: int, world: int) -> None:
         want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         assert_close(f"{case.name} step {step} norm", got, want, case.budget)
         optimizer.step()
-        wanted.step()
-    # AdamW divides each gradient by its own size, so what is a rounding beside the largest of a
-    # tensor moves one of a tenth by as much as ten roundings.
+        reference_optimizer.step()
+    # AdamW divides each gradient by its own size. An error that is small compared with the largest
+    # gradient of a tensor is ten times larger compared with a gradient of a tenth of that size.
     budget = FP64_MODEL if case.budget == FP64_MODEL else 10 * case.budget
     for name, (got, want) in _pairs(model, reference, lambda p: p).items():
         assert_close(f"{case.name} after {STEPS} steps: {name}", got, want, budget)
 
 
 def _device_of(case: Case) -> torch.device:
-    """The one GPU that all ranks share, or the CPU."""
+    """Return the GPU, which all ranks share, or the CPU."""
     if case.device == "cuda":
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
@@ -149,7 +156,7 @@ def _device_of(case: Case) -> torch.device:
 
 
 def _on(device: torch.device, micro: Batch) -> Batch:
-    """Move what is a tensor: `use_cache` and its like are none."""
+    """Move the tensors of a batch to a device. Other values, such as `use_cache`, stay."""
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in micro.items()
@@ -157,7 +164,7 @@ def _on(device: torch.device, micro: Batch) -> Batch:
 
 
 def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
-    """Shard as `apply_ep_fsdp2` does, which takes the CPU where the group is gloo's."""
+    """Shard as `apply_ep_fsdp2` does, but on `device`: with gloo it would choose the CPU."""
     patch(model, **config)
     state: ModelState = getattr(model, STATE)
     policy, fp32_masters = default_policy(model)
@@ -170,11 +177,14 @@ def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
 def assert_same_gradients(
     where: str, model: nn.Module, stock: nn.Module, budget: Callable[[str], float]
 ) -> list[float]:
-    """Compare every gradient at `budget(name)`; return the errors. Both have one, or neither."""
-    ours, errors = dict(model.named_parameters()), []
+    """Compare every gradient with `budget(name)` and return the errors.
+
+    A parameter must have a gradient in both models or in none.
+    """
+    parameters, errors = dict(model.named_parameters()), []
     for key, parameter in stock.named_parameters():
-        grad, want = full_tensor(ours[key].grad), parameter.grad
-        assert (grad is None) == (want is None), f"{where}: one gradient of {key}"
+        grad, want = full_tensor(parameters[key].grad), parameter.grad
+        assert (grad is None) == (want is None), f"{where}: only one model has grad of {key}"
         if want is not None:
             errors.append(assert_close(f"{where}: grad of {key}", grad, want, budget(key)))
     return errors
@@ -186,7 +196,7 @@ def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
 
 
 def plain_backward(model: nn.Module, batches: list[Batch], num_tokens: Tensor, world: int) -> None:
-    """The loop a user would write: sync only on the last micro-batch."""
+    """Run backward as a user would, and synchronise gradients only in the last micro-batch."""
     for index, micro in enumerate(batches):
         model.set_requires_gradient_sync(index == len(batches) - 1)
         loss = model(**micro, num_items_in_batch=num_tokens).loss
@@ -196,7 +206,7 @@ def plain_backward(model: nn.Module, batches: list[Batch], num_tokens: Tensor, w
 def two_forwards_backward(
     model: nn.Module, batches: list[Batch], num_tokens: Tensor, world: int
 ) -> None:
-    """Two forwards, a no_grad forward between, then one backward over both."""
+    """Run a forward and a no_grad forward per batch, then one backward over all losses."""
     losses = []
     for micro in batches:
         losses.append(model(**micro, num_items_in_batch=num_tokens).loss)
@@ -206,7 +216,7 @@ def two_forwards_backward(
 
 
 def uneven_batches(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Another number of rows, length and share of ignored labels on every rank."""
+    """Make one batch whose number of rows, length and ignored labels depend on the rank."""
     return [batch(model, 1 + rank % 3, 5 + 3 * rank + step, seed=100 * step + rank, ignore=0.3)]
 
 
@@ -231,7 +241,7 @@ def one_rank_without_labels(model: nn.Module, rank: int, world: int, step: int) 
 
 
 def one_token_everywhere(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Rank 1 repeats one token in rows of length 2, so few experts get all of its tokens."""
+    """On rank 1 all tokens are equal, in rows of length 2, so few experts get all its tokens."""
     (micro,) = uneven_batches(model, rank, world, step)
     if rank == 1:
         micro = {name: value[:, :2] for name, value in micro.items()}
@@ -245,12 +255,12 @@ def full_tensor(tensor: Tensor | None) -> Tensor | None:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies, gathered on every rank."""
+    """Return gathered copies of all parameters, on every rank."""
     return {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
 
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Copies of the parameters and of what the optimizer keeps for each, gathered."""
+    """Return gathered copies of the parameters and of their optimizer states."""
     return whole_parameters(model) | {
         f"{name}, {key}": full_tensor(value).clone()
         for name, parameter in model.named_parameters()
@@ -261,12 +271,13 @@ def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def _pairs(
     model: nn.Module, reference: nn.Module, pick: Callable[[Tensor], Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return name -> (gathered value of the model, value of the reference) of all parameters."""
     wanted = dict(reference.named_parameters())
-    found = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
-    found = in_place_of_bytes(model, found)
-    assert found.keys() == wanted.keys()
-    found |= pack_factors(model, {name: x for name, x in found.items() if x is not None})
-    return {name: (tensor, pick(wanted[name])) for name, tensor in found.items()}
+    gathered = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
+    gathered = in_place_of_bytes(model, gathered)
+    assert gathered.keys() == wanted.keys()
+    gathered |= pack_factors(model, {name: x for name, x in gathered.items() if x is not None})
+    return {name: (tensor, pick(wanted[name])) for name, tensor in gathered.items()}
 
 
 def _compare_outputs(

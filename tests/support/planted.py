@@ -1,4 +1,4 @@
-"""Code in a checkpoint of torch.distributed.checkpoint, where an attacker could put it."""
+"""Put code into a checkpoint of torch.distributed.checkpoint, as an attacker would."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
 
 
 class Shell:
-    """Unpickled, it makes a folder: the code that must not run."""
+    """An object that makes a folder when it is unpickled, which must never happen."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,12 +24,12 @@ class Shell:
 
 
 def plant(folder: Path, trace: Path) -> Path:
-    """Let a byte item of a checkpoint be a pickle that makes the folder `trace` when it is loaded.
+    """Replace an item of a checkpoint by a pickle that makes the folder `trace` when it is loaded.
 
-    The pickle is appended to a .distcp file, and `.metadata` says that the item lies there.
+    The pickle is appended to a .distcp file, and `.metadata` then says that the item is there.
 
     Returns:
-        That file.
+        The path of the .distcp file.
     """
     metadata = MetadataReader(folder).read_metadata()
     index = next(

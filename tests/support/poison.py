@@ -1,9 +1,9 @@
-"""Uninitialised memory that betrays itself.
+"""Fill uninitialised memory with NaN, so that tests find values that were never written.
 
-`torch.empty` usually returns zeros by luck, so a kernel that leaves rows unwritten passes its test
-and fails in production. After `poison_empty()` every floating-point tensor that code of hf_moe_ep
-creates uninitialised is full of NaN; all other callers, torch and transformers included, get what
-they always got. The caller is found by its module name, one frame up: only direct calls count
+`torch.empty` often returns zeros by luck. A kernel that leaves rows unwritten then passes its test
+and fails in production. After `poison_empty()`, every uninitialised floating-point tensor that code
+of hf_moe_ep creates is full of NaN. For all other callers, torch and transformers included, nothing
+changes. The caller is found by the module name of the calling frame, so only direct calls count
 (`torch.empty(...)`, `x.new_empty(...)`).
 """
 
@@ -24,8 +24,8 @@ _FACTORIES = (
 
 def poison_empty() -> None:
     """Patch the factories of uninitialised tensors; a second call does nothing."""
-    # Cached set of functions that obey `with torch.device(...)`: filled after the patch it would
-    # hold the wrappers, and the real factories would ignore the device.
+    # This call fills torch's cached set of functions that obey `with torch.device(...)`. If it were
+    # filled after the patch, it would hold the wrappers, and the real factories would ignore it.
     _device_constructors()
     for owner, names in _FACTORIES:
         for name in names:
@@ -40,9 +40,10 @@ def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         tensor = factory(*args, **kwargs)
         frame = sys._getframe(1)
         caller = frame.f_globals.get("__name__", "")
-        # A mode only passes on what somebody else called, who is seen by the wrapper above it.
-        passed_on = frame.f_code.co_name == "__torch_function__"
-        if caller.partition(".")[0] in PACKAGES and tensor.is_floating_point() and not passed_on:
+        # A mode of hf_moe_ep passes on calls of other code. The wrapper around the mode sees the
+        # real caller.
+        from_mode = frame.f_code.co_name == "__torch_function__"
+        if caller.partition(".")[0] in PACKAGES and tensor.is_floating_point() and not from_mode:
             with torch.no_grad():  # a leaf that requires grad refuses in-place writes
                 tensor.fill_(float("nan"))
         return tensor

@@ -1,11 +1,11 @@
-"""Ranks that a server forks with all imports done, so that a launcher starts them quickly.
+"""Start ranks quickly: a server that has done all imports forks them.
 
-    preloaded.serve(nodes, node, folder)                    once a node
+    preloaded.serve(nodes, node, folder)                    once per node
     torchrun ... --no-python $(preloaded.client(folder, node)) script.py arguments
 
-What the launcher starts is a small client. It hands its arguments, environment and output to the
-server on its node, which forks a process that runs the script, and ends as that one ends. Where the
-client is killed, so is the process.
+The launcher starts a small client. It sends its arguments, environment and output files to the
+server on its node, which forks a process that runs the script. The client ends with the exit code
+of this process. If the client is killed, the process is killed too.
 """
 
 import json
@@ -28,56 +28,60 @@ def _socket(folder: Path, node: int) -> str:
 
 
 def client(folder: Path, node: int) -> list[str]:
-    """Make the beginning of a command that runs a script on a node's server."""
+    """Return the part of a command that stands before the script, to run it on a node's server."""
     return [sys.executable, "-S", __file__, "client", _socket(folder, node)]
 
 
 def serve(nodes: "Nodes", node: int, folder: Path, *, patience: float = 180.0) -> None:
-    """Start a node's server and wait until it has imported."""
+    """Start a node's server, and wait until it has done its imports."""
     from support.agents import ENVIRONMENT
 
-    output, place = folder / f"server{node}.txt", _socket(folder, node)
-    command = [sys.executable, __file__, "serve", place]
+    output, path = folder / f"server{node}.txt", _socket(folder, node)
+    command = [sys.executable, __file__, "serve", path]
     server: subprocess.Popen[bytes] = nodes.start(node, *command, output=output, **ENVIRONMENT)
     until = time.monotonic() + patience
-    while not os.path.exists(place):
+    while not os.path.exists(path):
         if server.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"the server of node {node}: {output.read_text()[-3000:]}")
+            text = output.read_text()[-3000:]
+            raise RuntimeError(f"the server of node {node} has not started: {text}")
         time.sleep(0.1)
 
 
-def _serve(place: str) -> NoReturn:
+def _serve(path: str) -> NoReturn:
     from importlib import import_module
 
-    sys.path.pop(0)  # this folder, whose names are not to be taken for those of packages
+    sys.path.pop(0)  # removes this folder, because its files have names of packages
     from support.ranks import _IMPORTED_ONCE
 
     for name in _IMPORTED_ONCE:
         import_module(name)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(place + "~")
+    listener.bind(path + "~")
     listener.listen(64)
-    os.rename(place + "~", place)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    os.rename(path + "~", path)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
     while True:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _keep(connection)
+            _run_for_client(connection)
         connection.close()
 
 
-def _keep(connection: socket.socket) -> NoReturn:
-    """Run one script; kill it where its client is gone, else tell the client how it ended."""
+def _run_for_client(connection: socket.socket) -> NoReturn:
+    """Run a script in a child process, and send its exit code to the client.
+
+    If the client is gone, the child process is killed.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     text, outputs, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     while not text.endswith(b"\n"):
         text += connection.recv(1 << 20)
-    order = json.loads(text)
+    request = json.loads(text)
     rank = os.fork()
     if rank == 0:
         connection.close()
-        _run(order, outputs)
+        _run_script(request, outputs)
     while True:
         ended, status = os.waitpid(rank, os.WNOHANG)
         if ended:
@@ -88,7 +92,7 @@ def _keep(connection: socket.socket) -> NoReturn:
             os._exit(0)
 
 
-def _run(order: dict[str, object], outputs: list[int]) -> NoReturn:
+def _run_script(request: dict[str, object], outputs: list[int]) -> NoReturn:
     import runpy
     import traceback
 
@@ -96,12 +100,12 @@ def _run(order: dict[str, object], outputs: list[int]) -> NoReturn:
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)
     os.environ.clear()
-    os.environ.update(order["environment"])  # type: ignore[call-overload]
-    sys.argv = list(order["arguments"])  # type: ignore[call-overload]
+    os.environ.update(request["environment"])  # type: ignore[call-overload]
+    sys.argv = list(request["arguments"])  # type: ignore[call-overload]
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except BaseException:  # noqa: BLE001  this is the end of the process
+    except BaseException:  # noqa: BLE001  the process ends here
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
@@ -109,11 +113,12 @@ def _run(order: dict[str, object], outputs: list[int]) -> NoReturn:
     os._exit(code)
 
 
-def _ask(place: str, arguments: list[str]) -> NoReturn:
-    order = {"arguments": arguments, "environment": dict(os.environ)}
+def _run_on_server(path: str, arguments: list[str]) -> NoReturn:
+    """Send a request to the server, and end like the process that runs the script."""
+    request = {"arguments": arguments, "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(place)
-        text = json.dumps(order).encode() + b"\n"
+        connection.connect(path)
+        text = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [text], [1, 2])
         connection.sendall(text[sent:])
         code = json.loads(connection.recv(100) or b"1")
@@ -125,4 +130,4 @@ def _ask(place: str, arguments: list[str]) -> NoReturn:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         _serve(sys.argv[2])
-    _ask(sys.argv[2], sys.argv[3:])
+    _run_on_server(sys.argv[2], sys.argv[3:])

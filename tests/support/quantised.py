@@ -1,4 +1,4 @@
-"""The values of quantised experts, by bitsandbytes' own calls or by a formula."""
+"""Compute the values of quantised experts, with bitsandbytes (nf4) or with a formula (fp8)."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from hf_moe_ep.ops.quantised import Quantised, dequantise
 from hf_moe_ep.state import STATE, quantised_matrices
 
-# Sizes of a tiny model whose experts divide into the blocks of a format, with its layers' scale.
+# Format -> sizes of a tiny model whose experts divide evenly into its blocks. The initializer_range
+# is larger for smaller sizes, so that layers keep the scale of their input.
 SIZES: dict[str, dict[str, Any]] = {
     "nf4": {"hidden_size": 64, "moe_intermediate_size": 128, "initializer_range": 0.12},
     "fp8": {"hidden_size": 128, "moe_intermediate_size": 256, "initializer_range": 0.09},
@@ -25,21 +26,21 @@ def nf4_values(weight_OI: Tensor, nested: bool = False) -> Tensor:
         wide, blocksize=64, quant_type="nf4", compress_statistics=nested
     )
     if nested:
-        # Up to 0.49 the first number of this table becomes -1 for a process that has quantised on
-        # a CPU (csrc/cpu_ops.cpp); on a GPU, since 0.50 and in another process it is -0.993.
+        # The first number of this table is -0.993. Up to 0.49, bitsandbytes changes it to -1 in a
+        # process that has quantised on a CPU (csrc/cpu_ops.cpp).
         state.state2.code = functional.create_dynamic_map()
     return functional.dequantize_4bit(packed, state)
 
 
 def fp8_values(weight_OI: Tensor) -> Tensor:
-    """Round a matrix to e4m3 with one scale per 128 x 128, in fp32."""
+    """Round a matrix to e4m3 with one scale per 128 x 128 values, in fp32."""
     values = torch.empty(weight_OI.shape)
     for row in range(0, len(weight_OI), 128):
         for column in range(0, weight_OI.shape[1], 128):
-            here = slice(row, row + 128), slice(column, column + 128)
-            block = weight_OI[here].float()
+            index = slice(row, row + 128), slice(column, column + 128)
+            block = weight_OI[index].float()
             factor = 448 / block.abs().max()
-            values[here] = (block * factor).to(torch.float8_e4m3fn).float() * (1 / factor)
+            values[index] = (block * factor).to(torch.float8_e4m3fn).float() * (1 / factor)
     return values
 
 
@@ -48,8 +49,8 @@ VALUES = {"nf4": nf4_values, "nested": partial(nf4_values, nested=True), "fp8": 
 
 @torch.no_grad()
 def dequantise_experts(model: nn.Module, kind: str) -> None:
-    """Give a stock model's experts the values that they would have when held in `kind`."""
-    found = 0
+    """Replace a stock model's expert weights by their values after quantising to `kind`."""
+    num_weights = 0
     for module in model.modules():
         for name in ("gate_up_proj", "up_proj", "down_proj"):
             weight = vars(module).get("_parameters", {}).get(name)
@@ -59,25 +60,28 @@ def dequantise_experts(model: nn.Module, kind: str) -> None:
                 weight.data.mT if getattr(module, "is_transposed", False) else weight.data
             ):
                 matrix.copy_(VALUES[kind](matrix).to(matrix.dtype))
-            found += 1
-    assert found, f"{type(model).__name__} has no stacked experts"
+            num_weights += 1
+    assert num_weights, f"{type(model).__name__} has no stacked experts"
 
 
 def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Replace bytes and scales by their values, in whole tensors by name; None stays None."""
-    found = dict(tensors)
-    for name, held, quantisation in quantised_matrices(model):
-        stored = {key: found.pop(key, None) for key in held.by_name(name)}
-        values, scale, *nested = stored.values()
+    """Replace the bytes and scales of quantised matrices by their values.
+
+    `tensors` are gathered tensors by parameter name. If the bytes are None, the values are None.
+    """
+    result = dict(tensors)
+    for name, stack, quantisation in quantised_matrices(model):
+        parts = {key: result.pop(key, None) for key in stack.by_name(name)}
+        data, scale, *nested = parts.values()
         kind = quantisation.kind
-        if values is None:
-            found |= {name: None} if name in tensors else {}
+        if data is None:
+            result |= {name: None} if name in tensors else {}
             continue
-        one_by_one = [
-            dequantise(Quantised(values, scale, *nested).of(expert), kind, torch.float32)
-            for expert in range(len(values))
+        matrices = [
+            dequantise(Quantised(data, scale, *nested).of(expert), kind, torch.float32)
+            for expert in range(len(data))
         ]
         module = model.get_submodule(name.rpartition(".")[0])
-        whole = torch.stack(one_by_one)
-        found[name] = whole.mT if getattr(module, STATE).compute.transposed else whole
-    return found
+        values = torch.stack(matrices)
+        result[name] = values.mT if getattr(module, STATE).compute.transposed else values
+    return result

@@ -1,14 +1,14 @@
-"""Run one function on N ranks of a gloo group, with a hard end.
+"""Run one function on N ranks of a gloo group, with a time limit.
 
-`run_ranks(fn, 2, x)` starts two processes, joins them through a file (no ports, so parallel runs
-cannot collide), calls `fn(rank, world_size, x)` in each and returns the values in rank order. `fn`
-is a module-level function of an importable module; arguments travel by pickle, values by
-`torch.save`. Ranks are forked from a server that has imported torch and transformers and has done
-nothing else: no thread was started in it, and no rank pays for the imports.
+`run_ranks(fn, 2, x)` starts two processes, which form a process group, calls `fn(rank, world_size,
+x)` in each and returns the values in rank order. `fn` must be a module-level function of an
+importable module. Arguments are pickled, and values are saved with `torch.save`. Ranks are forked
+from a server that has imported torch and transformers and has started no thread, so ranks need not
+import them.
 
-A rank that raises is raised here, with its traceback. A rank that hangs is a failure too: after
-`timeout` seconds of wall clock, imports included, every rank is killed and TimeoutError shows where
-each unfinished rank stood. `begin_time_anew` gives a rank's next piece of work that time again.
+If a rank raises, RankError shows its traceback. If a rank hangs, every rank is killed after
+`timeout` seconds of wall-clock time, imports included, and TimeoutError shows the stack of each
+unfinished rank. `begin_time_anew`, called on a rank, starts this time again.
 """
 
 import faulthandler
@@ -43,20 +43,19 @@ _IMPORTED_ONCE = [
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
     "transformers.trainer",
 ]
-# Where ranks meet.
-_HERE = "127.0.0.1"
-# After one rank failed, the others fail soon (their peer is gone) or hang: how long to wait, in s.
+_HOST = "127.0.0.1"
+# Seconds to wait for the other ranks after one has failed. They fail as well, or hang.
 _GRACE = 3.0
-# On a rank: the file whose modification time says from when its `timeout` counts.
+# Set on ranks only. The modification time of this file is the time from which `timeout` counts.
 _time_file: Path | None = None
 
 
 class RankError(RuntimeError):
-    """A rank raised or died; the message holds its rank and traceback."""
+    """A rank raised an error or died. The message holds its rank and traceback."""
 
 
 class Outcome(NamedTuple):
-    """The outcome of one rank: `value` if ok, else the other fields."""
+    """The outcome of one rank: `value` if `ok`, and else a description of the error."""
 
     ok: bool
     finished_at: float
@@ -95,16 +94,16 @@ def run_ranks(
     time_to_start: float = 0.0,
     expect_errors: bool = False,
 ) -> list[Any]:
-    """Return `[fn(rank, world_size, *args) for each rank]`, or raise RankError / TimeoutError.
+    """Return `[fn(rank, world_size, *args) for each rank]`, or raise RankError or TimeoutError.
 
-    `timeout` is the wall clock of everything, `group_timeout` the process group's own (seconds);
-    a `fn` that calls `begin_time_anew` has `time_to_start` in addition until it does.
-    With `expect_errors` nothing is raised for a rank that raised: the list holds `("ok", value)` or
-    `("error", type name, message)` per rank. A rank that died without raising is a "ProcessDied".
+    `timeout` limits the wall-clock time, and `group_timeout` is the timeout of the process group,
+    both in seconds. Until `fn` calls `begin_time_anew`, it may take `time_to_start` seconds more.
+    With `expect_errors` no RankError is raised. The list then holds `("ok", value)` or
+    `("error", type name, message)` per rank. If a process died, the type name is "ProcessDied".
     """
-    # Not a FileStore: a rank that is killed leaves half a record in it, and whoever reads that
-    # waits forever, whatever its time-out.
-    store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
+    # This is no FileStore, because a rank that is killed may leave half a record in it. Another
+    # rank that reads the record would wait forever, without a timeout.
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         environment = dict(os.environ)
         job = _Job(fn, args, world_size, group_timeout, store.port, Path(folder), environment)
@@ -131,8 +130,8 @@ def run_ranks(
 
 
 def begin_time_anew() -> None:
-    """Called on a rank of `run_ranks`: its `timeout` counts from here."""
-    assert _time_file is not None, "no rank of run_ranks"
+    """Start the time of `timeout` again. Only a rank of `run_ranks` may call this."""
+    assert _time_file is not None, "this process is no rank of run_ranks"
     _time_file.touch()
 
 
@@ -143,7 +142,7 @@ def _start(job: _Job) -> list[BaseProcess]:
         context.Process(target=_child, args=(rank, job), name=f"rank{rank}")
         for rank in range(job.world_size)
     ]
-    # OpenMP reads its variable when the server, which starts with its first rank, imports torch.
+    # OpenMP reads this variable when the server imports torch. The first rank starts the server.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -158,7 +157,7 @@ def _start(job: _Job) -> list[BaseProcess]:
 
 
 def _wait(ranks: list[BaseProcess], job: _Job, timeout: float, stop_on_error: bool) -> None:
-    """Return when all ranks ended, or one failed and the others had their grace."""
+    """Return when all ranks have ended, or _GRACE seconds after one has failed."""
     given_up_at = math.inf
     while alive := [process for process in ranks if process.is_alive()]:
         if stop_on_error and any(process.exitcode for process in ranks):
@@ -167,13 +166,13 @@ def _wait(ranks: list[BaseProcess], job: _Job, timeout: float, stop_on_error: bo
             return
         remaining = job.time_file().stat().st_mtime + timeout - time.time()
         if remaining <= 0:
-            raise TimeoutError(_where_they_hang(ranks, job, timeout))
-        # A rank may begin its time anew meanwhile: look again every second.
+            raise TimeoutError(_report_hang(ranks, job, timeout))
+        # A rank may call `begin_time_anew`, so the remaining time is computed every second.
         wait([process.sentinel for process in alive], min(remaining, 1.0))
 
 
 def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
-    """Return outcomes by rank. A rank that is alive here waits for a failed one and is left out."""
+    """Return rank -> outcome. Ranks that still run are left out: they wait for a failed rank."""
     outcomes = {}
     for rank, process in enumerate(ranks):
         if job.outcome_file(rank).exists():
@@ -187,7 +186,7 @@ def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
 
 
 def _report(failed: dict[int, Outcome], world_size: int) -> str:
-    """All failures, the first in time on top: the others are mostly its consequences."""
+    """Describe all failures in the order of time. Later ones often follow from the first."""
     in_order = sorted(failed.items(), key=lambda item: item[1].finished_at)
     return "\n".join(
         f"rank {rank} of {world_size} raised {failure.error_type}: {failure.message}\n"
@@ -196,10 +195,11 @@ def _report(failed: dict[int, Outcome], world_size: int) -> str:
     )
 
 
-def _where_they_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str:
+def _report_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str:
+    """Describe the state of each rank, with the stacks of those that hang."""
     hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for rank in hung:
-        if job.stack_file(rank).exists():  # else the handler is not installed: it would kill
+        if job.stack_file(rank).exists():  # without its handler, the signal would kill the rank
             os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
     time.sleep(0.3)
     lines = [f"ranks {hung} of {job.world_size} had not finished after {timeout:g} s"]
@@ -219,17 +219,17 @@ def _where_they_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str
 def _child(rank: int, job: _Job) -> None:
     global _time_file
     _time_file = job.time_file()
-    os.environ.clear()  # the server's, from when it started
+    os.environ.clear()  # it was the environment of the server
     os.environ.update(job.environment)
     with open(job.stack_file(rank), "w") as stack_file:
-        # Where this rank dies of a signal: what each of its threads was at.
+        # If a signal kills this rank, the file shows the stacks of all its threads.
         faulthandler.enable(stack_file)
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
             _join_group(rank, job)
             value = job.fn(rank, job.world_size, *job.args)
             _leave(job, rank, Outcome(True, time.time(), value))
-        except BaseException as error:  # noqa: BLE001  pytest.fail included: the parent reports it
+        except BaseException as error:  # noqa: BLE001  the parent also reports pytest.fail
             trace = traceback.format_exc()
             outcome = Outcome(False, time.time(), None, type(error).__name__, str(error), trace)
             _leave(job, rank, outcome)
@@ -239,7 +239,7 @@ def _child(rank: int, job: _Job) -> None:
             exit_code = 0
         sys.stdout.flush()
         sys.stderr.flush()
-        # Without destructors: threads of a broken group can block the interpreter's exit.
+        # Skip destructors: threads of a broken group can block the interpreter's exit.
         os._exit(exit_code)
 
 
@@ -254,15 +254,15 @@ def _join_group(rank: int, job: _Job) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     poison_empty()
-    # A hook of FSDP2 that an in-place op of the user's would silently drop.
+    # FSDP2 warns that an in-place operation of the user would silently remove its hook.
     warnings.filterwarnings("error", message="FSDP2-wrapped module")
-    # Since transformers 5.24 models of pictures return the features of their tower: views.
+    # Since transformers 5.24 multimodal models return the features of their tower, which are views.
     vision = r"FSDP2-wrapped module \(FSDP\w+ForConditionalGeneration\)"
     warnings.filterwarnings("ignore", message=vision)
     with one_worker_thread():
         dist.init_process_group(
             "gloo",
-            store=dist.TCPStore(_HERE, job.port, is_master=False),
+            store=dist.TCPStore(_HOST, job.port, is_master=False),
             rank=rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.group_timeout),
@@ -272,4 +272,4 @@ def _join_group(rank: int, job: _Job) -> None:
 def _leave(job: _Job, rank: int, outcome: Outcome) -> None:
     partial = job.folder / f"partial{rank}.pt"
     torch.save(outcome, partial)
-    partial.rename(job.outcome_file(rank))  # whole or not at all: the parent may kill us any time
+    partial.rename(job.outcome_file(rank))  # atomic, because the parent may kill this rank any time

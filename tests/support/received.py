@@ -1,4 +1,4 @@
-"""Count the bytes that collectives send to this rank while something runs."""
+"""Count the bytes that this rank receives in collectives inside a block (`Received`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_NOTHING_MOVES = ("wait", "wrap", "barrier")
-_TALK = {"c10d.allreduce_.default", "c10d.allgather_.default"}
+_WITHOUT_DATA = ("wait", "wrap", "barrier")
+_SMALL = {"c10d.allreduce_.default", "c10d.allgather_.default"}
 
 
 class Received(TorchDispatchMode):
-    """Bytes from other ranks by broadcast and all-gather; another collective is an error.
+    """Context manager that counts broadcasts and all-gathers. Other collectives are an error.
 
     Attributes:
-        bytes: that arrived, each as often as it did.
-        largest: the result of one collective.
-        rounds: small all-reduces, and objects that are gathered, which count in neither.
+        bytes: the bytes that other ranks sent to this rank.
+        largest: the bytes of the largest result of a collective.
+        rounds: the number of small all-reduces and of gathers of objects, whose bytes do not count.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Received(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does on plain tensors comes here again
+            return NotImplemented  # DTensor calls operators on plain tensors, which come here
         name = str(func)
         if name == "c10d.broadcast_.default":
             (tensor,), group, root = args[:3]
@@ -38,15 +38,15 @@ class Received(TorchDispatchMode):
             part, world = args[:2]
             self.largest = max(self.largest, world * part.nbytes)
             self.bytes += (world - 1) * part.nbytes
-        elif name in _TALK:
+        elif name in _SMALL:
             self.rounds += 1
         elif name.startswith(("c10d.", "_c10d_functional.")):
-            assert any(harmless in name for harmless in _NOTHING_MOVES), name
+            assert any(word in name for word in _WITHOUT_DATA), name
         return func(*args, **(kwargs or {}))
 
 
 def not_here(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> int:
-    """Bytes of sharded `tensors` that this rank does not hold, in `dtype` or their own."""
+    """Sum the bytes of sharded tensors that are on other ranks, in `dtype` or their own dtype."""
     missing = 0
     for tensor in tensors:
         itemsize = tensor.itemsize if dtype is None else dtype.itemsize

@@ -1,4 +1,4 @@
-"""Resident memory of this process: how much more of it something takes, at its peak."""
+"""Measure by how much the resident memory of this process grows at the peak of a block."""
 
 import ctypes
 import gc
@@ -14,12 +14,12 @@ def return_what_is_freed() -> None:
 
 
 class Resident:
-    """`grown` is the bytes that the block took at its peak beyond those that were there before."""
+    """Context manager whose `grown` is the peak of resident bytes minus those before the block."""
 
     def __enter__(self) -> "Resident":
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._before, self.grown = _bytes("VmRSS"), 0
         return self
 

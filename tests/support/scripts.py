@@ -1,7 +1,4 @@
-"""Run a script, plain or under `accelerate launch`, with a hard end.
-
-A script that hangs is a failure: after `timeout` seconds all its processes are killed.
-"""
+"""Run a script in a process, or under `accelerate launch`, with a time limit."""
 
 import os
 import signal
@@ -20,16 +17,26 @@ def run_script(
     config_file: Path | None = None,
     timeout: float = 240.0,
 ) -> None:
-    """Raise with the end of what the script printed (kept in `output`) where it failed or hung."""
+    """Run a script and write its output to the file `output`.
+
+    After `timeout` seconds all its processes are killed.
+
+    Raises:
+        AssertionError: the script failed or hung. The message holds the end of its output.
+    """
     command = [sys.executable, os.fspath(script), *arguments]
     if config_file is not None:
         launcher = ["-m", "accelerate.commands.launch", "--config_file", os.fspath(config_file)]
         command[1:1] = [*launcher, "--main_process_port", "0"]
     path = os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")])
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+    }
     with open(output, "wb") as file:
         process = subprocess.Popen(
-            command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
             code: int | str = process.wait(timeout)

@@ -1,9 +1,9 @@
-"""The parts of Slurm that the files of examples/slurm/ use, on this machine.
+"""A fake of the parts of Slurm that the files of examples/slurm/ use, on one machine.
 
-`run_sbatch` runs a batch file as Slurm does on the first of N machines, with an `srun` and a
-`scontrol` of its own on PATH. Its `srun` starts the command N times, as N tasks; when one fails it
-ends the others with all that they started. Its `scontrol` says where the first machine is, and at
-`requeue` ends the step, as Slurm does before it starts the job anew.
+`run_sbatch` runs a batch file as Slurm does on the first of N machines, with fakes of `srun` and
+`scontrol` on PATH. `srun` starts the command N times, as N tasks. If a task fails, it kills the
+others and all processes that they started. `scontrol` prints the host names. For `requeue` it ends
+the step, as Slurm does before it starts the job again.
 """
 
 import os
@@ -36,9 +36,9 @@ def run_sbatch(
     meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda shell: None,
     **environment: str,
 ) -> int:
-    """Return the exit code of the batch file; what was printed is in `folder`/output.
+    """Run a batch file, write its output to `folder`/output, and return its exit code.
 
-    `meanwhile` is called while it runs, and whenever that returns the end is waited for.
+    `meanwhile` is called after the start; when it returns, the end of the batch file is awaited.
     """
     folder.mkdir(parents=True, exist_ok=True)
     commands = folder / "commands"
@@ -47,11 +47,12 @@ def run_sbatch(
         script = f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n'
         (commands / name).write_text(script)
         (commands / name).chmod(0o755)
+    # The number of a free port is the job's id, so that jobs of other tests have other ids.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = free.getsockname()[1]
     mark = f"slurm-{os.getpid()}-{job}"
-    own = {
+    variables = {
         "PATH": os.pathsep.join(
             [os.fspath(commands), os.fspath(Path(sys.executable).parent), os.environ["PATH"]]
         ),
@@ -69,7 +70,7 @@ def run_sbatch(
     with open(folder / "output", "ab") as output:
         shell = subprocess.Popen(
             ["bash", os.fspath(file), *arguments],
-            env=os.environ | own | environment,
+            env=os.environ | variables | environment,
             cwd=ROOT,
             stdout=output,
             stderr=output,
@@ -85,9 +86,9 @@ def run_sbatch(
 
 
 def srun(arguments: list[str]) -> NoReturn:
-    """Run the tasks of a step; end them all where one fails."""
+    """Run the tasks of a step. If a task fails, all are killed."""
     assert arguments[: len(OPTIONS)] == OPTIONS, arguments
-    # What stays of a step is told from the shell and this process, which have another mark.
+    # The tasks get another mark than the shell and this process, which must not be killed.
     mark = f"{os.environ[MARK]}-{os.getpid()}"
     Path(os.environ["SLURM_FOLDER"], "step").write_text(mark)
 
@@ -112,7 +113,7 @@ def srun(arguments: list[str]) -> NoReturn:
 
 
 def scontrol(arguments: list[str]) -> None:
-    """Name the hosts, or put the job back into the queue."""
+    """Print the host names, or requeue the job."""
     if arguments == ["show", "hostnames", HOSTS]:
         print("127.0.0.1\n127.0.0.1")
         return

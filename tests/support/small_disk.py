@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""Mount a disk that is soon full."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """Mount a disk of `size` bytes at a folder, which needs root; skip the test without."""
+    """Mount a disk of `size` bytes at a folder. This needs root; without it the test is skipped."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")

@@ -1,12 +1,12 @@
-"""Ranks as threads of one process, with a network that counts bytes, for a dispatcher's own code.
+"""Run dispatchers on ranks that are threads of one process, with a network that counts bytes.
 
     network = Network(4)
     results = network.run(function)          # function(rank) makes network.group(range(4), rank)
 
-Whatever `all_to_all` and `hierarchical` ask of torch.distributed or of `ranks/collectives.py` is
-answered here, so that dozens of layouts are tried in the time in which one group of processes
-starts. As in a process group, the n-th exchange that a rank starts meets the n-th of the others.
-Rows are handed over when the receiver waits, and not before: until then it would read NaN.
+The functions of torch.distributed and `ranks/collectives.py` that `all_to_all` and `hierarchical`
+call are replaced. Dozens of layouts then run in the time in which one group of processes starts. As
+in a process group, the n-th exchange that a rank starts is matched with the n-th one of each other
+rank. The receiver gets the rows when it waits for them; until then it would read NaN.
 """
 
 from collections import Counter
@@ -25,16 +25,16 @@ from torch import Tensor
 from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.moe.dispatch import all_to_all, counts, hierarchical
 
-# Seconds; a rank that waits longer waits for one that never comes.
+# Seconds after which a rank stops waiting for an exchange that another rank has not started.
 PATIENCE = 60.0
 
 
 class Network:
-    """The queues between all pairs of threads, with a count of the bytes that went through them.
+    """The values that threads send each other, with a count of their bytes.
 
     Attributes:
-        sent: bytes of rows by (sender, receiver, bytes of a row).
-        gathered: how often a rank told counts.
+        sent: (sender, receiver, bytes of a row) -> bytes of all rows.
+        gathered: rank -> number of all-gathers of counts.
     """
 
     def __init__(self, world: int) -> None:
@@ -49,13 +49,13 @@ class Network:
         return Group(self, tuple(ranks), rank)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """`function(rank)` in a thread for each rank; the first error of a rank is raised."""
-        with _on_threads(), ThreadPoolExecutor(self.world) as pool:
-            running = [pool.submit(function, rank) for rank in range(self.world)]
-            return [one.result() for one in running]
+        """Call `function(rank)` in a thread for each rank. Raise the error of the lowest rank."""
+        with _replaced_collectives(), ThreadPoolExecutor(self.world) as pool:
+            futures = [pool.submit(function, rank) for rank in range(self.world)]
+            return [future.result() for future in futures]
 
     def send(self, group: "Group", values: Sequence[Any]) -> int:
-        """Send one value to each rank of a group; the number of this exchange."""
+        """Send one value to each rank of a group, and return the number of this exchange."""
         with self._changed:
             self._started[group] += 1
             number = self._started[group]
@@ -65,17 +65,17 @@ class Network:
         return number
 
     def take(self, group: "Group", number: int) -> list[Any]:
-        """Return what every rank of a group sends to this rank in exchange number `number`."""
+        """Return the values that all ranks of a group send to this rank in an exchange."""
         keys = [(group.ranks, number, sender, group.rank) for sender in group.ranks]
         with self._changed:
-            came = self._changed.wait_for(lambda: all(key in self._post for key in keys), PATIENCE)
-            assert came, f"rank {group.rank} waits in vain for exchange {number} of {group.ranks}"
+            sent = self._changed.wait_for(lambda: all(key in self._post for key in keys), PATIENCE)
+            assert sent, f"rank {group.rank} waits in vain for exchange {number} of {group.ranks}"
             return [self._post.pop(key) for key in keys]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Stand-in for a process group on one rank; `ranks` and `rank` count all threads."""
+    """A fake of a process group on one rank. `ranks` and `rank` are global ranks."""
 
     network: Network
     ranks: tuple[int, ...]
@@ -83,16 +83,16 @@ class Group:
 
 
 class _Transfer:
-    """Rows that arrive when the receiver waits."""
+    """An exchange whose rows the receiver gets when it waits."""
 
     def __init__(self, received_RX: Tensor, recv_counts: list[int], group: Group, n: int) -> None:
         self._parts = received_RX.fill_(float("nan")).split(recv_counts)
         self._group, self._number = group, n
 
     def wait(self) -> None:
-        came = self._group.network.take(self._group, self._number)
-        for rows, part in zip(came, self._parts, strict=True):
-            assert rows.shape == part.shape, f"{tuple(rows.shape)} came, {tuple(part.shape)} wanted"
+        received = self._group.network.take(self._group, self._number)
+        for rows, part in zip(received, self._parts, strict=True):
+            assert rows.shape == part.shape, f"got {tuple(rows.shape)}, want {tuple(part.shape)}"
             with torch.no_grad():
                 part.copy_(rows)
 
@@ -106,7 +106,7 @@ def _start_all_to_all(
     group: Group,
     where: str,
 ) -> _Transfer:
-    assert send_counts[group.ranks.index(group.rank)] == 0, "rows for oneself"
+    assert send_counts[group.ranks.index(group.rank)] == 0, "a rank sends rows to itself"
     with torch.no_grad():
         parts = [part.clone() for part in rows_NX.split(send_counts)]
         for receiver, part in zip(group.ranks, parts, strict=True):
@@ -115,23 +115,23 @@ def _start_all_to_all(
         return _Transfer(received_RX, recv_counts, group, group.network.send(group, parts))
 
 
-def _start_counts(told: Tensor, group: Group, header: Header) -> Any:
+def _start_counts(own_counts: Tensor, group: Group, header: Header) -> Any:
     group.network.gathered[group.rank] += 1
-    number = group.network.send(group, [told.tolist()] * len(group.ranks))
+    number = group.network.send(group, [own_counts.tolist()] * len(group.ranks))
     return SimpleNamespace(wait=lambda: group.network.take(group, number))
 
 
 @contextmanager
-def _on_threads() -> Iterator[None]:
-    """Groups of threads in place of torch's."""
-    answers = SimpleNamespace(
+def _replaced_collectives() -> Iterator[None]:
+    """Replace the functions that dispatchers call by functions for groups of threads."""
+    dist = SimpleNamespace(
         get_rank=lambda group: group.ranks.index(group.rank),
         get_world_size=lambda group: len(group.ranks),
         get_process_group_ranks=lambda group: list(group.ranks),
     )
     with pytest.MonkeyPatch.context() as patches:
         for module in (all_to_all, hierarchical, counts):
-            patches.setattr(module, "dist", answers)
+            patches.setattr(module, "dist", dist)
         for module in (all_to_all, hierarchical):
             patches.setattr(module, "start_counts", _start_counts)
         patches.setattr(all_to_all, "start_all_to_all", _start_all_to_all)

@@ -1,8 +1,8 @@
 """Stock models small enough for fp64 on one core, and batches for them.
 
 Sizes differ wherever the architecture allows, so that swapped axes cannot pass. Weights are larger
-than the stock initialisation: at std 0.02 the layers hardly change the residual stream, the router
-is close to uniform, and a wrong expert would move the loss by less than rounding.
+than the stock initialisation: with a std of 0.02 layers would hardly change the residual stream,
+the router would be almost uniform, and a wrong expert would change the loss by less than rounding.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ _QWEN3_MOE = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
-    "norm_topk_prob": True,  # as the published checkpoints have it
+    "norm_topk_prob": True,  # as in the published checkpoints
     "initializer_range": 0.18,  # about 1/sqrt(hidden_size): layers keep the scale of their input
     "attn_implementation": "sdpa",
 }
@@ -70,10 +70,10 @@ def tiny(
     experts_implementation: str | None = "eager",
     **config_overrides: Any,
 ) -> PreTrainedModel:
-    """A stock model in training mode, the same weights for the same seed.
+    """Build a stock model in training mode. Equal seeds and sizes give equal weights.
 
-    `experts_implementation`: stock's default is F.grouped_mm, which has no fp64 on CPU. Equal seeds
-    give equal weights only for equal config sizes.
+    The default of `experts_implementation` is "eager", because stock's default, F.grouped_mm, has
+    no fp64 on CPU.
     """
     config_class, model_class, sizes = _ARCHITECTURES[name]
     config = config_class(
@@ -87,13 +87,13 @@ def tiny(
 
 
 def _spread(model: PreTrainedModel) -> None:
-    """Make norms differ from each other, and routers use every expert even in a short batch."""
+    """Make norms differ from each other, and make routers use all experts even in short batches."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif name.endswith(".gate.weight"):
-                torch.nn.init.orthogonal_(parameter)  # of norm-1 rows: logits of about std 1
+                torch.nn.init.orthogonal_(parameter)  # rows of norm 1 make logits of about std 1
 
 
 def batch(
@@ -105,11 +105,11 @@ def batch(
     ignore: float = 0.25,
     pad: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask, labels, each (batch_size, seq_len) int64 on the CPU.
+    """Make input_ids, attention_mask and labels, each (batch_size, seq_len) int64 on the CPU.
 
-    A share `ignore` of the labels is -100, spread unevenly over the rows. Row i is padded on the
-    right by `pad * i // (batch_size - 1)` tokens, so the last row has `pad` of them. The label at
-    position 1 always counts: no row is without a target.
+    About a share `ignore` of the labels is -100, unevenly over the rows. Row i has
+    `pad * i // (batch_size - 1)` tokens of padding on the right, so the last row has `pad`. The
+    label at position 1 is never ignored, so every row has a target.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (batch_size, seq_len)
@@ -127,21 +127,23 @@ def batch(
     }
 
 
-# One row of a vision batch: how many text tokens, or (height, width) of an image in patches, or
-# (frames, height, width) of a video; sizes are multiples of the tower's merge size, 2.
+# The items of a row of a vision batch: a number of text tokens, (height, width) of an image in
+# patches, or (frames, height, width) of a video. Heights and widths are multiples of 2, the tower's
+# merge size.
 Row = list[int | tuple[int, ...]]
 
 
 def vision_batch(
     model: PreTrainedModel, rows: list[Row], seed: int = 0, *, left: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return what a processor would for `rows`, padded on the right (or left), with labels.
+    """Make the batch that Qwen3-VL's processor would make for `rows`, with labels.
 
-    As Qwen3-VL's processor does, every frame of a video has a text token in front of it. A quarter
-    of the text tokens has no label, placeholders have none; the second label of a row counts.
+    Like the processor, put a text token in front of every frame of a video. Rows are padded on the
+    right, or on the left. A quarter of the text tokens has no label, but the second text token of a
+    row always has one. Placeholders have no labels.
     """
     config, generator = model.config, torch.Generator().manual_seed(seed)
-    sequences: list[list[int]] = []  # of token types: 0 text, 1 image, 2 video
+    sequences: list[list[int]] = []  # token types: 0 text, 1 image, 2 video; 3 will be padding
     grids: dict[int, list[tuple[int, ...]]] = {1: [], 2: []}
     for row in rows:
         types: list[int] = []

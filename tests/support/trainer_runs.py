@@ -1,4 +1,4 @@
-"""Runs of the Trainer against each other: settings, and what has to be the same."""
+"""Settings of Trainer runs, and functions that compare the results of two runs."""
 
 import json
 from pathlib import Path
@@ -12,15 +12,16 @@ from support.hub_files import assert_equal, read_all
 from support.jobs.trainer import STEPS, Result, load_stock
 from support.tiny_models import batch, tiny
 
-FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 6 AdamW steps; a wrong factor is off by 2 or 4
-# AdamW divides a gradient by its own size: where that is close to zero, a rounding moves a
-# parameter by up to 1e-4, and logits with it.
+# Rounding errors in fp32 (6e-8) grow over 6 steps of AdamW. A wrong factor would be 2 or 4.
+FP32_BUDGET = 1e-5
+# AdamW divides a gradient by its own size. If this size is close to zero, a rounding error changes
+# the parameter, and therefore logits, by up to 1e-4.
 AFTER_ADAMW = 1e-4
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 NO_ACCUMULATION = {"gradient_accumulation_steps": 1}
 SAVE = {"save_strategy": "steps", "save_steps": 3}
 AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-# The loss falls, so "greater is better" picks the first evaluation and not the last weights.
+# The loss falls, so with "greater is better" the first evaluation is the best, not the last one.
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -42,7 +43,7 @@ def assert_same_log(got: Result, want: Result) -> None:
 
 
 def assert_same_training(got: Result, want: Result) -> None:
-    """Every gradient of the first step, every logged loss and norm."""
+    """Compare every gradient of the first step, and every logged loss and norm."""
     assert got.grads.keys() == want.grads.keys()
     for name, grad in want.grads.items():
         assert_close(f"gradient of {name}", got.grads[name], grad, FP32_BUDGET)
@@ -71,21 +72,21 @@ def _loss(value: float | dict[str, float]) -> float:
 
 
 def assert_loads_in_stock(result: Result, tmp_path: Path) -> PreTrainedModel:
-    """save_model has written what stock writes for these weights, bit by bit."""
+    """Check that save_model has written the same bits as stock would for these weights."""
     folder = result.values["save"]
     loaded = load_stock(folder)
     stock = tiny(dtype=torch.float32)
     stock.load_state_dict(result.params)
     assert loaded.state_dict().keys() == result.params.keys()
     for name, parameter in result.params.items():
-        assert torch.equal(loaded.state_dict()[name], parameter), f"{name} changed on its way"
+        assert torch.equal(loaded.state_dict()[name], parameter), f"{name} differs after loading"
     inputs = batch(stock, 3, 9, pad=2)
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**inputs).logits, stock.eval()(**inputs).logits)
-    stock.config.use_cache = False  # as the stock Trainer leaves it
+    stock.config.use_cache = False  # the stock Trainer sets this
     stock.save_pretrained(tmp_path / "stock")
     got, want = (
-        json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "stock")
+        json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "stock")
     )
     assert got == want and "hf_moe_ep" not in str(got)
     got = read_all(folder)
@@ -95,7 +96,7 @@ def assert_loads_in_stock(result: Result, tmp_path: Path) -> PreTrainedModel:
 
 
 def assert_resumed(got: Result, want: Result) -> None:
-    """The run that was never interrupted, bit by bit."""
+    """Check that a resumed run has the same bits as a run that was never interrupted."""
     assert [entry["step"] for entry in got.log if "loss" in entry] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
         assert_close(f"{key} after resuming", got.series(key), want.series(key), 0.0)

@@ -1,4 +1,4 @@
-"""The runs of TRL's trainers that the tests compare with stock, as data."""
+"""Tables of the runs of TRL's trainers that tests compare with stock."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,11 +8,14 @@ from typing import Any
 class Case:
     """A run of a trainer on 4 ranks.
 
-    `reference` is "none" (TRL loads the policy's checkpoint, or needs none), "stock" or "patched".
-    `lora` is "ours" where the policy comes with adapters, of which TRL keeps a copy as reference,
-    and "TRL's" where TRL attaches them, and switches them off. `data` is "pairs" of a prompt and
-    its completion, "chat" or "tokens". `refused` is what the error says where there is one.
-    `model` names one of `tiny`'s. `each_rank`: stock runs on as many ranks, under DDP.
+    Attributes:
+        reference: "none" (TRL loads the policy's checkpoint, or needs none), "stock" or "patched".
+        lora: "ours" if the script attaches adapters, which TRL copies for the reference. "TRL's" if
+            TRL attaches them, and switches them off for the reference.
+        data: "pairs" of prompt and completion, "chat" or "tokens".
+        refused: the words of the expected error.
+        model: a name of `tiny_models.tiny`.
+        each_rank: stock runs on the same number of ranks, with DDP, instead of in one process.
     """
 
     name: str
@@ -55,12 +58,13 @@ REWARD = [
 
 SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 PRECOMPUTE = {"precompute_ref_log_probs": True}
-# TRL's KL term is that of a rank's batch, also in stock: a loss without it can be compared.
+# TRL computes its KL term from the batch of each rank, even in stock. So the loss has no KL term.
 NO_KL = {"loss_type": "apo_zero_unpaired"}
 OFF_POLICY = {"lmbda": 0.0}
-# Then TRL's loss is the mean of the ranks' means; completions have different lengths.
+# TRL's loss is then the mean of the ranks' means, and not the mean over the tokens of all ranks.
 PER_RANK = OFF_POLICY | {"average_tokens_across_devices": False}
-# Completions of a prompt are equal, and so are their rewards: what is learned is the reference's.
+# The completions of a prompt are equal, and so are their rewards. Only the KL term to the reference
+# has gradients.
 GREEDY = {"beta": 0.5, "num_generations": 2, "max_completion_length": 6, "top_k": 1}
 GENERATES = "lets each rank generate completions of its own"
 PREFERENCES = [
@@ -106,6 +110,6 @@ PREFERENCES = [
     Case("GKD, LoRA, sp 2", "GKD", "patched", lora="TRL's", sp=2, arguments=OFF_POLICY),
 ]
 
-# With `generate` of the model in training: a trainer, options of tests/support/jobs/online.py
+# Runs of tests/support/jobs/online.py, which generates: the trainer, and options of the script.
 GENERATING = ("grpo", "grpo, LoRA", "grpo, LoRA, greedy", "rloo, greedy", "rloo, LoRA")
 GENERATING_EP = (2, 4)

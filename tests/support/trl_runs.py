@@ -1,4 +1,7 @@
-"""A case of `trl_cases`, run as a user of TRL writes it, but for `patch`; what it logs."""
+"""Run the cases of `trl_cases` as a user of TRL would, and compare their logs with stock's.
+
+The script of a case differs from that of stock only by calls of `patch`.
+"""
 
 import os
 from collections.abc import Callable
@@ -28,9 +31,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"dtype": torch.float32, "num_hidden_layers": 3},
     "qwen3_vl_moe": {"dtype": torch.float32},
 }
-LOSS_BUDGET = 1e-6  # absolute, or relative where it is above 1; fp32 rounding is 6e-8 per operation
+# fp32 rounds by 6e-8 per operation. The budget is relative for values above 1, else absolute.
+LOSS_BUDGET = 1e-6
 NORM_BUDGET = 1e-5  # relative
-# Accuracies of equal models count signs of roundings.
+# Policy and reference start equal, so accuracies count the signs of rounding errors.
 NOT_COMPARED = {"rewards/accuracies", "step_time"}
 Log = list[dict[str, float]]
 CHAT = (
@@ -41,40 +45,40 @@ CHAT = (
 
 
 def _tokens(start: int, count: int, step: int) -> list[int]:
-    # From 90 on they stand for pictures, where a model knows any.
-    return [3 + (start + step * place) % 87 for place in range(count)]
+    # Ids from 90 on are placeholders of pictures in a multimodal model.
+    return [3 + (start + step * position) % 87 for position in range(count)]
 
 
-def _said(tokens: list[int]) -> str:
-    return text(tokens) + " "  # TRL puts an end behind it, a word of its own
+def _words(tokens: list[int]) -> str:
+    return text(tokens) + " "  # TRL appends the end token, which must be a word of its own
 
 
 def samples(case: Case) -> list[dict[str, Any]]:
-    """Prompts and completions of many lengths; those that are chosen count upwards."""
+    """Make prompts and completions of many lengths. The numbers of chosen words count upwards."""
     return [_sample(case, index) for index in range(NUM_SAMPLES)]
 
 
 def _sample(case: Case, index: int) -> dict[str, Any]:
     prompt = _tokens(index, 2 + index % 4, 1)
     good, bad = _tokens(7 * index, 3 + index % 5, 1), _tokens(5 * index, 2 + index % 7, 3)
-    asked, said, other = _said(prompt), _said(good), _said(bad)
+    question, chosen, rejected = _words(prompt), _words(good), _words(bad)
     if case.data == "tokens":
         return {"input_ids": prompt + good}
     if case.data == "chat" or case.trainer == "GKD":
-        turns = (("user", asked), ("assistant", said))
+        turns = (("user", question), ("assistant", chosen))
         return {"messages": [{"role": role, "content": words} for role, words in turns]}
     if case.trainer == "SFT":
-        return {"prompt": asked, "completion": said}
+        return {"prompt": question, "completion": chosen}
     if case.trainer in ("GRPO", "RLOO"):
-        return {"prompt": asked}
+        return {"prompt": question}
     if case.trainer == "KTO":
         label = index % 3 != 0
-        return {"prompt": asked, "completion": said if label else other, "label": label}
-    return {"prompt": asked, "chosen": said, "rejected": other}
+        return {"prompt": question, "completion": chosen if label else rejected, "label": label}
+    return {"prompt": question, "chosen": chosen, "rejected": rejected}
 
 
 def _length(completions: list[str], **_: Any) -> list[float]:
-    """A reward: the same for the same completion."""
+    """Compute the rewards of completions, which are equal for equal completions."""
     return [float(len(completion)) for completion in completions]
 
 
@@ -85,7 +89,7 @@ def _policy(case: Case, seed: int = 0) -> nn.Module:
 
 
 def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | None) -> Log:
-    """Train once; `prepare` is what our script does to a model and stock's does not."""
+    """Train once and return the log. `prepare` is `patch`, or None in a stock script."""
     import trl
     from datasets import Dataset, load_from_disk
     from trl.experimental import gkd
@@ -94,9 +98,8 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
     words = tokenizer(97)
     words.chat_template = CHAT
 
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:  # a reference and a data set that every rank finds
-        # GRPO takes no other reference than this one.
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        # All ranks load this model and data set. GRPO accepts no other reference than this model.
         _policy(case, seed=1 if case.trainer == "GRPO" else 0).save_pretrained(folder / "model")
         Dataset.from_list(samples(case)).save_to_disk(folder / "data")
     if dist.is_initialized():
@@ -110,18 +113,18 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         prepare(policy, ep_size=case.ep, sp_size=case.sp)
         if case.reference == "patched":
             prepare(reference, ep_size=case.reference_ep)
-    beside: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if case.trainer in ("DPO", "KTO"):
-        beside = {"ref_model": reference}
+        options = {"ref_model": reference}
     elif case.trainer in ("GRPO", "RLOO"):
-        beside = {"reward_funcs": _length}
+        options = {"reward_funcs": _length}
     elif case.trainer == "GKD":
-        beside = {"teacher_model": reference}
+        options = {"teacher_model": reference}
     if case.lora == "TRL's":
         if case.trainer in ("DPO", "KTO"):
-            beside = {}
+            options = {}
         heads = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-        beside["peft_config"] = LoraConfig(
+        options["peft_config"] = LoraConfig(
             r=4,
             init_lora_weights=False,  # factors are random, as if trained before
             target_parameters=list(EXPERTS),
@@ -131,7 +134,7 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         torch.manual_seed(0)
     arguments = getattr(trainers, f"{case.trainer}Config")(
         output_dir=os.fspath(folder),
-        # Ranks of an sp group share theirs.
+        # Ranks of an sp group share their batch.
         per_device_train_batch_size=WORLD * (1 if prepare is None else case.sp) // processes,
         max_steps=STEPS,
         logging_steps=1,
@@ -150,34 +153,34 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         args=arguments,
         train_dataset=load_from_disk(os.fspath(folder / "data")),
         processing_class=words,
-        **beside,
+        **options,
     )
     trainer.train()
-    kept = getattr(trainer, "teacher_model" if case.trainer == "GKD" else "ref_model", None)
-    if prepare is not None and kept is not None:
-        assert not any(parameter.requires_grad for parameter in kept.parameters())
-        assert all(parameter.grad is None for parameter in kept.parameters())
+    frozen = getattr(trainer, "teacher_model" if case.trainer == "GKD" else "ref_model", None)
+    if prepare is not None and frozen is not None:
+        assert not any(parameter.requires_grad for parameter in frozen.parameters())
+        assert all(parameter.grad is None for parameter in frozen.parameters())
         trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-        assert not trained & {id(parameter) for parameter in kept.parameters()}
+        assert not trained & {id(parameter) for parameter in frozen.parameters()}
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def run_on_ranks(case: Case, rank: int, world: int, folder: str) -> tuple[Log | str, Log]:
-    """Return a rank's log, or the error that refused it, and the log of stock."""
-    theirs = run(case, Path(folder), world, None) if case.each_rank else []
+    """Return a rank's log (or the error of a refused case), and with `each_rank` that of stock."""
+    stock_log = run(case, Path(folder), world, None) if case.each_rank else []
     AcceleratorState._reset_state(True)
     with launched():
         if not case.refused:
-            return run(case, Path(folder), world, patch), theirs
+            return run(case, Path(folder), world, patch), stock_log
         try:
             run(case, Path(folder), world, patch)
         except ValueError as error:
-            return str(error), theirs
-    return "no error", theirs
+            return str(error), stock_log
+    return "no error", stock_log
 
 
 class Stock:
-    """Logs of one stock process; cases that differ in how a model lies share one."""
+    """The logs of stock runs in one process. Cases that differ only in their layout share a run."""
 
     def __init__(self, new_folder: Callable[[], Path]) -> None:
         self._new_folder = new_folder
@@ -185,43 +188,43 @@ class Stock:
 
     def log(self, case: Case) -> Log:
         reference = "none" if case.reference == "none" else "stock"
-        alike = replace(case, name="", ep=1, sp=1, reference_ep=1, reference=reference)
-        if repr(alike) not in self._logs:
+        stock = replace(case, name="", ep=1, sp=1, reference_ep=1, reference=reference)
+        if repr(stock) not in self._logs:
             try:
-                self._logs[repr(alike)] = run(alike, self._new_folder(), 1, None)
+                self._logs[repr(stock)] = run(stock, self._new_folder(), 1, None)
             finally:
                 AcceleratorState._reset_state(True)
-        return self._logs[repr(alike)]
+        return self._logs[repr(stock)]
 
 
 def checks(cases: list[Case]) -> list[Any]:
-    """Each case on 4 ranks, as parameters of a test."""
+    """Make parameters for `parametrize` that run each case on 4 ranks."""
     runs = {case.name: partial(run_on_ranks, case) for case in cases}
     return on_ranks(WORLD, runs, slow=True, timeout=400)
 
 
 def assert_equals_stock(case: Case, found: tuple[Log | str, Log], stock: Stock) -> None:
     """Compare rank 0's log with stock's, or its error with the words of the case."""
-    got, theirs = found
+    got, stock_log = found
     if case.refused:
         assert isinstance(got, str) and case.refused in got
     else:
         assert isinstance(got, list)
-        assert_same_log(case, got, theirs if case.each_rank else stock.log(case))
+        assert_same_log(case, got, stock_log if case.each_rank else stock.log(case))
 
 
 def assert_same_log(case: Case, got: Log, want: Log) -> None:
-    """All that the trainer logs, and that something was learned."""
+    """Compare all logged values, and check that the loss changes during training."""
     assert len(got) == len(want) == STEPS
     for step, (ours, theirs) in enumerate(zip(got, want, strict=True), start=1):
         assert ours.keys() == theirs.keys()
         for key in theirs.keys() - NOT_COMPARED:
-            mine, relative = ours[key], max(1.0, abs(theirs[key]))
+            got_value, relative = ours[key], max(1.0, abs(theirs[key]))
             budget = LOSS_BUDGET * relative if key == "loss" else 10 * LOSS_BUDGET * relative
             if key == "grad_norm":
                 budget = NORM_BUDGET * theirs[key]
             if case.trainer == "GKD" and not case.each_rank and key in ("loss", "grad_norm"):
-                # TRL divides by the tokens of all ranks, then averages over ranks, in stock too.
-                mine *= WORLD // case.sp
-            assert abs(mine - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
+                # TRL divides by the tokens of all ranks, and then averages over ranks as well.
+                got_value *= WORLD // case.sp
+            assert abs(got_value - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
     assert any(abs(entry["loss"] - want[0]["loss"]) > 1e-4 for entry in want)

@@ -1,4 +1,4 @@
-"""A tokenizer of as many words as a tiny model has tokens: "word0 word1 word2 ..."."""
+"""A tokenizer with a word for each token of a tiny model: "word0", "word1", "word2", ..."""
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -9,7 +9,7 @@ PAD, EOS = 1, 2
 
 
 def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Word n is token n; prompts of a batch are padded on the left, as generation needs it."""
+    """Make the tokenizer. Batches are padded on the left, because generation needs that."""
     words = {f"word{index}": index for index in range(vocab_size)}
     model = Tokenizer(WordLevel(words, unk_token="word0"))
     model.pre_tokenizer = WhitespaceSplit()
@@ -23,5 +23,5 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def text(tokens: list[int]) -> str:
-    """Return what the tokenizer makes `tokens` of."""
+    """Return the text that the tokenizer turns into `tokens`."""
     return " ".join(f"word{token}" for token in tokens)

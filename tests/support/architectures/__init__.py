@@ -1,10 +1,10 @@
 """Stock models of every Mixture-of-Experts type of Transformers, small enough for fp64 on one core.
 
-`MODEL_TYPES` are all that tests know, `NEW_TYPES` those of a newer Transformers, and `FAMILIES` the
-eight that stand for them in the fast suite (`few_fast` marks all others slow),
-`tiny_config` and `tiny` make one, `batch` and `mixed_batch` (with pictures and sound) what it is
-trained on, `loss_of` its loss. What a test found of a type goes to ARCHITECTURES.md through
-`recording`, `record` or `record_refusal`.
+`MODEL_TYPES` lists all types that tests know, and `NEW_TYPES` those that a newer Transformers adds.
+`FAMILIES` are eight types that represent the others in the fast suite: `few_fast` marks the others
+slow. `tiny_config` and `tiny` build a config and a model. `batch` and `mixed_batch` (with pictures
+and sound) make its training data, and `loss_of` computes its loss. Tests record their results for
+ARCHITECTURES.md with `recording`, `record` or `record_refusal`.
 """
 
 from support.architectures.inputs import batch, loss_of

@@ -1,4 +1,4 @@
-"""The training batch of a tiny model, and its loss."""
+"""Make the training batch of a tiny model (`batch`), and compute its loss (`loss_of`)."""
 
 from inspect import signature
 
@@ -19,27 +19,27 @@ def batch(
     ignore: float = 0.25,
     pad: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Text and labels as of `tiny_models.batch`, without any placeholder of pictures or sound.
+    """Make a batch like that of `tiny_models.batch`, without placeholders of pictures or sound.
 
-    A token classifier gets labels below its `num_labels`. `pad` stays below the windows of 5: a row
-    of fp64 scores that is masked as a whole is NaN in the fp32 softmax of GraniteMoeSWA.
+    A token classifier gets labels below its `num_labels`. `pad` must stay below 5, the size of
+    windows: in the fp32 softmax of GraniteMoeSWA, a row of fp64 scores that is all masked is NaN.
     """
     inputs = tiny_models.batch(model, batch_size, seq_len, seed, ignore=ignore, pad=pad)
-    low = inputs["input_ids"] % FIRST_SPECIAL_TOKEN
+    text_ids = inputs["input_ids"] % FIRST_SPECIAL_TOKEN
     counted = inputs["labels"] != -100
-    labels = low
+    labels = text_ids
     if "ForTokenClassification" in type(model).__name__:
-        labels = low % model.config.num_labels
-    inputs |= {"input_ids": low, "labels": labels.masked_fill(~counted, -100)}
+        labels = text_ids % model.config.num_labels
+    inputs |= {"input_ids": text_ids, "labels": labels.masked_fill(~counted, -100)}
     return with_canvas(model, inputs, seed)
 
 
 def with_canvas(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], seed: int
 ) -> dict[str, torch.Tensor]:
-    """The inputs as a prompt, and what follows it, where a model denoises that: else as they are.
+    """For a model that denoises a canvas behind a prompt, add a random canvas and its labels.
 
-    Labels are those of the canvas then.
+    The inputs of all other models are returned unchanged.
     """
     if "decoder_input_ids" not in signature(model.forward).parameters:
         return inputs
@@ -57,7 +57,10 @@ def with_canvas(
 
 
 def loss_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of a stock forward; cross-entropy with the embedding as head where it has none."""
+    """Compute the loss of a stock forward.
+
+    A model without a loss gets the cross-entropy, and a model without a head the embedding as head.
+    """
     if hasattr(model, "loss_function") and "labels" in signature(model.forward).parameters:
         loss = model(**inputs).loss
         assert isinstance(loss, torch.Tensor)

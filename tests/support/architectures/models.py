@@ -1,4 +1,4 @@
-"""Stock models with random, healthy weights: no ties in routing, no parameter without effect."""
+"""Stock models with random weights: routing has no ties, and every parameter has an effect."""
 
 import re
 from typing import Any
@@ -11,18 +11,18 @@ from transformers import PreTrainedModel
 from support.architectures.sizes import tiny_config
 from support.architectures.types import CLASS_NAMES, MODEL_TYPES
 
-# Their routers compute in fp32 on weights as they are, so that stock itself fails on an fp64
-# router; every other type runs with all weights in fp64.
+# The routers of these types compute in fp32 without casting their weights, so stock itself fails
+# on an fp64 router. Every other type runs with all weights in fp64.
 _FP32_ROUTERS = ("inkling2", "inkling2_text")
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
-    """The class that people train: with a head for tokens, whole where it is multimodal."""
+    """Return the class that people train: it has a head for tokens, and all towers of its type."""
     if model_type not in CLASS_NAMES:
-        raise ValueError(f"no MoE type {model_type!r}; there are {', '.join(MODEL_TYPES)}")
-    found = getattr(transformers, CLASS_NAMES[model_type])
-    assert issubclass(found, PreTrainedModel)
-    return found
+        raise ValueError(f"{model_type!r} is no MoE type; known types: {', '.join(MODEL_TYPES)}")
+    model = getattr(transformers, CLASS_NAMES[model_type])
+    assert issubclass(model, PreTrainedModel)
+    return model
 
 
 def tiny(
@@ -33,10 +33,11 @@ def tiny(
     experts_implementation: str | None = "eager",
     **config_overrides: Any,
 ) -> PreTrainedModel:
-    """A stock model in training mode, the same weights for the same seed.
+    """Build a stock model in training mode. Equal seeds give equal weights.
 
-    `experts_implementation`: stock's default is F.grouped_mm, which has no fp64 on CPU. What
-    Transformers keeps in fp32 under half precision is fp32 here, too.
+    The default of `experts_implementation` is "eager", because stock's default, F.grouped_mm, has
+    no fp64 on CPU. Parameters that Transformers keeps in fp32 under half precision are fp32 here,
+    too.
     """
     config = tiny_config(
         model_type, **config_overrides, experts_implementation=experts_implementation
@@ -46,16 +47,16 @@ def tiny(
         model = model_class(model_type)(config)
         _spread(model)
     half = dtype in (torch.float16, torch.bfloat16)
-    kept = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
-    return _cast(model, dtype, kept or ()).train()
+    fp32_names = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
+    return _cast(model, dtype, fp32_names or ()).train()
 
 
 def _spread(model: nn.Module) -> None:
-    """Move what initialisation leaves constant: norms, biases, sinks, correction biases, gates."""
+    """Randomise what initialisation leaves constant, such as norms and biases, and the gates."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                row = module.weight[module.padding_idx]  # of zeros: all experts would tie
+                row = module.weight[module.padding_idx]  # with zeros here all experts would tie
                 row.copy_(module.weight.std() * torch.randn_like(row))
         for name, parameter in model.named_parameters():
             if "sink" in name:
@@ -63,7 +64,7 @@ def _spread(model: nn.Module) -> None:
             elif not parameter.requires_grad:  # a correction bias
                 parameter.add_(0.05 * torch.randn_like(parameter))
             elif re.search(r"(gate|router)\b.*weight$", name) and _is_wide(parameter):
-                # Rows of norm 1 make logits of about std 1; GELUs on the way shrink them.
+                # Rows of norm 1 make logits of about std 1. The GELUs of a router_mlp shrink them.
                 nn.init.orthogonal_(parameter, gain=1.6 if "router_mlp" in name else 1.0)
             elif parameter.ndim == 1 or _is_constant(parameter):
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -84,9 +85,9 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all())
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype, kept: Any) -> PreTrainedModel:
-    """Cast all but the modules and tensors named in `kept`, as from_pretrained leaves them."""
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
+def _cast(model: PreTrainedModel, dtype: torch.dtype, fp32_names: Any) -> PreTrainedModel:
+    """Cast a model as from_pretrained does: modules and tensors of `fp32_names` stay in fp32."""
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
     named = [*model.named_parameters(), *model.named_buffers()]
     fp32 = {name: tensor.data.clone() for name, tensor in named if pattern.search(name)}
     model.to(dtype)

@@ -1,7 +1,6 @@
-"""Pictures and sound as processors would return them, for every type that takes them.
+"""Make pictures and sound as processors would, for every type that takes them (`mixed_batch`).
 
-How many placeholders a picture has in the text is asked of the model: it has as many as the tower
-returns rows.
+A picture has as many placeholder tokens in the text as the model's tower returns rows for it.
 """
 
 from collections.abc import Sequence
@@ -36,9 +35,10 @@ def mixed_batch(
     text: int = 9,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Row i has `pictures[i]` pictures and `sounds[i]` clips, each between `text` tokens of text.
+    """Make a batch whose row i has `pictures[i]` pictures and then `sounds[i]` clips of sound.
 
-    Rows are padded on the right; a quarter of the text has no label, placeholders have none.
+    `text` tokens of text stand in front of, between and behind them. Rows are padded on the right.
+    A quarter of the text tokens has no label, and placeholders have none.
     """
     generator = torch.Generator().manual_seed(seed)
     sounds = [*sounds, *[0] * (len(pictures) - len(sounds))]
@@ -47,13 +47,13 @@ def mixed_batch(
     for num_pictures, num_sounds in zip(pictures, sounds, strict=True):
         row = [_TEXT] * text
         for kind in [_IMAGE] * num_pictures + [_AUDIO] * num_sounds:
-            one = (_picture if kind == _IMAGE else _sound)(model, generator, len(media))
-            row += [kind] * _num_placeholders(model, kind, one) + [_TEXT] * text
-            media.append(one)
+            medium = (_picture if kind == _IMAGE else _sound)(model, generator, len(media))
+            row += [kind] * _num_placeholders(model, kind, medium) + [_TEXT] * text
+            media.append(medium)
         rows.append(row)
     longest = max(map(len, rows))
     kinds = torch.tensor([row + [_PADDING] * (longest - len(row)) for row in rows])
-    return with_canvas(model, _text_of(model, kinds, generator), seed) | _joined(media)
+    return with_canvas(model, _text_of(model, kinds, generator), seed) | _concatenate(media)
 
 
 def _text_of(
@@ -79,15 +79,15 @@ def _text_of(
     return {"input_ids": input_ids} | result
 
 
-def _joined(media: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for one in media for name in one)
-    return {name: torch.cat([one[name] for one in media if name in one]) for name in names}
+def _concatenate(media: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for medium in media for name in medium)
+    return {name: torch.cat([medium[name] for medium in media if name in medium]) for name in names}
 
 
-def _num_placeholders(model: PreTrainedModel, kind: int, one: dict[str, Tensor]) -> int:
+def _num_placeholders(model: PreTrainedModel, kind: int, medium: dict[str, Tensor]) -> int:
     name = "get_image_features" if kind == _IMAGE else "get_audio_features"
     with torch.no_grad():
-        out = getattr(_inner(model, name), name)(**one, return_dict=True)
+        out = getattr(_module_with(model, name), name)(**medium, return_dict=True)
     features = getattr(out, "pooler_output", None)
     features = out.last_hidden_state if features is None else features
     features = [features] if isinstance(features, Tensor) else features
@@ -95,13 +95,13 @@ def _num_placeholders(model: PreTrainedModel, kind: int, one: dict[str, Tensor])
     return sum(part.numel() for part in features) // hidden_size
 
 
-def _inner(model: PreTrainedModel, name: str) -> nn.Module:
-    """The outermost part below the head that has the method."""
+def _module_with(model: PreTrainedModel, name: str) -> nn.Module:
+    """Return the outermost module below the head that has the method `name`."""
     return next(module for module in model.model.modules() if hasattr(module, name))
 
 
 def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> dict[str, Any]:
-    """One picture; all are of one size where a type takes no sizes along."""
+    """Make a picture. If a type takes no sizes as inputs, all pictures have the same size."""
     config = model.config.vision_config
     if hasattr(config, "sam_config"):
         config = config.sam_config
@@ -111,8 +111,9 @@ def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    takes = signature(_inner(model, "get_image_features").get_image_features).parameters
-    if config.model_type == "inkling_vision":  # any number of patches, a row for each
+    module = _module_with(model, "get_image_features")
+    takes = signature(module.get_image_features).parameters
+    if config.model_type == "inkling_vision":  # takes any number of patches, one row per patch
         frames = config.temporal_patch_size
         return {"pixel_values": draw(height * width, frames, patch, patch, config.num_channels)}
     if config.model_type == "inkling2_vision":
@@ -123,9 +124,9 @@ def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> 
     if "image_grid_thw" in takes:
         frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
         flat = config.model_type != "kimi_k25_vision"
-        of_patch = (3 * frames * patch**2,) if flat else (3, patch, patch)
+        patch_shape = (3 * frames * patch**2,) if flat else (3, patch, patch)
         return {
-            "pixel_values": draw(height * width, *of_patch),
+            "pixel_values": draw(height * width, *patch_shape),
             "image_grid_thw": torch.tensor([[1, height, width]]),
         }
     if "image_position_ids" in takes:
@@ -144,7 +145,7 @@ def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> 
 
 
 def _sound(model: PreTrainedModel, generator: torch.Generator, _: int) -> dict[str, Tensor]:
-    """One clip, of as many frames as make two to six placeholders."""
+    """Make a clip with enough frames for two to six placeholders."""
     config = model.config.audio_config
     if config.model_type == "inkling_audio":
         shape = (1, 4, config.n_mel_bins)

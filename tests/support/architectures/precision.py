@@ -1,9 +1,10 @@
 """Gradients that stock computes in fp32 even in an fp64 model, which get a tolerance of 1e-6.
 
-Stock casts some weights to fp32, so that their gradients are sums over tokens in fp32. Ranks that
-see other tokens, or the same tokens in another order, round these sums differently. All other
-gradients of such a type stay fp64. In some types the hidden states themselves are summed in fp32,
-and everything after them rounds. Measured by running the same rows one by one and together.
+`FP32_SUMS`: stock casts some weights of a type to fp32, so their gradients are sums over tokens in
+fp32. Ranks with other tokens, or the same tokens in another order, round these sums differently.
+All other gradients of such a type stay fp64. `FP32_EVERYWHERE`: the hidden states themselves are
+summed in fp32, and all values after them are rounded. `test_every_model_type.py` checks both tables
+by running the same rows one by one and together.
 """
 
 import re
@@ -29,7 +30,7 @@ FP32_SUMS: dict[str, str] = {
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), f"{_NORM}|{_STATE}"),
     "glm5_next": f"{_ROUTER}|{_STATE}|{_STREAMS}",
 }
-# And where in it hidden states are summed in fp32.
+# Model type -> the place where it sums hidden states in fp32.
 FP32_EVERYWHERE: dict[str, str] = {
     "beam": "experts' activation and router",
     "deepseek_v4": "hyper-connections",
@@ -48,7 +49,7 @@ FP32_EVERYWHERE: dict[str, str] = {
 
 
 def budget(model_type: str, parameter: str = "") -> float:
-    """How far a gradient may be from another order of the same sums; of the loss without a name."""
+    """Return the tolerance for a parameter's gradient, or for the loss if no parameter is named."""
     if model_type in FP32_EVERYWHERE:
         return 10 * FP32_INSIDE
     pattern = FP32_SUMS.get(model_type)

@@ -1,19 +1,20 @@
-"""Results of tests for each architecture, for ARCHITECTURES.md: lines of JSON, one per result.
+"""Record the results of tests for ARCHITECTURES.md, as lines of JSON with one result each.
 
-    with recording("mixtral", "ep") as errors:         what fails in here is recorded as failed,
-        errors.append(max_error(loss, want))           else the largest of these errors
-    record("mixtral", "hub", 0.0)                      passed; 0.0 is bit for bit
-    record_refusal("jamba", "sp", str(raised.value))   refused, for the reason that a test saw
+    with recording("mixtral", "ep") as errors:         records "failed" if the block raises,
+        errors.append(max_error(loss, want))           and else the largest of these errors
+    record("mixtral", "hub", 0.0)                      passed; 0.0 means equal bits
+    record_refusal("jamba", "sp", str(raised.value))   refused, with the error that a test expects
 
-All of it does nothing unless HF_MOE_EP_RECORD names a file. Ranks may write beside each other: a
-column is passed where something passed and nothing failed, with the largest error of all. So
+These functions write only if HF_MOE_EP_RECORD names a file. Several ranks and tests may write
+results of one column. It has passed if all of them passed, with the largest of their errors. These
+commands record results and add them to tests/architectures.json and ARCHITECTURES.md:
 
     rm -f found.jsonl
     HF_MOE_EP_RECORD=found.jsonl python -m pytest -m "" tests/architectures ...
     PYTHONPATH=tests python -m support.architectures.table found.jsonl
 
-puts what was found into tests/architectures.json and ARCHITECTURES.md, and leaves the rest as it
-was (`table.py`). `make architectures` does so with all tests that record.
+Results that are not in the file stay as they were (`table.py`). `make architectures` runs all tests
+that record.
 """
 
 import json
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "HF_MOE_EP_RECORD"
-# Column -> what is claimed of it.
+# Column -> its title on the page.
 COLUMNS = {
     "ep": "EP + FSDP2",
     "lora": "LoRA on experts",
@@ -38,18 +39,18 @@ COLUMNS = {
 
 def record(model_type: str, column: str, error: float) -> None:
     """Record that a comparison with stock passed, and its largest error."""
-    assert math.isfinite(error), f"{model_type}, {column}: an error of {error} is no result"
+    assert math.isfinite(error), f"{model_type}, {column}: the error is {error}"
     _write(model_type, column, {"max_error": float(f"{error:.1e}")})
 
 
 def record_refusal(model_type: str, column: str, reason: str) -> None:
-    """Record that it is refused, as a test expects, in the words of the error."""
+    """Record that a type is refused, with the words of the error."""
     _write(model_type, column, {"refused": " ".join(reason.split())})
 
 
 @contextmanager
 def recording(model_type: str, column: str) -> Iterator[list[float]]:
-    """Record the errors that a test appends, or that it failed; what it raised is raised."""
+    """Record the largest error that a test appends, or the exception that it raises."""
     errors: list[float] = []
     try:
         yield errors
@@ -61,28 +62,32 @@ def recording(model_type: str, column: str) -> Iterator[list[float]]:
     record(model_type, column, max(errors))
 
 
-def _write(model_type: str, column: str, found: dict[str, Any]) -> None:
-    assert column in COLUMNS, f"no column {column!r} in ARCHITECTURES.md; there are {[*COLUMNS]}"
+def _write(model_type: str, column: str, result: dict[str, Any]) -> None:
+    assert column in COLUMNS, f"unknown column {column!r}; ARCHITECTURES.md has {[*COLUMNS]}"
     if FILE not in os.environ:
         return
-    line = json.dumps({"model_type": model_type, "column": column, **found}) + "\n"
+    line = json.dumps({"model_type": model_type, "column": column, **result}) + "\n"
     with Path(os.environ[FILE]).resolve().open("a") as file:
-        file.write(line)  # one write, at the end of the file: ranks do not mix
+        file.write(line)  # one append per line, so that lines of several ranks do not mix
 
 
 def read_results(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Model type -> column -> what was found: a failure over a refusal over a pass."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    """Return model type -> column -> result.
+
+    If a column has several results, a failure is returned first, then a refusal, then the largest
+    error.
+    """
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     for line in file.read_text().splitlines():
         new = json.loads(line)
-        columns = found.setdefault(new.pop("model_type"), {})
+        columns = results.setdefault(new.pop("model_type"), {})
         column = new.pop("column")
         columns[column] = _worse(columns.get(column, new), new)
-    return found
+    return results
 
 
-def _worse(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _worse(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     for kind in ("failed", "refused"):
-        if kind in one or kind in other:
-            return one if kind in one else other
-    return max(one, other, key=lambda found: found["max_error"])
+        if kind in first or kind in second:
+            return first if kind in first else second
+    return max(first, second, key=lambda result: result["max_error"])

@@ -1,8 +1,10 @@
-"""A small config of every model type: common field names once, and what a type needs besides.
+"""Make a small config of every model type (`tiny_config`).
 
-Sizes differ from each other wherever an architecture allows, so that swapped axes cannot pass:
-hidden 40, dense 56, experts 24, shared experts 32, 4 heads of 12 over 2 of keys. Windows and what
-an indexer chooses are shorter than a test's sequences, limits are low enough to be reached.
+`_COMMON` holds the fields that many types have, `_TEXT` and `_WHOLE` those of single types. Sizes
+differ from each other wherever an architecture allows, so that swapped axes cannot pass: hidden 40,
+dense 56, experts 24, shared experts 32, 4 heads of size 12 with 2 heads of keys. Windows and the
+number of keys that an indexer chooses are smaller than the sequences of the tests, and limits are
+low enough to be reached.
 """
 
 from typing import Any
@@ -32,7 +34,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "final_logit_softcapping": 30.0,
-    # experts: grouped where a router knows groups
+    # experts, in groups if the router has groups
     **_same(NUM_EXPERTS, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     **_same(TOP_K, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
     "moe_intermediate_size": 24,
@@ -55,7 +57,7 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 12,
     "sliding_window": 5,
-    # latent attention: queries of 6 + 8, values of 10
+    # latent attention: queries of size 6 + 8, values of size 10
     "q_lora_rank": 22,
     "kv_lora_rank": 18,
     "qk_rope_head_dim": 6,
@@ -65,7 +67,7 @@ _COMMON: dict[str, Any] = {
     "index_topk": 6,
     "index_head_dim": 16,
     "index_n_heads": 2,
-    # what runs along the sequence: linear attention, Mamba
+    # linear attention and Mamba
     "linear_conv_kernel_dim": 3,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
@@ -76,7 +78,7 @@ _COMMON: dict[str, Any] = {
     "mamba_d_state": 6,
     "mamba_d_conv": 3,
     "mamba_dt_rank": 5,
-    # hyper-connections: another number of streams than of anything else
+    # hyper-connections: the number of streams equals no other size
     "hc_mult": 3,
     "hc_sinkhorn_iters": 4,
     # scales of the Granite family
@@ -91,8 +93,7 @@ def _rope(**values: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0} | values
 
 
-# By the type of the text part, where its default config does not show all kinds of layers or its
-# field names are its own.
+# Type of the text part -> fields that only it has, or whose default leaves out kinds of layers.
 _TEXT: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 6},
     "bailing_hybrid": {"short_conv_kernel_size": 3},
@@ -124,10 +125,10 @@ _TEXT: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 8,
     },
     "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [24, 12],  # of text and of vision experts
+        "moe_intermediate_size": [24, 12],  # text experts, vision experts
         "rope_parameters": _rope(mrope_section=[2, 2, 1]),
     },
-    "gemma4_text": {  # as the published models with experts: no embeddings per layer
+    "gemma4_text": {  # like the published models with experts, without embeddings per layer
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": True,
@@ -175,7 +176,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 3,
         "n_layers_per_attn_res_block": 2,
     },
-    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},  # experts behind both mixers
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},  # experts follow both mixers
     "kimi_linear": {"q_lora_rank": None},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -203,7 +204,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "conv_kernel": 3,
     },
     "openai_privacy_filter": {"num_labels": 5},
-    "phimoe": {"num_experts_per_tok": 2},  # all its router can
+    "phimoe": {"num_experts_per_tok": 2},  # the only number that its router supports
     "qwen3_5_moe_text": {
         "rope_parameters": _rope(mrope_section=[1, 1, 1], partial_rotary_factor=0.5),
     },
@@ -228,14 +229,14 @@ _TEXT: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "zaya": {
-        "num_experts_per_tok": 1,  # all its router can
+        "num_experts_per_tok": 1,  # the only number that its router supports
         "layer_types": ["hybrid", "hybrid_sliding"] * 2,
         "router_hidden_size": 28,
     },
 }
 
 
-# Special tokens are the last of the vocabulary: no text draws them.
+# Special tokens are at the end of the vocabulary. Random text has only ids below them.
 FIRST_SPECIAL_TOKEN = 85
 PLACEHOLDERS = {
     **_same(85, "image_token_id", "image_token_index"),
@@ -250,7 +251,7 @@ PLACEHOLDERS = {
 _WHOLE: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 5}},
     "diffusion_gemma": {"canvas_length": 6},
-    "gemma4": {"audio_config": None},  # as the published models with experts
+    "gemma4": {"audio_config": None},  # like the published models with experts
     "minimax_m3_vl": {"projector_hidden_size": 28},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 88},
     "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 28},
@@ -258,9 +259,9 @@ _WHOLE: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """A config of that type whose model is small, odd-sized and holds every kind of layer.
+    """Make a config whose model is small and has every kind of layer of its type.
 
-    An override of a field that only the text part has goes there.
+    An override of a field that only the text part has is set in the text part.
     """
     config_class = CONFIG_MAPPING[model_type]
     parts = parts_of(config_class)
@@ -268,20 +269,16 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         return config_class(**(_text_values(config_class) | overrides))
     values = {name: tower_values(part) for name, part in parts.items() if name != "text_config"}
     text, _ = class_of(parts["text_config"])
-    own = config_class.__dataclass_fields__
-    of_text = {name: value for name, value in overrides.items() if _only_of_text(name, own, text)}
-    values["text_config"] = {"model_type": text.model_type} | _text_values(text) | of_text
-    values |= {name: token for name, token in PLACEHOLDERS.items() if name in own}
+    fields, text_fields = config_class.__dataclass_fields__, text.__dataclass_fields__
+    for_text = {k: v for k, v in overrides.items() if k in text_fields and k not in fields}
+    values["text_config"] = {"model_type": text.model_type} | _text_values(text) | for_text
+    values |= {name: token for name, token in PLACEHOLDERS.items() if name in fields}
     values |= _WHOLE.get(model_type, {})
-    return config_class(**values, **{k: v for k, v in overrides.items() if k not in of_text})
-
-
-def _only_of_text(name: str, own: Any, text: type[PreTrainedConfig]) -> bool:
-    return name in text.__dataclass_fields__ and name not in own
+    return config_class(**values, **{k: v for k, v in overrides.items() if k not in for_text})
 
 
 def _text_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The common values that such a config has a field for, and what its type needs besides."""
+    """Return the values of `_COMMON` that this config has fields for, and those of its type."""
     fields = config_class.__dataclass_fields__
     values = {name: value for name, value in _COMMON.items() if name in fields}
     if "kv_lora_rank" in fields:  # every head has its own keys and values

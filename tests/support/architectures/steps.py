@@ -1,7 +1,7 @@
-"""A step of training of a model of any type, compared with stock on the batches of all ranks.
+"""Compare a training step of a model of any type with stock (`assert_same_step`).
 
-Stock has the batches of all ranks, one after the other, and one count of tokens: what the ranks'
-losses and gradients are to add up to.
+The stock model runs the batches of all ranks, one after the other, and divides by the number of
+tokens in all of them. The losses and gradients of the ranks must add up to those of stock.
 """
 
 from typing import Any
@@ -23,11 +23,12 @@ from support.jobs.resume import Run
 from support.parity import full_tensor
 from support.quantised import in_place_of_bytes
 
-# Their gate, or the norm behind their experts, computes in fp32, whatever it is given.
+# The gate of these types, or the norm after their experts, computes in fp32 even in an fp64 model.
 FP32_GATE = {"beam", "muse_spark"}
-# Their eager experts add up in fp32; transformers' batched ones are stock as well, and do not.
+# The eager experts of these types sum in fp32. Transformers' batched experts are stock as well, and
+# sum in fp64.
 BATCHED = {"nemotron_h", "openai_privacy_filter"}
-# Their forward returns a part of the logits: a view, which nobody here changes in place.
+# The forward of these types returns a slice of the logits: a view, which no test changes in place.
 CUT_LOGITS = {
     "ernie4_5_vl_moe",
     "inkling_mm_model",
@@ -40,17 +41,17 @@ REFUSED = {
     "inkling2_text": "the gate of Inkling2Experts",
 }
 TRAINED = [name for name in MODEL_TYPES if name not in REFUSED]
-# Of text alone; towers have tests of their own. And those of them that stand for all.
+# Types without a tower (towers have tests of their own), and those that represent them.
 TEXT_TYPES = [name for name in TRAINED if "text_config" not in CONFIG_MAPPING[name].sub_configs]
 TEXT_FAMILIES = [name if name in TEXT_TYPES else f"{name}_text" for name in FAMILIES]
-# The load-balancing loss is one of the whole batch, not of a rank's: a test of its own.
+# The load-balancing loss of the batches of all ranks together has tests of its own.
 NO_AUX_LOSS = {"output_router_logits": False}
-# A gradient that AdamW does not divide away: 100 times what it adds to its size.
+# AdamW's step of a smaller gradient is mostly rounding error. This is 100 times AdamW's epsilon.
 NEXT_TO_NOTHING = 1e-6
 
 
 def build(model_type: str, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A tiny model without a load-balancing loss."""
+    """Build a tiny model without a load-balancing loss."""
     text = tiny_config(model_type).get_text_config()
     options: dict[str, Any] = NO_AUX_LOSS if hasattr(text, "output_router_logits") else {}
     if model_type in BATCHED:
@@ -63,28 +64,29 @@ def budget_of(model_type: str) -> float:
 
 
 def batches(model: nn.Module, world: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Another number of rows and another length on every rank."""
+    """Make one batch per rank. Lengths differ, and even ranks have one row, odd ranks two."""
     return [batch(model, 1 + r % 2, 8 + 3 * r, seed=seed + r) for r in range(world)]
 
 
-def count_tokens(everyone: list[dict[str, Any]]) -> Tensor:
-    counts = [inputs["labels"][:, 1:].ne(-100).sum() for inputs in everyone]
+def count_tokens(by_rank: list[dict[str, Any]]) -> Tensor:
+    counts = [inputs["labels"][:, 1:].ne(-100).sum() for inputs in by_rank]
     return torch.stack(counts).sum()
 
 
 def loss_of_sum(model: nn.Module, inputs: dict[str, Tensor], num_tokens: Tensor) -> Tensor:
-    """A loss of which those of all ranks make the sum; a fixed weighted sum where stock has none.
+    """Compute a loss that adds up over the batches of all ranks.
 
-    Models without a language modelling head, and those whose loss is always a mean.
+    Models without a language modelling head, and those whose loss is always a mean, have no such
+    loss. For these a fixed weighted sum of the outputs is returned.
     """
-    kind = type(without_adapters(model)).__name__.removeprefix("FSDP")
-    if kind.endswith(("CausalLM", "ConditionalGeneration")):
+    class_name = type(without_adapters(model)).__name__.removeprefix("FSDP")
+    if class_name.endswith(("CausalLM", "ConditionalGeneration")):
         loss: Tensor = model(**inputs, num_items_in_batch=num_tokens).loss
         return loss
-    output = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    found: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    weights = torch.arange(found.numel(), dtype=found.dtype).sin().view_as(found)
-    return (found * weights).sum() / num_tokens
+    out = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    outputs: Tensor = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    weights = torch.arange(outputs.numel(), dtype=outputs.dtype).sin().view_as(outputs)
+    return (outputs * weights).sum() / num_tokens
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -93,7 +95,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def start_run(model_type: str, seed: int, **sizes: int) -> Run:
-    """A sharded model with the initial values of `seed`, and what trains it."""
+    """Build a sharded model with the initial values of `seed`, its optimizer and its scheduler."""
     model = build(model_type, seed=seed)
     apply_ep_fsdp2(model, **sizes)
     optimizer = adamw(model)
@@ -107,20 +109,21 @@ def assert_same_step(
     budget: float = FP64_MODEL,
     seed: int = 0,
 ) -> list[float]:
-    """Take a step with ours and with stock; compare loss, gradients, norm, parameters: the errors.
+    """Train the patched model and stock for one step, and return the errors of all comparisons.
 
-    `seed` is that of the batches.
+    The loss, all gradients, their norm and the parameters after the step are compared. `seed` is
+    the seed of the batches.
     """
     model, stock = models
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
-    everyone = batches(stock, world, seed)
-    num_tokens = count_tokens(everyone)
-    torch.manual_seed(rank)  # of routers that draw
-    loss = loss_of_sum(model, everyone[rank], num_tokens)
+    by_rank = batches(stock, world, seed)
+    num_tokens = count_tokens(by_rank)
+    torch.manual_seed(rank)  # some routers draw random numbers
+    loss = loss_of_sum(model, by_rank[rank], num_tokens)
     (loss * world).backward()
     wanted = []
-    for other, inputs in enumerate(everyone):
+    for other, inputs in enumerate(by_rank):
         torch.manual_seed(other)
         wanted.append(loss_of_sum(stock, inputs, num_tokens))
         wanted[-1].backward()
@@ -132,47 +135,51 @@ def assert_same_step(
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    found = whole(model, {name: p.detach() for name, p in model.named_parameters()})
+    gathered = whole(model, {name: p.detach() for name, p in model.named_parameters()})
     for name, want in stock.named_parameters():
         step = f"{where}: {name} after a step"
-        errors.append(_assert_stepped(step, found[name], want, grads[name], budget))
+        errors.append(_assert_same_after_step(step, gathered[name], want, grads[name], budget))
     return errors
 
 
-def _assert_stepped(
+def _assert_same_after_step(
     where: str, got: Tensor, want: Tensor, grad: Tensor | None, budget: float
 ) -> float:
-    """Compare a parameter behind AdamW; in fp32 apart from where its gradient is next to nothing.
+    """Compare a parameter after a step of AdamW.
 
-    AdamW divides a gradient by its own size and 1e-8: one that is not far above that makes a part
-    of a step of its rounding.
+    AdamW divides a gradient by its size plus an epsilon of 1e-8. If a gradient is not far above
+    this epsilon, its rounding error in fp32 makes up a part of the step. Elements with such
+    gradients have 100 times the budget.
     """
     if budget == FP64_MODEL or grad is None:
         return assert_close(where, got, want, budget)
-    nothing = grad.abs() < NEXT_TO_NOTHING
-    if not nothing.all():
-        assert_close(where, got.masked_fill(nothing, 0), want.masked_fill(nothing, 0), budget)
+    tiny_grad = grad.abs() < NEXT_TO_NOTHING
+    if not tiny_grad.all():
+        assert_close(where, got.masked_fill(tiny_grad, 0), want.masked_fill(tiny_grad, 0), budget)
     return assert_close(where, got, want, 100 * budget)
 
 
 def assert_same_grads(where: str, model: nn.Module, stock: nn.Module, budget: float) -> list[float]:
-    """Compare the gradients of all parameters with those of stock: the errors."""
+    """Compare the gradients of all parameters with those of stock, and return the errors."""
     errors = []
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = whole(model, grads)
+    gathered = whole(model, grads)
     for name, parameter in stock.named_parameters():
-        want, got = parameter.grad, found.get(name)
+        want, got = parameter.grad, gathered.get(name)
         if want is None or got is None:
-            # Experts without a token have zeros in stacked weights, whoever computes them.
+            # The gradient of experts without a token is None in one model and zeros in the other.
             other = want if got is None else got
-            assert other is None or not other.any(), f"{where}: one gradient of {name}"
+            assert other is None or not other.any(), f"{where}: only one model has grad of {name}"
             continue
         errors.append(assert_close(f"{where}: grad of {name}", got, want, budget))
     return errors
 
 
 def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors named as the parameters of `model`, not sharded, adapters packed as PEFT does."""
+    """Gather tensors that are named like the parameters of `model`, and pack adapters as PEFT does.
+
+    Quantised matrices are dequantised.
+    """
     gathered = {name: full_tensor(tensor) for name, tensor in tensors.items()}
     gathered = in_place_of_bytes(model, gathered)
     return pack_factors(model, {n: t for n, t in gathered.items() if t is not None})

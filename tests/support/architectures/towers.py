@@ -1,4 +1,7 @@
-"""Small towers for pictures and sound, by common field names and what a type needs besides."""
+"""Make the configs of small towers for pictures and sound.
+
+`_COMMON` holds the fields that many towers have, `_BY_TYPE` those of single types.
+"""
 
 from typing import Any
 
@@ -68,7 +71,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "encoder_attention_heads": 4,
         "encoder_ffn_dim": 20,
         "max_source_positions": 30,
-        "n_window_infer": 100,  # beside the default n_window, which upstream counts on
+        "n_window_infer": 100,  # upstream's code needs the default n_window with it
         "downsample_hidden_size": 6,
     },
     "unlimited_ocr_vision_encoder": {"image_size": 8},
@@ -84,7 +87,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
 
 
 def tower_values(part: Any) -> dict[str, Any]:
-    """The values of one sub-config, and of those within it."""
+    """Return the values of a sub-config and of the sub-configs inside of it."""
     config_class, model_type = class_of(part)
     fields = config_class.__dataclass_fields__
     values = {name: value for name, value in _COMMON.items() if name in fields}
@@ -94,7 +97,7 @@ def tower_values(part: Any) -> dict[str, Any]:
 
 
 def class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
-    """The class of a sub-config, be it one itself or the specification of one."""
+    """Return the config class and model type of a sub-config (a class or a specification)."""
     config_class = getattr(part, "config_class", part)
     if config_class is AutoConfig:
         config_class = CONFIG_MAPPING[part.model_type]
@@ -102,7 +105,7 @@ def class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
 
 
 def parts_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The sub-configs of one: their classes, or specifications of them (transformers 5.23)."""
+    """Return the sub-configs of a config: classes, or specifications since transformers 5.23."""
     specified = getattr(config_class, "sub_configs_defaults", None)
     if specified is not None:
         return dict(specified)

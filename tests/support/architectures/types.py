@@ -1,4 +1,4 @@
-"""Which model types have experts on Transformers' experts interface: read from Transformers."""
+"""Find the model types whose experts use the experts interface, by reading Transformers' files."""
 
 import json
 import os
@@ -18,18 +18,18 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-# What tests found of each type, and the variable that `make architectures` sets (results.py).
+# The recorded results of all types, and the variable that `make architectures` sets (results.py).
 RECORDED = Path(__file__).resolve().parents[2] / "architectures.json"
 RECORDS = "HF_MOE_EP_RECORD"
-# The first that knows a type says what is trained: the whole of a multimodal model.
+# The first mapping that has a type names the class that is trained, a multimodal one if possible.
 _HEADS = (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
-# Without a head in the auto classes, and yet a model of its own.
+# Types that no mapping has, and that can be trained nevertheless.
 _HEADLESS = {"diffusion_gemma_text": "DiffusionGemmaEncoderTextModel"}
-# Classes on the interface that no config of theirs builds, and the words of upstream's error.
+# Classes on the interface that Transformers cannot build from their own configs -> its error.
 NOT_BUILT_UPSTREAM = {
     "Qwen3OmniMoeForConditionalGeneration": "shared_expert_intermediate_size",
     "Qwen3OmniMoeTalkerForConditionalGeneration": "shared_expert_intermediate_size",
@@ -47,39 +47,39 @@ FAMILIES = (
 
 
 def _on_the_interface() -> dict[str, str]:
-    """Model type -> class that is trained, for every type whose file uses the interface."""
+    """Return model type -> name of the class that is trained, for types that use the interface."""
     models = Path(transformers.__file__).parent / "models"
     folders = {
         path.parent.name
         for path in models.glob("*/modeling_*.py")
         if "@use_experts_implementation" in path.read_text()
     }
-    found = {}
+    class_names = {}
     for model_type in CONFIG_MAPPING_NAMES:
         names = (head[model_type] for head in _HEADS if model_type in head)
         name = _HEADLESS.get(model_type) or next(names, None)
         in_folder = model_type_to_module_name(model_type) in folders
         if in_folder and name is not None and name not in NOT_BUILT_UPSTREAM:
-            found[model_type] = name
-    return found
+            class_names[model_type] = name
+    return class_names
 
 
 def _recorded() -> set[str]:
-    """Return the types of which a test has recorded anything, whatever Transformers had them."""
+    """Return the types that have recorded results, from any version of Transformers."""
     types: dict[str, Any] = json.loads(RECORDED.read_text())["types"]
     return {model_type for model_type, columns in types.items() if columns}
 
 
 CLASS_NAMES = _on_the_interface()
 INSTALLED = tuple(sorted(CLASS_NAMES))
-# A newer Transformers brings types that nobody has looked at. They are "not tested" on the page,
-# until whoever adds their tiny configs runs `make architectures`, which looks at all.
+# Types that a newer Transformers adds have no tiny configs yet, and are "not tested" on the page.
+# After their configs are added, `make architectures` tests all types, which records results.
 NEW_TYPES = tuple(sorted(set() if RECORDS in os.environ else CLASS_NAMES.keys() - _recorded()))
 MODEL_TYPES = tuple(name for name in INSTALLED if name not in NEW_TYPES)
 
 
 def few_fast(model_types: Iterable[str]) -> list[Any]:
-    """Parameters for `parametrize`: types other than the families are for the full suite alone."""
+    """Make parameters for `parametrize`, where all types except FAMILIES are marked slow."""
     return [
         pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow)
         for name in model_types

@@ -1,1 +1,1 @@
-"""Stand-ins for libraries that need a GPU."""
+"""Fakes of libraries that need a GPU."""

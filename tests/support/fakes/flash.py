@@ -1,9 +1,9 @@
-"""A stand-in for flash attention on CPU, in any dtype, behind transformers' two registries.
+"""A fake of flash attention on CPU, in any dtype, which is added to transformers' two registries.
 
-It tells documents apart as `_flash_attention_forward` does (transformers,
-modeling_flash_attention_utils.py): by `cu_seq_lens_q`, else by positions that start again, else by
-a 2-D mask of padding; there is never a mask of (B, 1, S, S). What it computes is plain SDPA within
-a window, if one is given; with sinks, one per head, a softmax with one more score.
+It finds the documents of a packed row as `_flash_attention_forward` does (transformers,
+modeling_flash_attention_utils.py): by `cu_seq_lens_q`, else by positions that restart at 0. Padding
+is found by a 2-D mask, never by a mask of shape (B, 1, S, S). The fake computes plain SDPA, within
+a window if there is one. With attention sinks (one per head) the softmax has one more score.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ NAME = "flash_stand_in"
 
 
 def use_fake_flash(model: nn.Module) -> None:
-    """Select the stand-in in every config of `model`, as attn_implementation= would."""
+    """Select the fake in every config of `model`, as attn_implementation= would."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, fake_flash)
     flash = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, flash)
@@ -42,7 +42,7 @@ def fake_flash(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    assert module.config._attn_implementation == NAME, "stock code looks up its kernel by this name"
+    assert module.config._attn_implementation == NAME, "stock code finds its kernel by this name"
     length = query.shape[2]
     assert key.shape[1] * module.num_key_value_groups == query.shape[1]
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
@@ -63,7 +63,7 @@ def fake_flash(
         keep = keep.tril()
     if sliding_window is not None:
         keep = keep.triu(1 - sliding_window)
-    # Padding in front of a row sees nothing; what comes of it is nobody's, but must not be nan.
+    # Padding on the left sees no token. Its outputs are not used, but must not become NaN.
     keep = keep | ~keep.any(-1, keepdim=True)
     if s_aux is None:
         out = nn.functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Liger's stand-in as an installed package, for the time of a block, in this process."""
+"""Install the fake of Liger in this process for the duration of a block."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _REPLACED = ("apply_rotary_pos_emb", "Qwen3MoeRMSNorm", "Qwen3MoeExperts")
 
 @contextmanager
 def installed_liger() -> Iterator[ModuleType]:
-    """Yield its `liger_kernel.transformers`; what it replaced for good is put back at the end."""
+    """Yield the fake's `liger_kernel.transformers`, and restore all that it replaced at the end."""
     folder = str(Path(__file__).parent / "for_path")
     before = {name: getattr(modeling, name) for name in _REPLACED}
     forward = modeling.Qwen3MoeForCausalLM.forward

@@ -1,1 +1,1 @@
-"""Scripts that tests launch, and the functions that launch them."""
+"""Training scripts that tests launch, and functions that launch them."""

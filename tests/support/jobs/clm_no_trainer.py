@@ -1,12 +1,13 @@
-"""Causal language modelling in an Accelerate loop, in the structure of the script everybody copies.
+"""Causal language modelling with an Accelerate loop, like transformers' run_clm_no_trainer.py.
 
     python tests/support/jobs/clm_no_trainer.py FOLDER --batch 8                stock, one process
     accelerate launch --config_file examples/accelerate/cpu_4.yaml \
         tests/support/jobs/clm_no_trainer.py FOLDER --batch 2 --ep-size 2       4 ranks at ep 2
 
-Two groups of parameters, gradient accumulation, a schedule, an evaluation, a tracker, a state every
-few steps, `--resume` from the last of them, and at the end `save_pretrained` with the arguments
-that such scripts hand to it. `--ep-size` adds two lines. FOLDER/run.json is what was measured.
+The script has two parameter groups, gradient accumulation, a learning rate schedule, evaluation, a
+tracker and a saved state every few steps. `--resume` continues from a state. At the end it calls
+`save_pretrained` with the usual arguments of such scripts. `--ep-size` adds two lines, an import
+and a call. FOLDER/run.json holds the losses and gradient norms.
 """
 
 import argparse
@@ -35,7 +36,7 @@ NUM_TEXTS = 60
 
 
 class Lines(GeneralTracker):
-    """A tracker of one's own: a line of JSON for each step."""
+    """A user's own tracker, which writes a line of JSON for each step."""
 
     name = "lines"
     requires_logging_directory = False
@@ -61,24 +62,24 @@ class Lines(GeneralTracker):
 
 
 def texts() -> Dataset:
-    """3 to 21 words that count."""
+    """Make texts of 3 to 21 words whose numbers count upwards."""
     rows = [
-        {"text": text([3 + (i + place) % 9 for place in range(3 + 7 * i % 19)])}
+        {"text": text([3 + (i + position) % 9 for position in range(3 + 7 * i % 19)])}
         for i in range(NUM_TEXTS)
     ]
     return Dataset.from_list(rows)
 
 
 def blocks(vocab_size: int) -> Dataset:
-    """The texts one behind the other, in blocks of one length."""
+    """Concatenate all texts and split them into blocks of BLOCK tokens."""
     words = tokenizer(vocab_size)
     tokenized = texts().map(lambda rows: words(rows["text"]), batched=True, remove_columns=["text"])
 
     def group(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = list(chain(*rows["input_ids"]))
-        starts = range(0, len(joined) // BLOCK * BLOCK, BLOCK)
-        cut = [joined[start : start + BLOCK] for start in starts]
-        return {"input_ids": cut, "labels": [list(block) for block in cut]}
+        tokens = list(chain(*rows["input_ids"]))
+        starts = range(0, len(tokens) // BLOCK * BLOCK, BLOCK)
+        ids = [tokens[start : start + BLOCK] for start in starts]
+        return {"input_ids": ids, "labels": [list(block) for block in ids]}
 
     return tokenized.map(group, batched=True, remove_columns=tokenized.column_names)
 
@@ -90,15 +91,15 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--checkpointing-steps", type=int, default=3)
-    parser.add_argument("--die-at", type=int, help="kill the process behind this step's state")
-    parser.add_argument("--tracker-fails-at", type=int, help="a step that it cannot write")
-    parser.add_argument("--resume", type=Path, help="the folder of a state")
+    parser.add_argument("--die-at", type=int, help="kill the process after this step is saved")
+    parser.add_argument("--tracker-fails-at", type=int, help="the tracker cannot write this step")
+    parser.add_argument("--resume", type=Path, help="the folder of a saved state")
     options = parser.parse_args()
 
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=2,
-        # One order of the rows, whatever the number of processes.
+        # The order of the rows then does not depend on the number of processes.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         log_with=Lines(options.folder / "tracked.jsonl", options.tracker_fails_at),
     )
@@ -111,13 +112,13 @@ def main() -> None:
         patch(model, ep_size=options.ep_size)
 
     data = blocks(model.config.vocab_size)
-    evaluated = data.select(range(8))
-    # Whole batches: a last one that is smaller would be filled up on four ranks and not on one.
-    trained = data.select(range(8, 40))
+    eval_data = data.select(range(8))
+    # All batches are full, because a smaller last batch would be filled up on four ranks only.
+    train_data = data.select(range(8, 40))
     loader = DataLoader(
-        trained, shuffle=True, collate_fn=default_data_collator, batch_size=options.batch
+        train_data, shuffle=True, collate_fn=default_data_collator, batch_size=options.batch
     )
-    eval_loader = DataLoader(evaluated, collate_fn=default_data_collator, batch_size=options.batch)
+    eval_loader = DataLoader(eval_data, collate_fn=default_data_collator, batch_size=options.batch)
     no_decay = ("bias", "norm.weight")
     named = list(model.named_parameters())
     groups = [
@@ -146,9 +147,9 @@ def main() -> None:
         model.train()
         batches = loader
         if options.resume and epoch == done // steps_per_epoch:
-            seen = done % steps_per_epoch * accelerator.gradient_accumulation_steps
-            batches = accelerator.skip_first_batches(loader, seen)
-        batches.set_epoch(epoch)  # the order of an epoch is its own, also behind a resume
+            num_done = done % steps_per_epoch * accelerator.gradient_accumulation_steps
+            batches = accelerator.skip_first_batches(loader, num_done)
+        batches.set_epoch(epoch)  # a resumed epoch must have the same order of rows
         total = 0.0
         for batch in batches:
             with accelerator.accumulate(model):
@@ -198,5 +199,5 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    # Skip destructors: a thread of torch that nobody joins sometimes aborts the exit (SIGABRT).
     os._exit(0)

@@ -1,13 +1,13 @@
-"""Causal language modelling with the Trainer, in the structure of the script everybody copies.
+"""Causal language modelling with the Trainer, like transformers' run_clm.py.
 
     python tests/support/jobs/clm_trainer.py --output_dir FOLDER ...                one process
     accelerate launch --config_file examples/accelerate/cpu_4.yaml \
         tests/support/jobs/clm_trainer.py --output_dir FOLDER --ep_size 2 ...       4 ranks at ep 2
 
-Arguments are dataclasses, among them TrainingArguments; texts are tokenized and grouped, accuracy
-is measured of predictions that are made of logits on the way, perplexity at the end. `--ep_size`
-adds two lines. Besides the model FOLDER has what the Trainer writes: trainer_state.json and
-all_results.json.
+The arguments are dataclasses, one of them TrainingArguments. Texts are tokenized and split into
+blocks. Evaluation turns logits into predictions batch by batch, and computes accuracy and
+perplexity. `--ep_size` adds two lines, an import and a call. FOLDER gets the model and the files
+that the Trainer writes: trainer_state.json and all_results.json.
 """
 
 import math
@@ -45,8 +45,8 @@ class DataArguments:
 
 
 def most_likely(logits: Any, labels: Tensor) -> Tensor:
-    """Keep one token of a position: logits of a whole evaluation fit no memory."""
-    if isinstance(logits, tuple):  # the aux loss in front, the router's logits behind
+    """Return the most likely token of each position. All logits would need too much memory."""
+    if isinstance(logits, tuple):  # (aux loss, logits, router logits)
         logits = next(output for output in logits if output.ndim == 3)
     return logits.argmax(-1)
 
@@ -98,5 +98,5 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    # Skip destructors: a thread of torch that nobody joins sometimes aborts the exit (SIGABRT).
     os._exit(0)

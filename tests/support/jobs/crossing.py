@@ -1,10 +1,11 @@
-"""Bytes between nodes for both dispatchers, and the gradients of a model.
+"""Measure the bytes that both dispatchers send between nodes, and compare their gradients.
 
     torchrun ... tests/support/jobs/crossing.py FOLDER
 
-Each rank writes `FOLDER/rank-N.json`: by router and dispatcher the bytes that its code gave for
-ranks of other nodes and what the node's interface sent meanwhile, and the largest difference of a
-small model's loss and gradients. `want` says how many bytes these are to be.
+Each rank writes `FOLDER/rank-N.json`. For each router and dispatcher it holds the bytes that this
+rank's code sent to ranks of other nodes, and the bytes that the node's network interface sent in
+that time. It also holds the largest difference between the dispatchers in a small model's loss and
+gradients. `want` computes the expected bytes.
 """
 
 import json
@@ -35,7 +36,7 @@ from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 
 TOKENS, HIDDEN, EXPERTS, TOP_K, BYTES = 256, 1024, 64, 8, 8
-# As DeepSeek-V3 has its 8 groups, 4 of them for a token.
+# The numbers of expert groups, and of groups per token. DeepSeek-V3 has 8 and 4.
 GROUPS, OF_GROUPS = 8, 2
 KINDS = ("all_to_all", "hierarchical")
 ROUTERS = ("any", "groups")
@@ -43,7 +44,7 @@ ROUTERS = ("any", "groups")
 
 @dataclass(frozen=True)
 class Machines:
-    """So many nodes, with so many ranks on each."""
+    """The number of nodes, and the number of ranks on each node (`places`)."""
 
     nodes: int
     places: int
@@ -54,7 +55,10 @@ class Machines:
 
 
 def ids_TK(router: str, rank: int) -> Tensor:
-    """Choose experts: any of them, or by DeepSeek-V3's own router out of two groups of eight."""
+    """Choose experts for a rank's tokens.
+
+    The router "any" may choose all experts, "groups" is DeepSeek-V3's and chooses two groups first.
+    """
     generator = torch.Generator().manual_seed(rank)
     logits_TE = torch.randn(TOKENS, EXPERTS, generator=generator)
     if router == "any":
@@ -68,7 +72,7 @@ def ids_TK(router: str, rank: int) -> Tensor:
     )
     gate = DeepseekV3TopkRouter(config)
     with torch.no_grad():
-        gate.weight.copy_(torch.eye(EXPERTS))  # so that logits are what they were
+        gate.weight.copy_(torch.eye(EXPERTS))  # the gate's logits equal its inputs
         gate.e_score_correction_bias.zero_()
         *_, ids = gate(logits_TE)
     assert isinstance(ids, Tensor) and ids.shape == (TOKENS, TOP_K)
@@ -76,33 +80,41 @@ def ids_TK(router: str, rank: int) -> Tensor:
 
 
 def pairs(kind: str, router: str, machines: Machines) -> list[list[int]]:
-    """Rows from node to other node: of each token one for each destination there, node or rank."""
+    """Count the rows that each node sends to each other node.
+
+    A token sends one row to each destination with a chosen expert. A destination is a rank for
+    "all_to_all", and a node for "hierarchical".
+    """
     per_node = machines.places if kind == "all_to_all" else 1
-    of_destination = EXPERTS // (machines.nodes * per_node)
+    experts_per_destination = EXPERTS // (machines.nodes * per_node)
     rows = [[0] * machines.nodes for _ in range(machines.nodes)]
     for rank in range(machines.ranks):
         for experts in ids_TK(router, rank).tolist():
-            for destination in {expert // of_destination for expert in experts}:
-                home, there = rank // machines.places, destination // per_node
-                rows[home][there] += home != there
+            for destination in {expert // experts_per_destination for expert in experts}:
+                source, target = rank // machines.places, destination // per_node
+                rows[source][target] += source != target
     return rows
 
 
 def want(kind: str, router: str, machines: Machines, node: int) -> tuple[int, int]:
-    """Return the bytes that a node's ranks send and receive, there and back, forward and backward.
-    For each token and destination a row goes out, and one returns for each received row;
-    gradients do the same. Weights and ids go with the rows, and the weights' gradient returns.
+    """Return the bytes that a node's ranks send and receive, in forward and backward.
+
+    Forward sends a row per token and destination, with its weights and ids, and returns a row for
+    each received one. Backward does the same with gradients; it returns those of the weights.
     """
     rows = pairs(kind, router, machines)
-    out, came = sum(rows[node]), sum(of_node[node] for of_node in rows)
-    both = 2 * (out + came) * HIDDEN
-    return BYTES * (both + (2 * out + came) * TOP_K), BYTES * (both + (2 * came + out) * TOP_K)
+    sent, received = sum(rows[node]), sum(row[node] for row in rows)
+    hidden = 2 * (sent + received) * HIDDEN
+    return (
+        BYTES * (hidden + (2 * sent + received) * TOP_K),
+        BYTES * (hidden + (2 * received + sent) * TOP_K),
+    )
 
 
 @contextmanager
-def given(places: int) -> Iterator[list[int]]:
-    """Bytes that this rank gives `all_to_all_single` for ranks of other nodes."""
-    found, stock = [0], dist.all_to_all_single
+def count_bytes_to_other_nodes(places: int) -> Iterator[list[int]]:
+    """Count the bytes that this rank passes to `all_to_all_single` for ranks of other nodes."""
+    num_bytes, stock = [0], dist.all_to_all_single
     node = dist.get_rank() // places
 
     def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -110,17 +122,17 @@ def given(places: int) -> Iterator[list[int]]:
         group = kwargs.get("group")
         for index, rows in enumerate(splits):
             if dist.get_global_rank(group, index) // places != node:
-                found[0] += rows * input[:1].nbytes
+                num_bytes[0] += rows * input[:1].nbytes
         return stock(output, input, *args, **kwargs)
 
     dist.all_to_all_single = counted
     try:
-        yield found
+        yield num_bytes
     finally:
         dist.all_to_all_single = stock
 
 
-def there_and_back(dispatcher: Dispatcher, router: str) -> None:
+def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     x_TH = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
     w_TK = torch.rand(TOKENS, TOP_K, dtype=torch.float64, generator=generator).requires_grad_()
@@ -134,14 +146,14 @@ def there_and_back(dispatcher: Dispatcher, router: str) -> None:
 
 
 def measure(run: Callable[[], None], places: int) -> dict[str, int]:
-    """Run it on all ranks; bytes in the code, and at the interface of this node."""
+    """Call `run` on all ranks, and count the bytes in the code and at this node's interface."""
     dist.barrier()
     before = sent_here()
     dist.barrier()
-    with given(places) as found:
+    with count_bytes_to_other_nodes(places) as num_bytes:
         run()
     dist.barrier()
-    return {"code": found[0], "interface": sent_here() - before}
+    return {"code": num_bytes[0], "interface": sent_here() - before}
 
 
 def gradients(kind: str) -> dict[str, Tensor]:
@@ -149,9 +161,9 @@ def gradients(kind: str) -> dict[str, Tensor]:
     apply_ep_fsdp2(model, ep_size=dist.get_world_size(), dispatcher=kind)
     loss = model(**batch(model, 2, 12, seed=dist.get_rank())).loss
     loss.backward()
-    found = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
-    assert all(tensor is not None for tensor in found.values())
-    return {"loss": loss.detach(), **found}  # type: ignore[dict-item]
+    grads = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+    assert all(tensor is not None for tensor in grads.values())
+    return {"loss": loss.detach(), **grads}  # type: ignore[dict-item]
 
 
 def main() -> None:
@@ -161,21 +173,21 @@ def main() -> None:
     columns = [dist.new_group(list(range(place, world, places))) for place in range(places)]
     rows = [dist.new_group(list(range(at, at + places))) for at in range(0, world, places)]
     between, inside = columns[rank % places], rows[rank // places]
-    everyone = dist.group.WORLD
-    assert everyone is not None
+    world_group = dist.group.WORLD
+    assert world_group is not None
     dispatchers: dict[str, Dispatcher] = {
-        "all_to_all": AllToAll(everyone, EXPERTS),
-        "hierarchical": Hierarchical(everyone, between, inside, EXPERTS),
+        "all_to_all": AllToAll(world_group, EXPERTS),
+        "hierarchical": Hierarchical(world_group, between, inside, EXPERTS),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for router, kind in product(ROUTERS, KINDS):
-        run = partial(there_and_back, dispatchers[kind], router)
-        run()  # connections are made
-        found[f"{router}, {kind}"] = measure(run, places)
-    of_ranks, of_nodes = (gradients(kind) for kind in KINDS)
-    errors = {name: max_error(of_nodes[name], of_ranks[name]) for name in of_ranks}
-    found["largest"] = max(errors.items(), key=lambda item: item[1])
-    Path(sys.argv[1], f"rank-{rank}.json").write_text(json.dumps(found))
+        run = partial(dispatch_and_combine, dispatchers[kind], router)
+        run()  # the first run opens the connections
+        results[f"{router}, {kind}"] = measure(run, places)
+    plain, hierarchical = (gradients(kind) for kind in KINDS)
+    errors = {name: max_error(hierarchical[name], plain[name]) for name in plain}
+    results["largest"] = max(errors.items(), key=lambda item: item[1])
+    Path(sys.argv[1], f"rank-{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -3,13 +3,15 @@
     torchrun ... tests/support/jobs/going_on.py FOLDER --steps 8              a loop of its own
     accelerate launch ... tests/support/jobs/going_on.py FOLDER --steps 8 --trainer --use_cpu
 
-FOLDER gets checkpoints and `losses`, a line for each step of rank 0: its number, loss, and which
-start of the ranks this was. A file `FOLDER/die-RANK-STEP` makes that rank do at that step what the
-file says, once, and renames it to `done-RANK-STEP`:
+FOLDER gets the checkpoints and a file `losses`, to which rank 0 adds a line for each step: its
+number, its loss, and the number of restarts before it. A test can make a rank fail once at a step,
+with a file `FOLDER/die-RANK-STEP`. The rank renames it to `done-RANK-STEP`. The file contains:
 
-    rank, agent      is killed (SIGKILL)
-    stall, stop      waits for ever in front of a router; is stopped there (SIGSTOP)
-    stall in save    the same while it writes the checkpoint of that step
+    rank             kill the rank (SIGKILL)
+    agent            kill the rank's launcher
+    stall            wait forever in front of a router
+    stop             stop the rank (SIGSTOP) in front of a router
+    stall in save    wait forever while the checkpoint of this step is written
 """
 
 import argparse
@@ -32,17 +34,17 @@ from support.jobs.resume import Layout, start, step
 SMALL = {"num_hidden_layers": 1}
 
 
-def misfortune(folder: Path, rank: int, number: int, model: nn.Module) -> None:
-    """Die, or stall in the MoE layer, where a file says so."""
+def fail_on_order(folder: Path, rank: int, number: int, model: nn.Module) -> None:
+    """Make this rank fail at step `number` if there is a file that says so."""
     order = folder / f"die-{rank}-{number}"
     if not order.exists():
         return
-    what, done = order.read_text(), folder / f"done-{rank}-{number}"
-    if what == "stall in save":
+    failure, done = order.read_text(), folder / f"done-{rank}-{number}"
+    if failure == "stall in save":
         stock = training_folder.write_json
 
         def stall(path: Path, value: Any) -> None:
-            if path.parent.name == f"step-{number + 1}":  # the one before may still be written
+            if path.parent.name == f"step-{number + 1}":  # the previous step may still be written
                 order.rename(done)
                 time.sleep(3600)
             stock(path, value)
@@ -50,31 +52,30 @@ def misfortune(folder: Path, rank: int, number: int, model: nn.Module) -> None:
         training_folder.write_json = stall
         return
     order.rename(done)
-    if what in ("stall", "stop"):
+    if failure in ("stall", "stop"):
         router = next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
         wait = partial(time.sleep, 3600)
-        if what == "stop":
+        if failure == "stop":
             wait = partial(os.kill, os.getpid(), signal.SIGSTOP)
         router.register_forward_pre_hook(lambda *_: wait())
         return
-    os.kill(os.getpid() if what == "rank" else os.getppid(), signal.SIGKILL)
-    if what == "agent":
-        time.sleep(3600)  # whoever started the agent ends what it leaves behind
+    os.kill(os.getpid() if failure == "rank" else os.getppid(), signal.SIGKILL)
+    if failure == "agent":
+        time.sleep(3600)  # the test kills the ranks of the agent
 
 
-def note(folder: Path, number: int, loss: float) -> None:
-    """Add a step to the losses."""
+def record_loss(folder: Path, number: int, loss: float) -> None:
     with open(folder / "losses", "a") as log:
         log.write(f"{number} {loss!r} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
 
 
 def read_losses(folder: Path) -> dict[int, set[str]]:
-    """The losses that each step had; as text, which is exact."""
-    found: dict[int, set[str]] = {}
+    """Return step -> all losses that it had, as text, because text is exact."""
+    losses: dict[int, set[str]] = {}
     for line in (folder / "losses").read_text().splitlines():
         number, loss, _ = line.split()
-        found.setdefault(int(number), set()).add(loss)
-    return found
+        losses.setdefault(int(number), set()).add(loss)
+    return losses
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps_taken(folder: Path) -> list[int]:
-    """The steps in the order in which they were taken, those that were taken again too."""
+    """List the steps in the order in which they ran. A step that was repeated is listed again."""
     log = folder / "losses"
     return [int(line.split()[0]) for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -100,14 +101,14 @@ def own_loop(folder: Path, args: argparse.Namespace) -> None:
     if (newest := newest_checkpoint(folder)) is not None:
         first = load_checkpoint(newest, *parts)["step"]
     for number in range(first, args.steps):
-        told = torch.tensor(args.until_told and (folder / "stop").exists())
-        dist.broadcast(told, 0)
-        if told:
+        must_stop = torch.tensor(args.until_told and (folder / "stop").exists())
+        dist.broadcast(must_stop, 0)
+        if must_stop:
             break
-        misfortune(folder, rank, number, run.model)
+        fail_on_order(folder, rank, number, run.model)
         loss = step(run, number)
         if rank == 0:
-            note(folder, number, loss)
+            record_loss(folder, number, loss)
         handle = save_checkpoint(
             folder / f"step-{number + 1}",
             *parts,
@@ -126,18 +127,18 @@ def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> Non
     from support.jobs.clm_no_trainer import blocks
     from support.tiny_models import tiny
 
-    class Misfortune(TrainerCallback):
+    class Callback(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            misfortune(folder, args.process_index, state.global_step, kwargs["model"])
+            fail_on_order(folder, args.process_index, state.global_step, kwargs["model"])
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
             if args.process_index == 0 and "loss" in logs:
-                note(folder, state.global_step - 1, logs["loss"])
+                record_loss(folder, state.global_step - 1, logs["loss"])
 
     options = ["--output_dir", str(folder), "--max_steps", str(args.steps), "--save_steps", "1"]
     options += ["--logging_steps", "1", "--save_total_limit", "2", "--report_to", "none", *rest]
     parser = HfArgumentParser(TrainingArguments)
-    if args.patience:  # TrainingArguments ignores its ddp_timeout where it has use_cpu
+    if args.patience:  # with use_cpu, TrainingArguments ignores ddp_timeout
         dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
     (training,) = parser.parse_args_into_dataclasses(options)
     model = tiny(**SMALL)
@@ -146,7 +147,7 @@ def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> Non
         model=model,
         args=training,
         train_dataset=blocks(model.config.vocab_size),
-        callbacks=[Misfortune()],
+        callbacks=[Callback()],
     )
     trainer.train(resume_from_checkpoint=newest_checkpoint(folder))
 
@@ -158,9 +159,9 @@ def main() -> None:
     parser.add_argument("--ep_size", type=int, default=2)
     parser.add_argument("--dispatcher", default="all_to_all")
     parser.add_argument("--replicate", type=int, default=1)
-    parser.add_argument("--until_told", action="store_true", help="by FOLDER/stop")
-    parser.add_argument("--patience", type=float, help="of the process group, in s")
-    parser.add_argument("--background", action="store_true", help="save there")
+    parser.add_argument("--until_told", action="store_true", help="stop when FOLDER/stop exists")
+    parser.add_argument("--patience", type=float, help="timeout of the process group, in seconds")
+    parser.add_argument("--background", action="store_true", help="save checkpoints in a thread")
     parser.add_argument("--trainer", action="store_true")
     args, rest = parser.parse_known_args()
     if args.trainer:

@@ -1,10 +1,12 @@
-"""Two ranks build their groups, sum a list of tensors and leave, RUNS times; prints exit codes.
+"""Two ranks build their process groups, sum a list of tensors and exit, RUNS times.
 
     python -m support.jobs.interpreter_end RUNS [stock]
 
-When the sums are back, gloo's thread still lets go of 10,000 tensors, and here Python's lock goes
-to it only where the main thread waits: what happens now and then elsewhere happens each time.
-`stock` builds no groups of ours, and stops with the first run that is aborted.
+Each run prints the exit codes of both ranks. After the sums, gloo's thread still has to free 10,000
+tensors, for which it needs Python's lock. With the long switch interval of this script, the main
+thread releases the lock only when it waits, so gloo's thread always runs while the interpreter
+exits. With the default interval that happens rarely. With `stock`, groups of hf_moe_ep are not
+built, and the first aborted run ends the script.
 """
 
 import os
@@ -22,14 +24,14 @@ from hf_moe_ep.ranks.mesh import build_meshes
 WORLD = 2
 
 
-def _be_a_rank(rank: int, folder: Path, stock: bool) -> None:
+def _run_rank(rank: int, folder: Path, stock: bool) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
     if not stock:
         build_meshes(ParallelConfig(ep_size=2), torch.device("cpu"))
     sys.setswitchinterval(100)  # seconds
-    many = [torch.ones(1) for _ in range(10_000)]
-    dist.all_reduce_coalesced(many)
+    tensors = [torch.ones(1) for _ in range(10_000)]
+    dist.all_reduce_coalesced(tensors)
 
 
 def main(runs: int, stock: bool) -> None:
@@ -38,7 +40,7 @@ def main(runs: int, stock: bool) -> None:
         for rank in range(WORLD):
             child = os.fork()
             if child == 0:
-                _be_a_rank(rank, folder, stock)
+                _run_rank(rank, folder, stock)
                 sys.exit(0)
             ranks.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]

@@ -1,15 +1,15 @@
-"""GRPO or RLOO as a user of TRL writes it: `generate` of the model in training, a reward, a step.
+"""GRPO or RLOO as a user of TRL writes it, with `generate` of the model that is trained.
 
     python tests/support/jobs/online.py FOLDER --batch 8                   stock, in one process
     accelerate launch --config_file examples/accelerate/cpu_4.yaml \
         tests/support/jobs/online.py FOLDER --batch 2 --ep-size 2          4 ranks at ep 2
 
-`--ep-size` adds two lines, an import and a call. FOLDER/run.json is what the trainer logged,
-FOLDER/generated0.json .. what each rank generated.
+`--ep-size` adds two lines, an import and a call. FOLDER/run.json holds the trainer's log, and
+FOLDER/generatedR.json the completions that rank R generated.
 
-A sampled token depends on the random numbers of its process. Here they come from a table, by the
-row of the global batch and the step of the generation: the same row draws the same number on one
-process and on four.
+Sampled tokens depend on the random numbers of their process. Here these come from a table with an
+entry for each row of the global batch and each step of a generation, so a row draws the same
+numbers on one process and on four.
 """
 
 import argparse
@@ -37,13 +37,15 @@ MOST_TOKENS = 12
 
 
 def prompts() -> Dataset:
-    """Prompts of 1 to 7 words, so that a batch has padding."""
-    rows = [[3 + (index + place) % 11 for place in range(1 + index % 7)] for index in range(24)]
+    """Make prompts of 1 to 7 words, so that batches have padding."""
+    rows = [
+        [3 + (index + position) % 11 for position in range(1 + index % 7)] for index in range(24)
+    ]
     return Dataset.from_list([{"prompt": text(row)} for row in rows])
 
 
-class TableOfChances:
-    """Stands for torch.multinomial: the number that decides is that of the row and the step."""
+class RandomTable:
+    """`multinomial` replaces torch.multinomial: a row and a step determine its random number."""
 
     def __init__(self) -> None:
         self.first_row = 0
@@ -53,24 +55,24 @@ class TableOfChances:
     def multinomial(self, probabilities: Tensor, num_samples: int, **_: Any) -> Tensor:
         assert num_samples == 1
         generator = torch.Generator().manual_seed(1000 * self.generation + self.step)
-        chance = torch.rand(GLOBAL_BATCH, 1, generator=generator, dtype=torch.float64)
-        mine = chance[self.first_row : self.first_row + len(probabilities)]
+        numbers = torch.rand(GLOBAL_BATCH, 1, generator=generator, dtype=torch.float64)
+        numbers = numbers[self.first_row : self.first_row + len(probabilities)]
         self.step += 1
         sums = probabilities.double().cumsum(1)
-        return torch.searchsorted(sums / sums[:, -1:], mine).clamp(max=sums.shape[1] - 1)
+        return torch.searchsorted(sums / sums[:, -1:], numbers).clamp(max=sums.shape[1] - 1)
 
-    def end(self) -> None:
+    def end_generation(self) -> None:
         self.generation += 1
         self.step = 0
 
 
-CHANCES = TableOfChances()
+RANDOM = RandomTable()
 GENERATED: list[str] = []
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Even words are good, and so is an end; called once for each generation."""
-    CHANCES.end()
+    """Reward words with even numbers and short completions. TRL calls this once per generation."""
+    RANDOM.end_generation()
     GENERATED.extend(completions)
     scores = []
     for completion in completions:
@@ -135,8 +137,8 @@ def main() -> None:
         peft_config=adapters,
     )
     rank = trainer.accelerator.process_index
-    CHANCES.first_row = rank * options.batch
-    torch.multinomial = CHANCES.multinomial  # type: ignore[assignment]
+    RANDOM.first_row = rank * options.batch
+    torch.multinomial = RANDOM.multinomial  # type: ignore[assignment]
     trainer.train()
     (options.folder / f"generated{rank}.json").write_text(json.dumps(GENERATED))
     if trainer.is_world_process_zero():
@@ -147,5 +149,5 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    # Skip destructors: a thread of torch that nobody joins sometimes aborts the exit (SIGABRT).
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Training that is saved and resumed: models, layouts and steps shared by the checkpoint tests.
+"""Models, layouts and training steps for the tests that save and resume a run.
 
-A step's global batch is four parts, dealt to as many data ranks as there are, so a run may go on
-with fewer or more of them.
+The global batch of a step has four parts, which are distributed over the data parallel ranks. So a
+run can resume with another number of ranks.
 """
 
 import random
@@ -25,7 +25,7 @@ VISION_ROWS = [[14], [3, (4, 6), 5], [2, (2, 4), 3, (4, 2), 5], [2, (3, 4, 2), 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and how the model lies on them; not sharded with world 1 and no config."""
+    """The number of ranks, and arguments of `apply_ep_fsdp2` (none: the model is not sharded)."""
 
     name: str
     world: int
@@ -47,7 +47,7 @@ class Run:
 
 
 def build(kind: str, seed: int, **options: Any) -> nn.Module:
-    """Build a stock model: "full", "lora" (its frozen base is never saved) or "vision"."""
+    """Build a stock model: "full", "vision", or "lora", whose frozen base is never saved."""
     if kind == "lora":
         return with_lora(tiny(seed=0, **options), r=3, seed=seed)
     return tiny("qwen3_vl_moe" if kind == "vision" else "qwen3_moe", seed=seed, **options)
@@ -73,7 +73,7 @@ def start(
 
 
 def step(run: Run, number: int, parts: list[dict[str, Tensor]] | None = None) -> float:
-    """One optimizer step on global batch `number`, or on these parts; the loss of all of it."""
+    """Take an optimizer step on global batch `number`, or on `parts`, and return its loss."""
     model, sharded = run.model, dist.is_initialized() and dist.get_world_size() > 1
     rank, world = (data_parallel_rank(model), data_parallel_size(model)) if sharded else (0, 1)
     parts = parts or [_part(model, number, index) for index in range(PARTS)]
@@ -100,29 +100,33 @@ def _part(model: nn.Module, number: int, index: int) -> dict[str, Tensor]:
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """Whole copies of parameters and optimizer state by stock name; every rank calls this."""
+    """Return gathered copies of the whole training state, by stock name. All ranks must call this.
+
+    It contains trained parameters, the optimizer's state and groups, and the scheduler's state.
+    """
     names = {id(p): name for name, p in run.model.named_parameters() if p.requires_grad}
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     params = {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}
-    _add(found, run.model, "parameter", params)
+    _add(state, run.model, "parameter", params)
     for key in sorted({key for values in run.optimizer.state.values() for key in values}):
         of_key = {names[id(p)]: values[key] for p, values in run.optimizer.state.items()}
-        _add(found, run.model, key, of_key)
-    found["groups"] = [
+        _add(state, run.model, key, of_key)
+    state["groups"] = [
         {key: value for key, value in group.items() if key != "params"}
         for group in run.optimizer.param_groups
     ]
-    found["scheduler"] = run.scheduler.state_dict()
-    return found
+    state["scheduler"] = run.scheduler.state_dict()
+    return state
 
 
-def _add(found: dict[str, Any], model: nn.Module, key: str, tensors: dict[str, Any]) -> None:
-    whole = {name: full_tensor(t) for name, t in tensors.items() if isinstance(t, Tensor)}
-    for name, tensor in pack_factors(model, whole).items():
-        found[f"{key} of {name}"] = tensor.clone()
-    for name, value in tensors.items():
+def _add(state: dict[str, Any], model: nn.Module, key: str, values: dict[str, Any]) -> None:
+    """Add the values of `key` for all parameters to `state`, and gather the tensors among them."""
+    gathered = {name: full_tensor(t) for name, t in values.items() if isinstance(t, Tensor)}
+    for name, tensor in pack_factors(model, gathered).items():
+        state[f"{key} of {name}"] = tensor.clone()
+    for name, value in values.items():
         if not isinstance(value, Tensor):
-            found[f"{key} of {name}"] = value
+            state[f"{key} of {name}"] = value
 
 
 def assert_equal(where: str, got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -136,5 +140,5 @@ def assert_equal(where: str, got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def draws() -> list[float]:
-    """The next numbers of this rank's generators."""
+    """Draw a number from each of this rank's three random generators."""
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]

@@ -1,14 +1,14 @@
-"""An SFT script as a user of TRL writes it: a tiny Qwen3-MoE, documents of many lengths, packing.
+"""An SFT script as a user of TRL writes it, with packed documents of many lengths.
 
     python tests/support/jobs/sft.py FOLDER --batch 2                      stock, in one process
     accelerate launch --config_file examples/accelerate/cpu_4.yaml \
         tests/support/jobs/sft.py FOLDER --batch 1 --parallel              4 ranks at ep 2, sp 2
 
-`--parallel` adds two lines, an import and a call; nothing else asks for it. FOLDER/run.json is
-what the trainer logged, the lengths of the documents in each packed row, and how many steps ran.
+`--parallel` adds two lines, an import and a call. FOLDER/run.json holds the trainer's log, the
+lengths of the documents in each packed row, and the number of steps that ran.
 
-`--save` writes a checkpoint at step 2, and FOLDER/model at the end; `--die-at N` lets the last rank
-kill itself amid step N, `--resume` goes on from the newest checkpoint.
+`--save` writes a checkpoint at step 2, and FOLDER/model at the end. With `--die-at N` the last rank
+kills itself in the middle of step N. `--resume` resumes from the newest checkpoint.
 """
 
 import argparse
@@ -31,22 +31,23 @@ NUM_DOCUMENTS = 60
 
 
 def documents() -> Dataset:
-    """3 to 21 tokens that count round 3 .. 9, already tokenised; a prompt of 1 to 5 is not learned.
+    """Make tokenised documents of 3 to 21 tokens that count 3, 4, .. 9, 3, 4, ..
 
-    Easy enough for accuracy to move within a few steps.
+    The first 1 to 5 tokens are a prompt without labels. The documents are so easy that accuracy
+    changes within a few steps.
     """
     samples = []
     for index in range(NUM_DOCUMENTS):
         length = 3 + 7 * index % 19
         prompt = 1 + index % min(5, length - 1)
-        tokens = [3 + (index + place) % 7 for place in range(length)]
+        tokens = [3 + (index + position) % 7 for position in range(length)]
         mask = [0] * prompt + [1] * (length - prompt)
         samples.append({"input_ids": tokens, "completion_mask": mask})
     return Dataset.from_list(samples)
 
 
 class Steps(TrainerCallback):
-    """Counts steps that are begun; SIGKILL for the last rank between two micro-batches of one."""
+    """Counts steps, and kills the last rank between two micro-batches of step `die_at`."""
 
     def __init__(self, die_at: int) -> None:
         self.die_at = die_at
@@ -119,5 +120,5 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    # Skip destructors: a thread of torch that nobody joins sometimes aborts the exit (SIGABRT).
     os._exit(0)

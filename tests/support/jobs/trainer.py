@@ -1,8 +1,9 @@
-"""A table of stock Trainer runs, one after the other in the same processes.
+"""Run a table of cases with the stock Trainer, one after the other in the same processes.
 
-`launch(cases, folder, config_file)` starts this file under `accelerate launch`, `launch(cases,
-folder)` in one plain process: the reference, with the same rows in the same order. Starting ranks
-costs most of the time, so one launch runs many cases. What a case leaves behind is in its `Result`.
+`launch(cases, folder, config_file)` starts this file under `accelerate launch`. `launch(cases,
+folder)` starts it in one plain process, which is the reference: it gets the same rows in the same
+order. One launch runs many cases, because starting ranks takes most of the time. Each case returns
+a `Result` per rank.
 """
 
 import gc
@@ -49,25 +50,25 @@ Row = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One model, its data and what is done with them.
+    """A model, its data and the steps that a Trainer runs with them.
 
     Attributes:
-        steps: functions of `_STEPS` below, in order, on one Trainer.
-        ep: 0 leaves the model stock.
-        sp: ranks that share their batches; the per-device batch grows by it.
-        lora: rank of adapters, random; 0 for none.
+        steps: names of functions in `_STEPS` below, which are called in order with one Trainer.
+        ep: the ep_size; with 0 the model stays stock.
+        sp: the sp_size, by which the per-device batch is multiplied.
+        lora: the rank of random adapters; 0 for none.
         lora_on: "both", "experts" or "attention".
-        lora_after: attach them behind `patch`.
-        held: format of experts that are held quantised; stock has the values that those stand for.
-        split: the global batch is split over as many micro-batches more (one process).
-        load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
-            Only on rank 0: other ranks get other weights.
-        arguments: of TrainingArguments, over those of `_arguments`.
+        lora_after: attach the adapters after `patch`.
+        held: the format of quantised experts. A stock model gets their dequantised values.
+        split: a factor that divides the batch size and multiplies the number of micro-batches.
+        load: the folder for `from_pretrained`; if None, `tiny` builds the model. Ranks other than 0
+            get other weights.
+        arguments: arguments of TrainingArguments, which override those of `_arguments`.
         environment: variables that a launch config would set.
-        folder: output_dir; another case's, to resume what it left there.
-        stop_after: train until this step, as if interrupted.
-        kill_after: every rank kills itself once the checkpoint of this step is written.
-        fails: the case must raise; its message is in the result.
+        folder: the output_dir, if a case resumes from the folder of another case.
+        stop_after: the step after which training stops, as if interrupted.
+        kill_after: the step after whose checkpoint every rank kills itself.
+        fails: the case must raise an error, which is then in the result.
     """
 
     name: str
@@ -94,13 +95,14 @@ class Case:
 
 @dataclass
 class Result:
-    """The results of one rank; whole tensors (`params`, `grads`, `params_at`) on rank 0 only.
+    """The results of one rank. `params`, `grads` and `params_at` are on rank 0 only, gathered.
 
     Attributes:
         log: the Trainer's log_history.
-        grads: of the first optimizer step, after clipping.
-        params_at: parameters at each evaluation, by step, where the best are to be loaded.
-        values: by name of the step that returned them.
+        grads: the gradients of the first optimizer step, after clipping.
+        params: the parameters at the end.
+        params_at: step -> parameters at its evaluation, with load_best_model_at_end.
+        values: name in `_STEPS` -> returned value.
         error: the traceback of a case that failed.
     """
 
@@ -112,14 +114,17 @@ class Result:
     error: str = ""
 
     def series(self, key: str) -> Tensor:
-        """The values logged under `key`, in order."""
+        """Return the values that were logged under `key`, in order."""
         return torch.tensor([entry[key] for entry in self.log if key in entry])
 
 
 def launch(
     cases: list[Case], folder: Path, config_file: Path | None = None, *, timeout: float = 240.0
 ) -> dict[str, list[Result]]:
-    """Results by case name and rank; raises with the launch's output where it failed or hung."""
+    """Run the cases, and return case name -> results of all ranks.
+
+    Raises AssertionError with the output of the launch if it fails or hangs.
+    """
     folder.mkdir()
     torch.save(cases, folder / "cases.pt")
     output = folder / "output.txt"
@@ -135,12 +140,12 @@ def _load(folder: Path, case: Case) -> list[Result]:
 
 
 def load_stock(folder: Path) -> PreTrainedModel:
-    """The model in `folder`, with the experts that the tiny models run."""
+    """Load the stock model in `folder`, with eager experts like those of the tiny models."""
     return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
 
 
 def _build(case: Case, rank: int) -> PreTrainedModel:
-    """The stock model of a case; what ranks other than 0 hold must not matter."""
+    """Build the stock model of a case. Ranks other than 0 get other weights or NaN."""
     if case.load is None:
         return tiny(seed=case.seed + 100 * rank, dtype=case.dtype, **case.model)
     model = load_stock(case.load)
@@ -152,12 +157,13 @@ def _build(case: Case, rank: int) -> PreTrainedModel:
 
 
 def training_rows(kind: str) -> list[Row]:
-    """Rows of one length whose neighbours differ much in labels ("uneven") or also in padding."""
+    """Make rows of one length with very different numbers of labels; "padded" ones have padding."""
     model = tiny()
     if kind == "padded":
-        whole = batch(model, NUM_ROWS, SEQ_LEN, seed=1, pad=SEQ_LEN - 3)
-        order = [37 * index % NUM_ROWS for index in range(NUM_ROWS)]  # padding grows with the row
-        return [{name: value[index] for name, value in whole.items()} for index in order]
+        all_rows = batch(model, NUM_ROWS, SEQ_LEN, seed=1, pad=SEQ_LEN - 3)
+        # In a batch the padding grows from row to row, so rows are taken in a mixed order.
+        order = [37 * index % NUM_ROWS for index in range(NUM_ROWS)]
+        return [{name: value[index] for name, value in all_rows.items()} for index in order]
     return [
         _row(batch(model, 1, SEQ_LEN, seed=index, ignore=0.1 + 0.1 * (index % 9)))
         for index in range(NUM_ROWS)
@@ -165,7 +171,7 @@ def training_rows(kind: str) -> list[Row]:
 
 
 def vision_rows() -> list[Row]:
-    """Text, images and videos in turn, each a batch of one row of 14 tokens; uneven labels."""
+    """Make rows of 14 tokens with text, images or videos, and different numbers of labels."""
     model = tiny("qwen3_vl_moe")
     kinds: list[VisionRow] = [[14], [3, (4, 6), 5], [2, (2, 4), 3, (4, 2), 5], [2, (3, 4, 2), 3]]
     return [vision_batch(model, [kinds[5 * i % 4]], seed=i) for i in range(NUM_ROWS)]
@@ -177,7 +183,10 @@ def collate_vision(rows: list[Row]) -> Row:
 
 
 def evaluation_rows() -> list[Row]:
-    """Three global batches with equally many labels in every row: a mean of means is the mean."""
+    """Make three global batches whose rows all have the same number of labels.
+
+    So the mean over the batches' mean losses is the mean over all labels.
+    """
     model = tiny()
     return [
         _row(batch(model, 1, SEQ_LEN, seed=1000 + index, ignore=0.0))
@@ -213,7 +222,7 @@ def _predict(trainer: Trainer, folder: Path) -> Any:
 
 
 def _predict_21(trainer: Trainer, folder: Path) -> Tensor:
-    """Predicted logits of a set that no number of ranks divides."""
+    """Return the predicted logits of 21 rows, which do not divide evenly over the ranks."""
     logits = trainer.predict(evaluation_rows()[:21]).predictions
     return torch.from_numpy(logits[0] if isinstance(logits, tuple) else logits)
 
@@ -274,7 +283,7 @@ class _Recorder(TrainerCallback):
 
 
 def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
-    """Unsharded copies of all parameters or gradients, by stock name; every rank calls this."""
+    """Return gathered copies of all parameters or gradients by stock name. All ranks call this."""
     tensors = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if grads else parameter.detach()
@@ -320,7 +329,7 @@ def _environment(changes: dict[str, str]) -> Any:
 def _run(case: Case, folder: Path) -> Result:
     result = Result()
     folder = case.folder or folder / case.name
-    arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
+    arguments = _arguments(case, folder)  # makes the process group that from_pretrained looks for
     model = _build(case, arguments.process_index)
     if case.ep and case.lora_after:
         patch(model, ep_size=case.ep, sp_size=case.sp)
@@ -328,8 +337,8 @@ def _run(case: Case, folder: Path) -> Result:
         seed = case.seed + 100 * arguments.process_index
         model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
     if case.ep and not case.lora_after:
-        held = {"experts_dtype": case.held} if case.held else {}
-        patch(model, ep_size=case.ep, sp_size=case.sp, **held)
+        options = {"experts_dtype": case.held} if case.held else {}
+        patch(model, ep_size=case.ep, sp_size=case.sp, **options)
     elif case.held:
         dequantise_experts(model, case.held)
     vision = case.rows == "vision"
@@ -351,7 +360,7 @@ def _run(case: Case, folder: Path) -> Result:
 def main(folder: Path) -> None:
     poison_empty()
     torch.set_num_threads(1)
-    gc.freeze()  # every Trainer.train() collects garbage, which costs more than its training here
+    gc.freeze()  # Trainer.train() collects garbage, which would take longer than these trainings
     rank = int(os.environ.get("RANK", "0"))
     for case in torch.load(folder / "cases.pt", weights_only=False):
         print(f"rank {rank}: {case.name}", flush=True)
@@ -369,12 +378,12 @@ def main(folder: Path) -> None:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    # Skip destructors: a thread of torch that nobody joins sometimes aborts the exit (SIGABRT).
     os._exit(0)
 
 
 if __name__ == "__main__":
-    # Cases were pickled by a parent that imported this file by name.
+    # The parent process pickled the cases as classes of support.jobs.trainer, not of __main__.
     from support.jobs.trainer import main as run_cases
 
     run_cases(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Each check of a shared spawn is reported alone, whatever the other checks do."""
+"""Each check of a shared spawn has its own result, even if another check fails, hangs or dies."""
 
 import os
 import time
@@ -61,36 +61,36 @@ def _named(**options: float) -> dict[str, Check]:
 
 
 @pytest.mark.slow
-def test_failures_and_hangs_do_not_hide_what_comes_after_them() -> None:
-    checks = _named(timeout=5.0)  # the hang takes all of it
+def test_checks_after_a_failure_or_a_hang_still_run() -> None:
+    checks = _named(timeout=5.0)  # the check that hangs takes all of this time
     outcomes = run_checks(list(checks.values()))
-    found = {name: outcomes[check] for name, check in checks.items()}
-    assert found["rank_times_ten"] == [0, 10]
-    raised = found["rank_one_raises_while_zero_waits"]
+    by_name = {name: outcomes[check] for name, check in checks.items()}
+    assert by_name["rank_times_ten"] == [0, 10]
+    raised = by_name["rank_one_raises_while_zero_waits"]
     assert isinstance(raised, RankError) and "rank 1 of 2 raised ValueError" in str(raised)
-    assert "in rank_one_raises_while_zero_waits" in str(raised), "with its traceback"
+    assert "in rank_one_raises_while_zero_waits" in str(raised), "no traceback"
     torch.manual_seed(0)
-    assert found["sum_of_ranks"] == [(3.0, torch.rand(()).item())] * 2
-    hung = found["rank_zero_hangs"]
+    assert by_name["sum_of_ranks"] == [(3.0, torch.rand(()).item())] * 2
+    hung = by_name["rank_zero_hangs"]
     assert isinstance(hung, TimeoutError) and "ranks [0, 1] of 2 had not finished" in str(hung)
-    assert "in rank_zero_hangs" in str(hung), "and where it stood"
-    died = found["rank_one_dies"]
+    assert "in rank_zero_hangs" in str(hung), "no stack of the rank that hangs"
+    died = by_name["rank_one_dies"]
     assert isinstance(died, RankError) and "rank 1 of 2 raised ProcessDied: exit code 7" in str(
         died
     )
-    assert found["folder_is_shared_and_empty"] == [["0", "1"]] * 2
+    assert by_name["folder_is_shared_and_empty"] == [["0", "1"]] * 2
 
 
-def test_what_is_selected_runs_once_and_what_failed_fails_its_own_test() -> None:
+def test_selected_checks_run_once_and_a_failed_check_fails_only_its_own_test() -> None:
     checks = _named()
-    picked = [checks[name] for name in ("rank_times_ten", "rank_one_dies", "sum_of_ranks")]
-    found = Found(picked)
+    selected = [checks[name] for name in ("rank_times_ten", "rank_one_dies", "sum_of_ranks")]
+    found = Found(selected)
     with pytest.raises(RankError, match="ProcessDied: exit code 7"):
         found.raise_if_failed(checks["rank_one_dies"])
-    begun = time.monotonic()
+    start = time.monotonic()
     found.raise_if_failed(checks["sum_of_ranks"])
     assert found.values(checks["rank_times_ten"]) == [0, 10]
-    assert time.monotonic() - begun < 0.1, "they ran beside the first that was asked for"
+    assert time.monotonic() - start < 0.1, "the first call did not run all selected checks"
 
 
 def test_checks_of_different_worlds_do_not_share_a_spawn() -> None:
@@ -102,7 +102,7 @@ def test_checks_of_different_worlds_do_not_share_a_spawn() -> None:
 
 
 @pytest.mark.parametrize("claim", on_ranks(2, rank_times_ten, folder_is_shared_and_empty))
-def test_the_fixture_hands_each_check_its_values(found: Found, claim: Check) -> None:
+def test_the_fixture_returns_the_values_of_each_check(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
     assert len(found.values(claim)) == 2
 

@@ -1,4 +1,4 @@
-"""The error measure on tensors small enough to check by eye."""
+"""`max_error` and `assert_close` are right for tensors that are small enough to check by hand."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_error_is_relative_to_the_largest_element() -> None:
         assert_close("w", got, WANT, 2.4e-4)
 
 
-def test_nan_infinity_and_shape_fail() -> None:
+def test_nan_infinity_and_another_shape_fail() -> None:
     for bad in (float("nan"), float("inf")):
         got = WANT.clone()
         got[0, 2] = bad
@@ -28,7 +28,7 @@ def test_nan_infinity_and_shape_fail() -> None:
         assert_close("w", WANT.T, WANT, 1.0)
 
 
-def test_zero_and_empty_are_absolute() -> None:
+def test_the_error_is_absolute_if_want_is_zero_or_empty() -> None:
     zero = torch.zeros(2, 3)
     assert max_error(zero + 0.25, zero) == 0.25
     assert max_error(zero[:0], zero[:0]) == 0.0

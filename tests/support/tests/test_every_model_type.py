@@ -1,4 +1,4 @@
-"""The tiny models of all types are a fit reference: healthy, whole, reproducible, without ties."""
+"""The tiny models of all types can be a reference: reproducible, without ties, all parts used."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-# Of Transformers 5.23.
+# The types of Transformers 5.23.
 _KNOWN = """
 afmoe aria aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 deepseek_v2
 deepseek_v3 deepseek_v32 deepseek_v4 diffusion_gemma diffusion_gemma_text dots1 dots3_note
@@ -40,23 +40,28 @@ nemotron_h olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_5_moe_
 qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp qwen4_exp_text solar_open
 unlimited_ocr zaya
 """
-# One expert per token, chosen behind two GELUs whose mean outweighs what differs between tokens;
-# experts of their own for the few tokens of pictures.
+# Types that do not use all experts. The router of zaya chooses one expert per token, after two
+# GELUs whose mean outweighs the differences between tokens. ernie4_5_vl_moe has experts for the
+# tokens of pictures, which are few.
 _LOPSIDED = ("zaya", "ernie4_5_vl_moe")
-# An indexer chooses keys by a topk, a bias of keys moves no softmax, Aria takes its tower's states
-# before the last norm, and these pictures are too small for the other queries of DeepSeek-OCR-2.
+# Parameters without a gradient. An indexer chooses keys by a topk, a bias of keys does not change
+# a softmax, Aria uses its tower's states before the last norm, and these pictures are too small
+# for one kind of queries of DeepSeek-OCR-2.
 _WITHOUT_GRADIENT = re.compile(
     r"\.indexer\.|\.k_proj\.bias$|vision_tower\.post_layernorm\.|query_1024_resolution"
 )
 
 
 class _Margins(TorchFunctionMode):
-    """The least distance, over all tokens, of the last expert chosen to the first that is not."""
+    """Records, for each call of topk, how close a token is to a tie.
+
+    This is the smallest difference between the scores of the last chosen expert and of the next.
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.least: list[float] = []
+        self.margins: list[float] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
@@ -65,7 +70,7 @@ class _Margins(TorchFunctionMode):
             k = out.values.shape[-1]
             if values.shape[-1] == self.num_experts > k:
                 ordered = values.sort(-1, descending=True).values
-                self.least.append((ordered[..., k - 1] - ordered[..., k]).min().item())
+                self.margins.append((ordered[..., k - 1] - ordered[..., k]).min().item())
         return out
 
 
@@ -74,7 +79,7 @@ def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Rows with and without pictures and sound where a model takes them, text alone elsewhere."""
+    """Make rows of text. If a model takes pictures or sound, some rows have them."""
     if not takes_pictures(model):
         return batch(model, 4, 31, seed=1, pad=4)
     sounds = (1, 0, 1, 0) if takes_sound(model) else ()
@@ -86,10 +91,10 @@ def _check(model_type: str) -> None:
     experts = _experts_of(model)
     assert len(experts) >= 2, f"{model_type}: experts in {list(experts)}"
     inputs = _batch(model)
-    with _Margins(8) as margins:
+    with _Margins(8) as routing:
         loss = loss_of(model, inputs)
     assert loss.isfinite(), f"{model_type}: loss {loss}"
-    assert min(margins.least, default=1.0) > 1e-7, f"{model_type}: ties in routing"
+    assert min(routing.margins, default=1.0) > 1e-7, f"{model_type}: ties in routing"
     loss.backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not _WITHOUT_GRADIENT.search(name):
@@ -99,32 +104,35 @@ def _check(model_type: str) -> None:
     for name, module in experts.items():
         for part, parameter in module.named_parameters():
             shape = tuple(parameter.shape)
-            assert len({*shape}) == len(shape), f"{model_type}: {name}.{part} {shape}: swapped axes"
-            if len(parameter) != 8:  # a norm behind them, of all
+            assert len({*shape}) == len(shape), (
+                f"{model_type}: {name}.{part} has equal sizes {shape}"
+            )
+            if len(parameter) != 8:  # a norm after the experts, which all experts share
                 continue
             per_expert = parameter.grad.flatten(1).abs().amax(1)
-            used = (per_expert > 0).view(2, -1)  # by half: what two ranks hold
+            used = (per_expert > 0).view(2, -1)  # one row for the experts of each of two ranks
             enough = used.any(1) if model_type in _LOPSIDED else used
-            assert enough.all(), f"{model_type}: {name}.{part} by expert: {per_expert}"
-    # Models of more than text had none before transformers 5.23.
+            assert enough.all(), f"{model_type}: unused experts of {name}.{part}: {per_expert}"
+    # Multimodal models had no aux loss before transformers 5.23.
     has_loss = SINCE_5_23 or model.config is model.config.get_text_config()
     if has_loss and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
         with torch.no_grad():
             assert model(**inputs).aux_loss > 0, f"{model_type}: no auxiliary loss"
-    again = tiny(model_type)
-    second = loss_of(again, inputs)
-    second.backward()
-    assert torch.equal(loss, second), f"{model_type}: {loss} and then {second}"
-    for (name, first), other in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(first, other), f"{model_type}: another {name}"
+    second_model = tiny(model_type)
+    second_loss = loss_of(second_model, inputs)
+    second_loss.backward()
+    assert torch.equal(loss, second_loss), f"{model_type}: {loss} and then {second_loss}"
+    pairs = zip(model.named_parameters(), second_model.parameters(), strict=True)
+    for (name, first), second in pairs:
+        assert torch.equal(first, second), f"{model_type}: {name} differs"
         if first.grad is not None:
-            assert torch.equal(first.grad, other.grad), f"{model_type}: another gradient of {name}"
+            assert torch.equal(first.grad, second.grad), f"{model_type}: grad of {name} differs"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_step_of_stock(model_type: str) -> None:
-    """fp64 reaches every parameter and expert, twice with one result, without ties."""
+    """Every parameter and expert gets a gradient, two runs are equal, and routing has no ties."""
     _check(model_type)
 
 
@@ -134,8 +142,8 @@ def test_a_step_of_stock_of_eight_families(model_type: str) -> None:
 
 
 def test_no_type_is_missing() -> None:
-    """Types are found in Transformers' own files and auto classes, and this test names those of
-    5.23. Later types are new until a test has looked at them, and nothing has to name them.
+    """Types are found in Transformers' files and auto classes. This test lists those of 5.23. Types
+    of later versions are in NEW_TYPES until a test has recorded results, and need no list.
     """
     if Version(transformers.__version__) >= Version("5.23"):
         assert set(MODEL_TYPES) == set(_KNOWN.split())
@@ -144,7 +152,7 @@ def test_no_type_is_missing() -> None:
 
 
 def _gradients(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the gradients of an fp64 loss; stock's own loss casts logits to fp32."""
+    """Return the gradients of a loss in fp64. Stock's own loss would cast logits to fp32."""
     model.zero_grad()
     for inputs in batches:
         labels = inputs["labels"]
@@ -165,22 +173,23 @@ def _gradients(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_what_rounds_in_fp32(model_type: str) -> None:
-    """Rows together and one by one differ only in sums that stock makes in fp32."""
+def test_which_gradients_are_sums_in_fp32(model_type: str) -> None:
+    """Gradients of a batch and of its rows one by one differ only in sums of stock in fp32."""
     model = tiny(model_type)
     whole = batch(model, 4, 16, pad=4)
     rows = [{name: value[i : i + 1] for name, value in whole.items()} for i in range(4)]
     want, got = _gradients(model, [whole]), _gradients(model, rows)
     errors = {name: max_error(got[name], want[name]) for name in want}
-    over = {n: error for n, error in errors.items() if error > budget(model_type, n)}
-    assert not over, f"{model_type}: {over}"
+    too_large = {n: error for n, error in errors.items() if error > budget(model_type, n)}
+    assert not too_large, f"{model_type}: {too_large}"
     if model_type in FP32_EVERYWHERE or model_type in FP32_SUMS:
-        assert max(errors.values()) > 1e-10, f"{model_type} does not round: {max(errors.values())}"
+        largest = max(errors.values())
+        assert largest > 1e-10, f"{model_type} sums in fp64: its largest error is {largest}"
 
 
 @pytest.mark.parametrize("name", NOT_BUILT_UPSTREAM)
-def test_classes_that_their_own_configs_do_not_build(name: str) -> None:
-    """Transformers itself lacks a field. If this fails, the class can be built again."""
-    found = getattr(transformers, name)
+def test_classes_that_transformers_cannot_build_from_their_configs(name: str) -> None:
+    """Transformers itself lacks a field. If this test fails, the class can be tested again."""
+    model = getattr(transformers, name)
     with torch.device("meta"), pytest.raises(AttributeError, match=NOT_BUILT_UPSTREAM[name]):
-        found(found.config_class())
+        model(model.config_class())

@@ -1,4 +1,4 @@
-"""The watch sees what is made, its whole storage, and not what was there before."""
+"""`LargestTensor` measures the storages of new tensors, and not those that existed before."""
 
 import torch
 from support.largest_tensor import LargestTensor

@@ -1,4 +1,4 @@
-"""A memory watch counts tensors made inside its block, and none that existed before."""
+"""`alive_at_writes` and `Resident` count only tensors that were made inside their block."""
 
 from pathlib import Path
 
@@ -10,25 +10,25 @@ from support.resident import Resident, return_what_is_freed
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 
 
-def test_alive_at_a_write_is_what_was_made_since_beside_what_is_written(tmp_path: Path) -> None:
+def test_alive_at_writes_counts_new_tensors_except_the_written_one(tmp_path: Path) -> None:
     before = torch.zeros(1000)
     header = [(key, (5,), torch.float32) for key in "ab"]
     with alive_at_writes() as alive, Writer(tmp_path / "file", header) as file:
         values = torch.ones(5)
         file.write("a", (5,), ((0, 5),), values)
-        beside = torch.ones(7, 3)
+        other = torch.ones(7, 3)
         file.write("b", (5,), ((0, 5),), values)
-    assert alive == [0, 7 * 3 * 4] and before.sum() == 0 and beside.sum() == 21
+    assert alive == [0, 7 * 3 * 4] and before.sum() == 0 and other.sum() == 21
 
 
 @pytest.mark.slow
 def test_resident_memory_is_counted_at_its_peak() -> None:
     return_what_is_freed()
-    held = torch.ones(8 * 2**20)
+    large = torch.ones(8 * 2**20)
     with Resident() as resident:
-        del held
+        del large
         torch.ones(4 * 2**20)
-    assert abs(resident.grown) < 2**20, "less than was there before"
+    assert abs(resident.grown) < 2**20, "a block that needs less memory than it frees must not grow"
     with Resident() as resident:
         torch.ones(8 * 2**20)
     assert 31 * 2**20 < resident.grown < 33 * 2**20

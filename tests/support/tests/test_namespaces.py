@@ -1,4 +1,4 @@
-"""Nodes as network namespaces: names, counted bytes, a slow link; gone whatever happens."""
+"""`Nodes` have names, count bytes, limit the rate of a link, and are always removed."""
 
 import subprocess
 import sys
@@ -39,10 +39,10 @@ def _allowed() -> None:
         pytest.skip(WHY_NOT)
 
 
-def _wait_for(condition: object, what: str, patience: float = 30.0) -> None:
+def _wait_for(condition: object, message: str, patience: float = 30.0) -> None:
     until = time.monotonic() + patience
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until, what
+        assert time.monotonic() < until, message
         time.sleep(0.05)
 
 
@@ -50,24 +50,24 @@ def _spaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-def test_a_node_reaches_another_by_name_at_the_rate_and_is_counted(tmp_path: Path) -> None:
-    """Headers are counted: between one per packet of the kernel and one per segment."""
-    said = [tmp_path / "served.txt", tmp_path / "sent.txt"]
+def test_a_node_reaches_another_by_name_at_its_rate_and_counts_bytes(tmp_path: Path) -> None:
+    """Headers count as well: at least one per packet of the kernel, at most one per segment."""
+    served, sent = tmp_path / "served.txt", tmp_path / "sent.txt"
     with Nodes(2, rate="200mbit") as nodes:
-        server = nodes.start(0, sys.executable, "-c", SERVE, output=said[0])
-        _wait_for(lambda: "ready" in said[0].read_text(), "the server")
+        server = nodes.start(0, sys.executable, "-c", SERVE, output=served)
+        _wait_for(lambda: "ready" in served.read_text(), "the server has not started")
         before = nodes.sent(1)
-        client = nodes.start(1, sys.executable, "-c", SEND, str(SIZE), output=said[1])
-        assert client.wait(60) == 0 and server.wait(60) == 0, said[1].read_text()
+        client = nodes.start(1, sys.executable, "-c", SEND, str(SIZE), output=sent)
+        assert client.wait(60) == 0 and server.wait(60) == 0, sent.read_text()
         counted = nodes.sent(1) - before
-    assert said[0].read_text().split() == ["ready", "node0", "10.77.0.2", str(SIZE)]
-    # A few packets more open and close the connection and ask for the address.
+    assert served.read_text().split() == ["ready", "node0", "10.77.0.2", str(SIZE)]
+    # A few more packets open and close the connection, and ask for the address.
     assert SIZE < counted <= SIZE * (1 + HEADERS / SEGMENT) + 20 * HEADERS, counted
-    # The burst is not slowed down.
-    assert float(said[1].read_text()) >= (SIZE - 256 * 1024) / RATE, said[1].read_text()
+    # The rate does not limit the first burst of 256 KiB.
+    assert float(sent.read_text()) >= (SIZE - 256 * 1024) / RATE, sent.read_text()
 
 
-def test_nothing_is_left_where_the_maker_was_killed(tmp_path: Path) -> None:
+def test_nodes_are_removed_if_the_process_that_made_them_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from support.namespaces import Nodes\n"
         "with Nodes(1) as nodes:\n"

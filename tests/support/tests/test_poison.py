@@ -23,16 +23,16 @@ def test_our_floating_point_tensors_are_nan() -> None:
             assert _evaluate(source, module).isnan().all(), f"{name} in {module}"
 
 
-def test_integers_and_other_callers_are_left_alone() -> None:
+def test_integers_and_tensors_of_other_callers_are_not_changed() -> None:
     integers = _evaluate("torch.empty(4, dtype=torch.int64)", "hf_moe_ep.moe.dispatch.all_to_all")
     assert integers.dtype == torch.int64
     for name, source in CASES.items():
-        # A freed block could hold NaN by accident: one finite element is proof enough.
+        # A freed block of memory could hold NaN by accident, but hardly in eight tensors.
         results = [_evaluate(source, "hf_moe_ep_other.module") for _ in range(8)]
         assert not all(result.isnan().all() for result in results), name
 
 
-def test_patching_twice_wraps_once_and_device_contexts_still_rule() -> None:
+def test_a_second_patch_changes_nothing_and_device_contexts_still_work() -> None:
     before = torch.empty, torch.Tensor.new_empty
     poison_empty()
     assert (torch.empty, torch.Tensor.new_empty) == before

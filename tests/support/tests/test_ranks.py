@@ -1,4 +1,4 @@
-"""The harness itself: values come back, errors and hangs surface, nothing outlives its test."""
+"""`run_ranks` returns values, reports errors, hangs and deaths, and ends all ranks in time."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def _one_raises_one_waits(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _all_raise_but_the_last(rank: int, world_size: int) -> torch.Tensor:
+def _all_but_the_last_raise(rank: int, world_size: int) -> torch.Tensor:
     if rank < world_size - 1:
         raise KeyError(f"rank {rank} says no")
     return torch.tensor([rank])
@@ -49,7 +49,7 @@ def _one_aborts(rank: int, world_size: int) -> None:
         os.abort()
 
 
-def test_values_come_back_in_rank_order() -> None:
+def test_values_are_returned_in_rank_order() -> None:
     results = run_ranks(_values, 2, torch.tensor([1.0, 10.0]))
     for rank, result in enumerate(results):
         assert torch.equal(result["total"], torch.tensor([3.0, 30.0]))
@@ -58,16 +58,16 @@ def test_values_come_back_in_rank_order() -> None:
         assert result["poisoned"]
 
 
-def test_the_first_error_surfaces_with_rank_and_traceback() -> None:
+def test_the_first_error_is_raised_with_rank_and_traceback() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 of 2 raised ValueError: ep_size \(3\)") as caught:
         run_ranks(_one_raises_one_waits, 2)
     assert "in _one_raises_one_waits" in str(caught.value)
-    assert time.monotonic() - start < 50  # not the group's timeout: the waiting rank is killed
+    assert time.monotonic() - start < 50  # the waiting rank is killed before the group's timeout
 
 
 def test_expected_errors_are_returned_per_rank() -> None:
-    first, second = run_ranks(_all_raise_but_the_last, 2, expect_errors=True)
+    first, second = run_ranks(_all_but_the_last_raise, 2, expect_errors=True)
     assert first == ("error", "KeyError", "'rank 0 says no'")
     assert second == ("ok", torch.tensor([1]))
 

@@ -1,10 +1,10 @@
-"""The tiny models are a fit reference: fp64 to the end, every expert used, reproducible."""
+"""The tiny models can be a reference: fp64 throughout, every expert used, reproducible."""
 
 import torch
 from support.tiny_models import batch, tiny
 
 
-def test_fp64_training_step_reaches_every_parameter() -> None:
+def test_every_parameter_and_expert_gets_a_gradient_in_fp64() -> None:
     model = tiny()
     output = model(**batch(model, 3, 37, seed=1))
     assert output.logits.dtype == torch.float64
@@ -16,7 +16,7 @@ def test_fp64_training_step_reaches_every_parameter() -> None:
         assert (per_expert > 0).all(), per_expert
 
 
-def test_routing_is_neither_uniform_nor_collapsed() -> None:
+def test_routing_is_neither_uniform_nor_limited_to_few_experts() -> None:
     model = tiny()
     inputs = batch(model, 4, 64, seed=2)
     output = model(**inputs, output_router_logits=True)
@@ -24,13 +24,13 @@ def test_routing_is_neither_uniform_nor_collapsed() -> None:
         top2 = logits.softmax(-1).topk(2).indices
         share = torch.bincount(top2.flatten(), minlength=8) / top2.numel()
         assert 0.02 < share.min() < share.max() < 0.5, share
-        assert logits.std() > 0.3, logits.std()  # uniform routing would be near 0
+        assert logits.std() > 0.3, logits.std()  # it is near 0 if routing is uniform
     for logits in model(**batch(model, 2, 16), output_router_logits=True).router_logits:
         counts = torch.bincount(logits.topk(2).indices.flatten(), minlength=8)
         assert (counts > 0).all(), counts
 
 
-def test_same_seed_same_weights_without_touching_the_global_seed() -> None:
+def test_equal_seeds_give_equal_weights_and_the_global_generator_is_not_used() -> None:
     before = torch.random.get_rng_state()
     first, second, other = tiny(seed=3), tiny(seed=3), tiny(seed=4)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -54,6 +54,5 @@ def test_batch_pads_rows_unevenly_and_ignores_labels() -> None:
     ignored = inputs["labels"] == -100
     assert ignored[inputs["attention_mask"] == 0].all()
     assert ignored[inputs["attention_mask"] == 1].any()
-    kept = inputs["labels"][~ignored]
-    assert torch.equal(kept, inputs["input_ids"][~ignored])
+    assert torch.equal(inputs["labels"][~ignored], inputs["input_ids"][~ignored])
     assert (inputs["labels"][:, 1] != -100).all()

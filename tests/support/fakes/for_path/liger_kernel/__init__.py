@@ -1,7 +1,7 @@
-"""A stand-in for Liger that runs on CPU ranks: what it replaces, and how, in plain torch.
+"""A fake of Liger in plain torch, which runs on CPU ranks and replaces the same code as Liger 0.8.
 
-Its folder is put on sys.path (`support.fakes.liger`), since transformers looks for a package of
-this name. Written from the behaviour of Liger 0.8 with Qwen3-MoE.
+It supports Qwen3-MoE. `support.fakes.liger` adds its folder to sys.path, because transformers looks
+for a package of this name.
 """
 
 __version__ = "0.8.5"

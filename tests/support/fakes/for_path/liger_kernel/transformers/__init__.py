@@ -1,10 +1,9 @@
-"""The functions of Liger that transformers' Trainer calls, and what they do to a model or its
-module.
+"""The functions of Liger that transformers' Trainer calls (`apply_liger_kernel_to_qwen3_moe`).
 
-As the original does: norms and experts of an instance get new forwards and names, its root the
-fused head's; the classes from which later models are built, and the rotary embedding, are replaced
-for good. Without an instance the fused head goes to the class.
-`CALLS` counts what ran.
+Like the original, they replace the rotary embedding, and the classes of norms and experts from
+which later models are built. Norms and experts of a given model also get new forwards and names,
+and the model gets the forward of the fused head. Without a model, Qwen3MoeForCausalLM gets this
+forward. Nothing is restored. `CALLS` counts the calls of each replacement.
 """
 
 from collections import Counter
@@ -42,7 +41,7 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, width))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """All experts on all tokens: the kernel's result, not its way."""
+        """Compute all experts on all tokens. The kernel has the same result, by another method."""
         CALLS["experts"] += 1
         pre = torch.einsum("th,efh->etf", hidden_states, self.gate_up_proj)
         gate, up = pre.chunk(2, dim=-1)
@@ -56,8 +55,8 @@ def liger_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     CALLS["rope"] += 1
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    turned = (torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) for x in (q, k))
-    return tuple(x * cos + y * sin for x, y in zip((q, k), turned, strict=True))  # type: ignore[return-value]
+    rotated = (torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) for x in (q, k))
+    return tuple(x * cos + y * sin for x, y in zip((q, k), rotated, strict=True))  # type: ignore[return-value]
 
 
 def lce_forward(
@@ -70,10 +69,9 @@ def lce_forward(
     skip_logits: bool | None = None,
     **kwargs: Any,
 ) -> MoeCausalLMOutputWithPast:
-    """In training, compute the loss from hidden states and the head's weight, without the head's
-    forward.
+    """Compute the loss from hidden states and the head's weight, without the head's forward.
 
-    Without labels, and in evaluation where nobody asks for the loss alone, there are logits.
+    Logits are computed without labels, and in evaluation, unless `skip_logits` is set.
     """
     if skip_logits is None:
         skip_logits = self.training and labels is not None
@@ -94,11 +92,11 @@ def lce_forward(
             )
     elif labels is not None:
         CALLS["loss"] += 1
-        wanted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
         hidden = outputs.last_hidden_state.reshape(-1, self.config.hidden_size)
         reduction = "mean" if num_items_in_batch is None else "sum"
         scores = hidden @ self.lm_head.weight.T
-        loss = nn.functional.cross_entropy(scores.float(), wanted, reduction=reduction)
+        loss = nn.functional.cross_entropy(scores.float(), targets, reduction=reduction)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
     aux_loss = None
@@ -139,9 +137,11 @@ def apply_liger_kernel_to_qwen3_moe(
         model.forward = MethodType(lce_forward, model)
     layers = model.model.layers
     norms = [
-        getattr(layer, f"{at}_layernorm") for layer in layers for at in ("input", "post_attention")
+        getattr(layer, f"{name}_layernorm")
+        for layer in layers
+        for name in ("input", "post_attention")
     ]
-    norms += [getattr(layer.self_attn, f"{of}_norm") for layer in layers for of in "qk"]
+    norms += [getattr(layer.self_attn, f"{name}_norm") for layer in layers for name in "qk"]
     for norm in [model.model.norm, *norms] if rms_norm else []:
         _bind(norm, LigerRMSNorm)
     for layer in layers if swiglu else []:
