@@ -12,10 +12,10 @@ raises.
 
     busiest rank    (token, expert) pairs of the busiest rank / mean over ranks
     wall            seconds until the last rank is done
-    own work        CPU seconds of the rank that computes most. A waiting rank uses no CPU time.
-                    Ranks that share a core also wait for each other's work, so `wall` shows a
-                    smaller difference than ranks with separate cores would
-    to move         seconds of `balance_experts`, and the largest number of bytes that a rank sent
+    own work        CPU seconds of the rank that computes most. A waiting rank uses no CPU time. If
+                    ranks share a core, `wall` contains the work of other ranks on this core. `wall`
+                    then differs less between the two models than on separate cores
+    moving          seconds of `balance_experts`, and the largest number of bytes that a rank sent
 """
 
 from __future__ import annotations
@@ -43,17 +43,20 @@ from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.routing.routes import Routes
 
 WORLD, EXPERTS, TOP_K, LAYERS, VOCAB = 4, 32, 4, 2, 512
-# A busy expert is 11 times as likely as another one. Of a token's 4 choices, without replacement,
-# 3 are then busy experts on average.
-BUSY = 11
-TARGET_LOAD, TARGET_STEP = 1.15, 0.8
-LOSSES = 1e-5
+# A busy expert is 11 times as likely to be drawn as another expert. A token draws 4 different
+# experts; on average 3 of them are busy.
+BUSY_LIKELIHOOD = 11
+# Targets of the balanced model: the load of the busiest rank over the mean, and each ratio of times
+# balanced / hub order.
+TARGET_LOAD, TARGET_RATIO = 1.15, 0.8
+LOSS_LIMIT = 1e-5
+# The two models that are compared, named by the placement of their experts.
 SIDES = ("hub order", "balanced")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the models; `tokens` are those of each rank."""
+    """The sizes of a run: tokens per rank, widths of the models, and number of pairs of steps."""
 
     tokens: int = 2048
     hidden: int = 256
@@ -63,7 +66,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one rank; `wall` and `own` are seconds by side, one per turn."""
+    """The figures of one rank.
+
+    Attributes:
+        load: the load of the busiest rank over the mean, for each of SIDES.
+        wall, own: the seconds of every timed step, for each of SIDES.
+        error: the largest relative difference between the two losses of a pair of steps.
+    """
 
     load: dict[str, float]
     wall: dict[str, list[float]]
@@ -95,7 +104,7 @@ def build(sizes: Sizes) -> nn.Module:
 def draw_routes(tokens: int, rank: int) -> Routes:
     """Draw the experts of a rank's tokens; the experts of the first rank are busy."""
     likelihood_E = torch.ones(EXPERTS)
-    likelihood_E[: EXPERTS // WORLD] = BUSY
+    likelihood_E[: EXPERTS // WORLD] = BUSY_LIKELIHOOD
     generator = torch.Generator().manual_seed(rank)
     ids = torch.multinomial(likelihood_E.expand(tokens * LAYERS, -1), TOP_K, generator=generator)
     return Routes(ids.view(1, tokens, LAYERS, TOP_K), tuple(range(LAYERS)))
@@ -151,9 +160,10 @@ def measure(rank: int, sizes: Sizes) -> Measured:
                 own[side].append(cpu_seconds)
         hub, balanced = (losses[side] for side in SIDES)
         error = max(error, abs(hub - balanced) / abs(hub))
-    if error > LOSSES:
+    if error > LOSS_LIMIT:
         raise AssertionError(
-            f"the losses of both models differ by {error:.1e}, more than the allowed {LOSSES:.0e}"
+            f"the losses of both models differ by {error:.1e}, more than the allowed "
+            f"{LOSS_LIMIT:.0e}"
         )
     busiest = {
         side: float(load.rank_max_over_mean.max()) for side, load in zip(SIDES, loads, strict=True)
@@ -172,17 +182,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, routes
 
 
 def busiest_rank(ranks: list[Measured], side: str) -> list[float]:
-    """Return for each turn the largest CPU seconds of any rank."""
+    """Return the CPU seconds of each step, on the rank that used most."""
     return [max(turn) for turn in zip(*(rank.own[side] for rank in ranks), strict=True)]
 
 
 def slowest_rank(ranks: list[Measured], side: str) -> list[float]:
-    """Return for each turn the seconds until the last rank was done."""
+    """Return the seconds of each step, until the last rank was done."""
     return [max(turn) for turn in zip(*(rank.wall[side] for rank in ranks), strict=True)]
 
 
 def report(ranks: list[Measured], sizes: Sizes) -> str:
-    """Return the table, and for each figure whether it reaches its target."""
+    """Return the table, and for each target a line that says if the run reaches the target."""
     hub, balanced = SIDES
     load = ranks[0].load
     times = {
@@ -193,7 +203,7 @@ def report(ranks: list[Measured], sizes: Sizes) -> str:
     most_mib = max(rank.moved_bytes for rank in ranks) / 2**20
     lines = [
         f"{WORLD} ranks, ep {WORLD}, {sizes.tokens} tokens each, hidden {sizes.hidden}, experts "
-        f"{sizes.expert} wide, fp32; {sizes.pairs} pairs, the ratio that of each pair.",
+        f"{sizes.expert} wide, fp32; {sizes.pairs} pairs of steps. Each pair gives one ratio.",
         "",
         "| | balanced | hub order | balanced / hub order |",
         "|---|---|---|---|",
@@ -201,18 +211,18 @@ def report(ranks: list[Measured], sizes: Sizes) -> str:
         f"{load[balanced] / load[hub]:.2f} |",
         *(f"| {row(name, sides[1], sides[0])} |" for name, sides in times.items()),
         "",
-        f"To move: {max(rank.move_seconds for rank in ranks):.2f} s, at most {most_mib:.1f} MiB "
-        f"from a rank, AdamW's moments among them; once. Losses differ by at most "
+        f"balance_experts ran once, for {max(rank.move_seconds for rank in ranks):.2f} s. A rank "
+        f"sent at most {most_mib:.1f} MiB, which include AdamW's moments. Losses differ by at most "
         f"{max(rank.error for rank in ranks):.0e}.",
         "",
-        f"The busiest rank is {'at most' if load[balanced] <= TARGET_LOAD else 'NOT at most'} "
-        f"{TARGET_LOAD} of the mean.",
+        f"Target: balanced, the busiest rank has at most {TARGET_LOAD} times the mean load: "
+        f"{'reached' if load[balanced] <= TARGET_LOAD else 'NOT reached'}.",
     ]
     for name, ratios_of_pairs in ratios.items():
-        is_less = statistics.median(ratios_of_pairs) <= TARGET_STEP
+        is_reached = statistics.median(ratios_of_pairs) <= TARGET_RATIO
         lines.append(
-            f"{name.capitalize()}: {spread(ratios_of_pairs)} of hub order, "
-            f"{'at most' if is_less else 'NOT at most'} {TARGET_STEP}."
+            f"Target: {name}, balanced / hub order at most {TARGET_RATIO}: "
+            f"{spread(ratios_of_pairs)}, {'reached' if is_reached else 'NOT reached'}."
         )
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.derive import derive_plan, is_attention, stacked_experts
+from hf_moe_ep.derive import count_stacked_experts, derive_plan, is_attention
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import ModelPlan, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
@@ -109,7 +109,7 @@ class Parts:
     @property
     def num_experts(self) -> int:
         """The number of experts of each MoE layer."""
-        return stacked_experts(next(iter(self.experts.values())), self.plan)
+        return count_stacked_experts(next(iter(self.experts.values())), self.plan)
 
 
 @dataclass(frozen=True)

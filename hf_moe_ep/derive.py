@@ -1,18 +1,19 @@
 """`derive_plan`: derive the plan of a model from its modules, whatever its architecture.
 
     experts      the modules that use transformers' experts interface
-    layers       the list of modules around the experts; if there are several lists, the innermost
-                 list whose elements transformers can checkpoint
+    layers       the list of modules that contains the experts; if lists are nested, the innermost
+                 list whose elements transformers can recompute (activation checkpointing)
     attention    the modules in a layer that call transformers' attention interface
-    mixers       the modules in a layer that take positions, masks or caches without calling that
-                 interface, and convolutions
-    router       a module in the block of the experts that calls topk; if there is none, a module
-                 with a weight of one row per expert
+    mixers       the modules in a layer that take positions, masks or caches but do not call that
+                 interface, and the modules that contain a convolution
+    router       a module that calls topk and is in the same parent module as the experts; if there
+                 is none, such a module that has a weight with one row per expert
     final norm   the norm that follows the list of layers
     aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
                  names the attribute that holds its coefficient
-    encoders     the other modules of the model whose forward takes pictures or sound
-    tower        the only encoder, if its blocks can be FSDP2 units
+    encoders     if a module around the decoder takes pictures or sound in its forward: the other
+                 children of this module that have parameters, without embedding and head
+    tower        the encoder, if the model has only one and its blocks can be FSDP2 units
 
 There is no list of architectures, and the config only provides numbers to compare with. If several
 modules fit one part of the plan, an error lists them.
@@ -74,8 +75,8 @@ def derive_plan(model: nn.Module, modules: Mapping[str, nn.Module] | None = None
     return _Derivation(model, dict(model.named_modules()) if modules is None else modules).plan()
 
 
-def stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
-    """Return the number of experts of an experts module."""
+def count_stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
+    """Return the number of experts in the stacked weights of an experts module."""
     return int(getattr(experts, plan.expert_weights[0]).shape[0])
 
 
@@ -147,15 +148,20 @@ class _Derivation:
         with_experts = len({name[len(stack) + 1 :].partition(".")[0] for name in experts})
         expected_layers = getattr(config, "num_hidden_layers", layers)
         patterns = set(map(as_pattern, experts))
-        foreign = [n for n in self.modules if as_pattern(n) in patterns and n not in experts]
-        others = f" (without transformers' experts interface: {', '.join(foreign)})"
+        without_interface = [
+            n for n in self.modules if as_pattern(n) in patterns and n not in experts
+        ]
+        others = ""
+        if without_interface:
+            names = ", ".join(without_interface)
+            others = f" (without transformers' experts interface: {names})"
         for kind, number, expected in (
             ("decoder layers", layers, expected_layers),
             ("layers with experts", with_experts, _expected_moe_layers(config)),
         ):
             if expected is not None and number != expected:
                 raise ValueError(
-                    f"found {number} {kind} in this {self.kind}{others if foreign else ''}, "
+                    f"found {number} {kind} in this {self.kind}{others}, "
                     f"expected {expected} from its config; pass the model to patch() as "
                     f"from_pretrained returns it"
                 )
@@ -164,7 +170,7 @@ class _Derivation:
         """Return the name of the nn.ModuleList of the decoder layers."""
         stacks = list(dict.fromkeys(self._list_around(name) for name in experts))
         if len(stacks) > 1:
-            # If a tower has experts as well, stock's code computes them.
+            # Only the decoder is patched. Experts in a vision tower keep running stock code.
             decoders = [name for name in stacks if self._is_in_decoder(name)]
             if len(decoders) != 1:
                 raise ValueError(
@@ -199,7 +205,7 @@ class _Derivation:
         return get_decoder is not None and get_decoder() is decoder
 
     def _num_experts(self, experts: Iterable[str]) -> int:
-        sizes = {name: _rows_of_stack(self.modules[name]) for name in experts}
+        sizes = {name: _first_size_of_stack(self.modules[name]) for name in experts}
         unstacked = [name for name, size in sizes.items() if not size]
         if unstacked:
             raise ValueError(
@@ -232,8 +238,9 @@ class _Derivation:
                 f"each layer of this {self.kind} has {num_experts} experts, but its config says "
                 f"{field} = {count}; pass the model to patch() as from_pretrained returns it"
             )
-        # Experts modules have an attribute `num_experts` too. Code that uses this name may not read
-        # the field, so `num_experts` comes last among the fields that the code reads.
+        # A field whose name the code of the experts uses comes first. The name `num_experts` is a
+        # weak sign: the code may mean the module's own attribute of this name, and not the field.
+        # If the code uses the name of another field as well, that field comes first.
         module = self.modules[experts]
         equal.sort(key=lambda name: (not calls(module, name), name == _EXPERT_COUNTS[0]))
         return equal[0] if equal else None
@@ -243,19 +250,20 @@ class _Derivation:
         return tuple(n for n, p in parameters if p.dim() > 1 and p.shape[0] == num_experts)
 
     def _router(self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int) -> str:
-        """Return the pattern of the routers, which are in the blocks of the experts.
+        """Return the pattern of the routers.
 
-        A router is a module that calls topk. If no module calls topk, a router is a module that has
-        a weight with one row per expert.
+        Only modules inside the parents of the experts modules are candidates. A router is a
+        candidate that calls topk. If no candidate calls topk, a router is a candidate that has a
+        weight with one row per expert.
         """
-        blocks = {name.rpartition(".")[0] for name in experts}
+        parents = {name.rpartition(".")[0] for name in experts}
         candidates = {
             name: module
             for name, module in self._within_layers(stack).items()
-            if any(name.startswith(f"{block}.") for block in blocks)
+            if any(name.startswith(f"{parent}.") for parent in parents)
             and not any(f"{name}.".startswith(f"{other}.") for other in experts)
         }
-        # If the block of the experts is the whole decoder layer, it contains attention as well.
+        # If the parent of the experts is the decoder layer itself, it contains attention as well.
         candidates = {n: m for n, m in candidates.items() if not _takes_a_sequence(m)}
         with_topk = dict.fromkeys(as_pattern(n) for n, m in candidates.items() if calls(m, "topk"))
         with_rows = dict.fromkeys(
@@ -263,17 +271,18 @@ class _Derivation:
             for name, module in candidates.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         )
-        sets_of_experts = len(set(map(as_pattern, experts)))
-        return self._router_pattern(plan, with_topk or with_rows, sets_of_experts)
+        modules_per_layer = len(set(map(as_pattern, experts)))
+        return self._router_pattern(plan, with_topk or with_rows, modules_per_layer)
 
     def _router_pattern(
-        self, plan: ModelPlan, patterns: Collection[str], sets_of_experts: int
+        self, plan: ModelPlan, patterns: Collection[str], modules_per_layer: int
     ) -> str:
         if not patterns:
             return ""
-        # If a layer has several sets of experts, each has a router, and one pattern matches them.
+        # A layer may have several experts modules, each with its own router. The plan has only one
+        # pattern for all these routers, so their patterns are merged.
         merged = next(iter(patterns)) if len(patterns) == 1 else _merge_patterns(patterns)
-        if merged is None or len(patterns) > sets_of_experts:
+        if merged is None or len(patterns) > modules_per_layer:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
                 f"{', '.join(repr(self._relative(name)) for name in patterns)}; choose one: "
@@ -282,8 +291,8 @@ class _Derivation:
         return self._relative(merged)
 
     def _attention(self, stack: str) -> str:
-        # Inkling2 also has modules that attend to earlier layers. These modules call the interface,
-        # but take none of _SEQUENCE_ARGUMENTS.
+        # Modules of Inkling2 that attend to earlier layers call the interface too. They are not
+        # attention over the sequence, and take none of _SEQUENCE_ARGUMENTS.
         names = [
             name
             for name, module in self._within_layers(stack).items()
@@ -317,10 +326,11 @@ class _Derivation:
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
     def _encoders(self, decoder: str) -> list[str]:
-        """Return the names of the encoders: modules with parameters outside of the decoder.
+        """Return the names of the encoders.
 
-        They are children of the module that contains the decoder and whose forward takes pictures
-        or sound.
+        Among the modules that contain the decoder, find the innermost module whose forward takes
+        pictures or sound. Its encoders are its other children that have parameters; the embedding
+        and the head are no encoders. If no such module exists, there are no encoders.
         """
         owner, inner = decoder.rpartition(".")[0], decoder
         while inner and not input_names(self.modules[owner]):
@@ -338,7 +348,7 @@ class _Derivation:
         ]
 
     def _with_forward(self, name: str) -> list[str]:
-        """Return [name]; if the module is a list or dict of modules, the names of its elements."""
+        """Return [name], or the names of the elements of a list or dict, which has no forward."""
         if not isinstance(self.modules[name], nn.ModuleList | nn.ModuleDict):
             return [name]
         return [m for child in self._children(name) for m in self._with_forward(f"{name}.{child}")]
@@ -386,7 +396,14 @@ class _Derivation:
         }
 
     def _pattern(self, names: Iterable[str]) -> str:
-        """Return one pattern for names that differ in numbers and at most one other component."""
+        """Return one pattern that matches all names.
+
+        The names may differ in numbers, and in one other component: "0.a.x" and "1.b.x" give
+        "*.*.x".
+
+        Raises:
+            ValueError: the names differ in more components.
+        """
         patterns = list(dict.fromkeys(map(as_pattern, names)))
         merged = patterns[0] if len(patterns) == 1 else _merge_patterns(patterns)
         if merged is None:
@@ -444,7 +461,8 @@ def _owners(name: str) -> Iterator[str]:
         yield name
 
 
-def _rows_of_stack(experts: nn.Module) -> int:
+def _first_size_of_stack(experts: nn.Module) -> int:
+    """Return the first size of the first 3-dim parameter, or 0 if there is no such parameter."""
     sizes = [int(p.shape[0]) for p in experts.parameters(recurse=False) if p.dim() == 3]
     return sizes[0] if sizes else 0
 

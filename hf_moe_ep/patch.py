@@ -1,14 +1,17 @@
 """`patch` and `unpatch`: read this file first.
 
-`patch` changes one model instance, and nothing that other models share. It first finds the parts of
-the model (`architectures.py`). Then all features check that they can do what the config asks for.
-Only if no check fails, the features attach themselves:
+`patch` changes one model instance; other models keep running stock code. It first finds the parts
+of the model (`architectures.py`). Then all features check that they can do what the config asks
+for. Only if no check fails, the features attach themselves:
 
-    moe        every experts module calls our forward; a model that must be sharded refuses to train
-               before; the router's aux loss counts the tokens of all ranks   (`moe/attach.py`)
-    sequence   with sp_size > 1 each rank of an sp group gets a part of each sequence in the causal
-               LM, and a part of the heads in attention                  (`sequence/attach.py`)
-    vision     a tower runs on every rank or on none                       (`vision/attach.py`)
+    moe        every experts module calls our forward; a model that needs sharding raises an error
+               if it runs before it is sharded; the router's aux loss counts the tokens of all ranks
+                                                                              (`moe/attach.py`)
+    sequence   with sp_size > 1 (sequence parallelism) sp_size ranks share each sequence: a rank
+               gets some of its tokens, but in attention all tokens and some of the heads
+                                                                         (`sequence/attach.py`)
+    vision     if one rank runs the vision tower (the encoder of pictures), all ranks run it
+                                                                           (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
                                                                             (`routing/bias.py`)
 
@@ -16,10 +19,11 @@ A new feature is a folder or a file with the functions `check` and `attach`, and
 `FEATURES`. All its hooks inherit `Ours`, and it sets attributes only by `ModelState.replace`, so
 that `unpatch` can undo the feature. PEFT attaches adapters (`lora/`); for them,
 `integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
-and the Trainer that receive a model, so that they recognise a patched model.
+and the Trainer that receive a model. With a stock model, a wrapper only calls the stock function.
 
-`patch` checks the model only. `sharding/` compares the sizes with the number of ranks when the
-model is sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.
+`patch` checks the model, but not the number of ranks. `sharding/` checks that ep_size, sp_size and
+dp_replicate_size fit the number of ranks, when `apply_ep_fsdp2`, or Accelerate or the Trainer
+through `integrations/`, shards the model.
 """
 
 from __future__ import annotations
@@ -106,8 +110,8 @@ def patch(
     Raises:
         ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number
             of layers or experts differs from the model's config; `ep_size` does not divide the
-            number of experts; no backend knows the formula of the gate; this machine cannot run
-            `experts_backend="triton"`; the model is sharded.
+            number of experts; no backend implements the gated activation of the experts; this
+            machine cannot run `experts_backend="triton"`; the model is sharded.
         ImportError: `dispatcher="deepep"` is set, but DeepEP is not installed.
     """
     config = resolve_config(config, overrides)

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from hf_moe_ep.planner.architecture import lines, look_at
-from hf_moe_ep.planner.config import known_shapes
+from hf_moe_ep.planner.config import published_configs
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
         "config, and which features are supported for it: expert parallelism and its sizes, LoRA "
         "on experts, sequence parallelism, pictures.",
     )
-    models = ", ".join(known_shapes())
+    models = ", ".join(published_configs())
     parser.add_argument(
         "model",
         help="a model type of transformers, a folder, a config.json or a name on the hub; these "

@@ -21,7 +21,7 @@ import torch
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ops.quantised import KINDS
-from hf_moe_ep.planner.config import LORA_TARGETS, find_config, known_shapes
+from hf_moe_ep.planner.config import LORA_TARGETS, find_config, published_configs
 from hf_moe_ep.planner.held import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.planner.shrink import shrink
 from hf_moe_ep.planner.step import NOT_COUNTED as STEP_NOT_COUNTED
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "which runs on tensors without memory. All sizes are in GiB (2^30 bytes).",
     )
     add = parser.add_argument
-    models = ", ".join(known_shapes())
+    models = ", ".join(published_configs())
     add(
         "model",
         help=f"folder, config.json or hub name; these need no download: {models}",

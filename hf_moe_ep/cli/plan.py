@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.ops.quantised import KINDS
-from hf_moe_ep.planner.config import LORA_TARGETS, known_shapes
+from hf_moe_ep.planner.config import LORA_TARGETS, published_configs
 from hf_moe_ep.planner.hardware import (
     ASSUMED,
     Hardware,
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "GPU and not measured; trust their order more than their values.",
     )
     add = parser.add_argument
-    models = ", ".join(known_shapes())
+    models = ", ".join(published_configs())
     add(
         "model",
         help=f"folder, config.json or hub name; these need no download: {models}",

@@ -14,7 +14,7 @@ def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, 
     ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
 
 
-def nothing(like: Tensor, shape: torch.Size) -> Tensor:
+def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
     """Return a placeholder gradient of the given shape, in the memory of one element.
 
     A node returns the placeholder if it passes the gradient itself to the next node outside of the

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import mark_without_grad, nothing
+from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertGrads, ExpertWeights, PostponedGrads
 from hf_moe_ep.ops.operators import INPUT_NAMES, Settings, run_backward, save
@@ -176,7 +176,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
         )
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [
-            nothing(tensor, tensor.shape) if need else None
+            placeholder_grad(tensor, tensor.shape) if need else None
             for tensor, need in zip(saved[2 : len(needs)], needs[2:], strict=True)
         ]
         computed = (grads.get("rows"), grads.get("weights"))

@@ -46,7 +46,7 @@ from hf_moe_ep.ops.sum_check import (
     TokenSumKind,
     compare,
     device_name,
-    draw_slots,
+    draw_rows_and_slots,
     token_sums,
 )
 
@@ -283,7 +283,7 @@ def _routing(kind: Kind) -> Iterator[Comparison]:
 def _sums(kind: Kind) -> Iterator[Comparison]:
     """Yield the sums of a few rows' experts on both paths, with and without routing weights."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
-    rows_AH, slots_RK, y_RKH = draw_slots(sum_kind)
+    rows_AH, slots_RK, y_RKH = draw_rows_and_slots(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)
     weights_RK = torch.rand(slots_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)

@@ -1,8 +1,9 @@
-"""Compare the compiled sums of a token's rows with torch, once per process and kind of sum.
+"""Check the Triton kernel that adds up the rows of a token, by comparing its sums with torch's.
 
 Dispatch copies a token once for each rank that it goes to, and `permute.add_rows` sums the rows
-that these ranks send back. `self_check_sums` checks the kernel of `add_rows`; `self_check.py` uses
-the other functions of this module as well.
+that these ranks send back. `self_check_sums` checks the kernel of `add_rows`. It runs once per
+process for each `TokenSumKind`, because Triton compiles another kernel for each kind. The other
+functions of this module are also used by `self_check.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class TokenSumKind:
 
 
 def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
-    """Compare sums of up to `num_slots` rows like `rows_NH` with torch, once per kind.
+    """Check the kernel for rows of the dtype, width and device of `rows_NH`.
+
+    Each sum has up to `num_slots` rows. Triton's interpreter is not checked.
 
     Raises:
         RuntimeError: the sums are wrong.
@@ -48,34 +51,36 @@ def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
 
 @functools.cache
 def check_sums_once(kind: TokenSumKind) -> None:
-    """Compare the sums of a kind with torch; see `self_check_sums`."""
+    """Check the kernel of this kind; the cache skips kinds that have passed the check before."""
     limit = ROUNDINGS * torch.finfo(kind.dtype).eps
     compare(token_sums(kind), limit, kind, "Install another version of Triton")
 
 
 def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
-    """Yield the sums of the rows of three tokens, from the kernel and from torch."""
-    rows_AH, slots_RK, y_RKH = draw_slots(kind)
+    """Yield one comparison: the sums for three tokens, by the kernel and by torch."""
+    rows_AH, slots_RK, y_RKH = draw_rows_and_slots(kind)
     yield "sums", on_its_device(combine)(rows_AH, slots_RK, None), y_RKH.sum(1)
 
 
-def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
+def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs for three sums of K = `num_slots` rows: rows_AH, slots_RK and y_RKH.
 
-    The third sum is empty, because all of its slots are A ("no position").
+    rows_AH has A = 2 K random rows. slots_RK has the numbers of the rows that are summed: 0 to
+    K - 1 for the first sum, K to 2 K - 1 for the second. The third sum is empty: all its slots are
+    A, which means "no row". y_RKH has the rows at these slots in fp64, and zeros for "no row".
     """
-    num_rows, num_pairs = 3, 2 * kind.num_slots
+    num_sums, num_pairs = 3, 2 * kind.num_slots
     generator = torch.Generator(kind.device).manual_seed(0)
     shape = (num_pairs, kind.hidden)
     rows_AH = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
-    numbers = torch.arange(num_rows * kind.num_slots, dtype=torch.int32, device=kind.device)
-    slots_RK = numbers.view(num_rows, kind.num_slots).clamp(max=num_pairs)
+    numbers = torch.arange(num_sums * kind.num_slots, dtype=torch.int32, device=kind.device)
+    slots_RK = numbers.view(num_sums, kind.num_slots).clamp(max=num_pairs)
     padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()
     return rows_AH, slots_RK, padded_AH[slots_RK.long()]
 
 
 def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
-    """Check that floats differ by at most `limit` times the largest element, integers by nothing.
+    """Check that integers are equal, and floats differ by at most `limit` * the largest element.
 
     Raises:
         RuntimeError: the difference is larger. The message has the tensor's name and `fix`.

@@ -1,8 +1,8 @@
-"""Restore hub order temporarily, for code that reads or writes experts by their numbers.
+"""Restore hub order temporarily, for code that saves or loads experts.
 
-Files, state dicts and other models identify experts by their numbers; slots exist only in a
-balanced model. Code that saves or loads therefore runs in a block in which the experts are moved
-back:
+In hub order, row e of a stacked tensor is expert e. Files, state dicts and other models need this
+order. `balance_experts` moves experts to other rows, which are called slots. Code that saves or
+loads a balanced model therefore runs in a block in which the experts are moved back:
 
     with experts_in_hub_order(model, optimizer):
         ...                                 row e of a stacked tensor is expert e
@@ -39,7 +39,7 @@ _GUARDED = "_hf_moe_ep_guarded"
 
 @contextmanager
 def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
-    """Restore hub order inside the block; every rank enters the block.
+    """Restore hub order inside the block. All ranks must enter the block.
 
     Use this block in your own code that saves a balanced model or loads values into it:
 
@@ -54,14 +54,14 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
         optimizers: the optimizers whose state is read or replaced in the block; None is skipped.
 
     Raises:
-        ValueError: on every rank: this block is inside another block of the same model, and one of
-            `optimizers` was not passed to that block.
+        ValueError: this block is inside another block of the same model, and the outer block was
+            entered without one of `optimizers`. All ranks raise the error.
     """
     state = find_state(model)
     if state is not None:
         for optimizer in optimizers:
             _check_in_hub_order(optimizer, state)
-    if state is None or not is_placed(state):
+    if state is None or not has_moved_experts(state):
         yield
         return
     # An optimizer that was created after the experts had moved may have no guard yet.
@@ -79,15 +79,15 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
 
 
 def _check_in_hub_order(optimizer: Any, state: ModelState) -> None:
-    """Raise ValueError inside a block to which this optimizer was not passed."""
+    """Raise ValueError if a block is active, but was entered without this optimizer."""
     if optimizer is None or state.optimizers_in_order is None:
         return
     unwrapped = _unwrap_optimizer(optimizer)
     if all(other is not unwrapped for other in state.optimizers_in_order):
         raise ValueError(
-            f"inside this block experts are in hub order, but the state of "
-            f"{type(optimizer).__name__} is not: write experts_in_hub_order(model, optimizer), and "
-            f"pass all optimizers that the block uses"
+            f"experts_in_hub_order has restored hub order for the model, but not for the state of "
+            f"{type(optimizer).__name__}: write experts_in_hub_order(model, optimizer), and pass "
+            f"all optimizers that the block uses"
         )
 
 
@@ -96,15 +96,15 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def is_placed(state: ModelState) -> bool:
-    """Return True if the experts of any layer are not in hub order."""
+def has_moved_experts(state: ModelState) -> bool:
+    """Return True if any layer has experts that are not in hub order."""
     return any(layer.placement is not None for layer in state.moe_layers)
 
 
 def placement_by_tensor(model: nn.Module) -> dict[int, Tensor]:
-    """Return {id(parameter): slots of its experts} for all parameters that are not in hub order."""
+    """Map id(parameter) to the row of each expert, for all parameters that are not in hub order."""
     state = find_state(model)
-    if state is None or not is_placed(state):
+    if state is None or not has_moved_experts(state):
         return {}
     return {
         id(parameter): tensors.layer.placement
@@ -122,7 +122,8 @@ def _move_all(
     reshard(model)
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
     tensors = find_expert_tensors(model)
-    # The state of an optimizer may have been replaced since the experts were moved.
+    # The state of an optimizer may have been replaced since the experts were moved. If the check
+    # fails on one rank, `together` raises the error on all ranks.
     together("experts_in_hub_order", lambda: check_movable(tensors, optimizers))
     check_same_tensors("experts_in_hub_order", tensors, optimizers)
     for layer_tensors in tensors:
@@ -136,9 +137,9 @@ def guard_state_dicts(
     tensors: Iterable[ExpertTensors],
     optimizers: Iterable[Any],
 ) -> None:
-    """Register hooks that refuse state dicts of the model and its optimizers outside hub order.
+    """Make state dicts of the model and its optimizers raise an error while experts are moved.
 
-    An optimizer that is created later gets these hooks at its first step.
+    An optimizer that is created later gets its hooks at its first step.
     """
     _watch_new_optimizers()
     if not state.guards_state_dicts:
@@ -175,13 +176,13 @@ def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             state = getattr(parameter, _GUARDED, None)
             if state is not None and getattr(optimizer, _GUARDED, None) is not state:
-                if is_placed(state) and optimizer.state.get(parameter):
+                if has_moved_experts(state) and optimizer.state.get(parameter):
                     raise _state_dict_refusal(optimizer)
                 _guard(optimizer, state)
 
 
 def _guard(optimizer: Any, state: ModelState) -> None:
-    """Register hooks that refuse state dicts of an optimizer outside hub order."""
+    """Make state dicts of an optimizer raise an error while experts are not in hub order."""
     stock = _unwrap_optimizer(optimizer)
     if getattr(stock, _GUARDED, None) is not state:
         setattr(stock, _GUARDED, state)
@@ -204,14 +205,14 @@ class NotInHubOrder(Ours):
             _check_in_hub_order(owner, self.state)
         # A caller with keep_vars=True wants the parameters themselves, not values to save.
         keep_vars = isinstance(owner, nn.Module) and args[1:] == (True,)
-        if is_placed(self.state) and not keep_vars:
+        if has_moved_experts(self.state) and not keep_vars:
             raise _state_dict_refusal(owner)
 
 
 def _state_dict_refusal(owner: Any) -> ValueError:
     return ValueError(
         f"balance_experts has moved experts of this model, so a state dict of "
-        f"{type(owner).__name__} would have another order of experts than saved files; save and "
-        f"load with save_pretrained, save_checkpoint, load_checkpoint, the Trainer or Accelerate, "
-        f"which restore hub order, or inside `with experts_in_hub_order(model, optimizer):`"
+        f"{type(owner).__name__} would have another order of experts than saved files. Save and "
+        f"load inside `with experts_in_hub_order(model, optimizer):`, or with save_pretrained, "
+        f"save_checkpoint, load_checkpoint, the Trainer or Accelerate, which restore hub order"
     )

@@ -19,7 +19,7 @@ import torch
 from hf_moe_ep.architectures import Parts, experts_per_token, find_parts
 from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.planner.config import attach_lora, find_architecture, meta_model
+from hf_moe_ep.planner.config import attach_lora, find_architecture_config, meta_model
 from hf_moe_ep.upstream.models import has_tower
 
 YES = "yes"
@@ -62,7 +62,7 @@ def look_at(shape: str) -> Architecture:
     Raises:
         ValueError: there is no such model, or no plan can be derived; the message says why.
     """
-    config = find_architecture(shape)
+    config = find_architecture_config(shape)
     model = meta_model(config, torch.bfloat16)
     parts = find_parts(model)
     granted = {

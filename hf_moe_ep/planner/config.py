@@ -1,10 +1,10 @@
-"""Read the config of the model to plan, and build this model without weights.
+"""Read the config of a model, and build the model without weights, to plan its training.
 
 `find_config` accepts a hub id, a folder or a config.json. For a hub id, only the config is
 downloaded. `published_models.json` holds the configs of a few models by hub id, reduced to the
 fields that determine sizes, so plans of these models need no network. `meta_model` builds a model
-on the meta device, where a parameter has a shape and no memory. Buffers are real: they take only a
-few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
+on the meta device, where a parameter has a shape and no memory. Buffers are not on the meta device:
+they take only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LORA_TARGETS = ("experts", "attention", "both")
 
 
-def known_shapes() -> dict[str, dict[str, Any]]:
-    """Return the models that need no network: {hub id: {"source": page, "config": fields}}."""
+def published_configs() -> dict[str, dict[str, Any]]:
+    """Return the stored configs: {hub id: {"source": web page, "config": fields of the config}}."""
     text = (
         resources.files("hf_moe_ep.planner")
         .joinpath("published_models.json")
@@ -52,17 +52,20 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 
 def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
-    """Return the config of a hub id, a folder, a config.json or a dict with `model_type`.
+    """Return the config of a model.
 
-    A config object is returned unchanged.
+    Args:
+        shape: a hub id, a folder, a config.json or a dict with `model_type`. A config object is
+            returned unchanged.
 
     Raises:
-        ValueError: there is no such model and no such file.
+        ValueError: `shape` names neither a known or reachable model nor an existing file, or the
+            installed transformers does not know the model type.
     """
     if isinstance(shape, PreTrainedConfig):
         return shape
     if not isinstance(shape, Mapping):
-        known = known_shapes()
+        known = published_configs()
         if str(shape) not in known:
             return _read_config(Path(shape), known)
         shape = known[str(shape)]["config"]
@@ -70,8 +73,11 @@ def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedCo
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def find_architecture(shape: str) -> PreTrainedConfig:
-    """Return the default config of a model type, or what `find_config` returns for other names.
+def find_architecture_config(shape: str) -> PreTrainedConfig:
+    """Return the default config of a model type, or the config of a model.
+
+    Args:
+        shape: a model type, such as "qwen3_moe", or a name that `find_config` accepts.
 
     Raises:
         ValueError: `shape` names neither a model type nor a model.
@@ -79,11 +85,11 @@ def find_architecture(shape: str) -> PreTrainedConfig:
     if shape in CONFIG_MAPPING and not os.path.exists(shape):
         default_config: PreTrainedConfig = AutoConfig.for_model(shape)
         return default_config
-    if shape not in known_shapes() and not (os.path.exists(shape) or _HUB_ID.fullmatch(shape)):
+    if shape not in published_configs() and not (os.path.exists(shape) or _HUB_ID.fullmatch(shape)):
         raise ValueError(
             f"{shape!r} is no model type of the installed transformers and no folder with a "
             f"config.json; name a model of the hub as OWNER/NAME, or use one of "
-            f"{', '.join(known_shapes())}"
+            f"{', '.join(published_configs())}"
         )
     config: PreTrainedConfig = find_config(shape)
     return config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import nothing
+from hf_moe_ep.ops.autograd import placeholder_grad
 
 
 class ZeroGradients(torch.autograd.Function):
@@ -50,9 +50,9 @@ class ZeroGradients(torch.autograd.Function):
             ctx.before_backward()
         count = len(grads)
         returned = [
-            nothing(*like) if grad is None and ctx.fill else grad
+            placeholder_grad(*like) if grad is None and ctx.fill else grad
             for grad, like in zip(grads, ctx.like[:count], strict=True)
         ]
         others = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
-        zeros = [nothing(*like) if needed else None for like, needed in others]
+        zeros = [placeholder_grad(*like) if needed else None for like, needed in others]
         return None, None, None, *returned, *zeros

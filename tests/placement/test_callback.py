@@ -29,7 +29,7 @@ from hf_moe_ep import (
     experts_in_hub_order,
     patch,
 )
-from hf_moe_ep.placement.hub_order import is_placed
+from hf_moe_ep.placement.hub_order import has_moved_experts
 from hf_moe_ep.state import patched_state
 
 EVEN = 1.01  # what chance makes of few tokens is above that
@@ -82,7 +82,8 @@ def _trainer(wrap: Any, rank: int, world: int, folder: str) -> None:
         got.save_model(str(moving / "final"))
         with experts_in_hub_order(got.model, got.optimizer):
             got.save_model(str(moving / "by hand"))
-    assert is_placed(patched_state(got.model)) and not is_placed(patched_state(want.model))
+    assert has_moved_experts(patched_state(got.model))
+    assert not has_moved_experts(patched_state(want.model))
     assert_close("losses", _losses(got), _losses(want), FP32_BUDGET)
     trained = _parameters(got)
     for name, parameter in _parameters(want).items():
@@ -107,7 +108,7 @@ def _accelerate(rank: int, world: int, folder: str) -> None:
         model, optimizer = _prepared(accelerator, seed=0)
         _step(accelerator, model, optimizer, rank)
         balance_experts(model, optimizer, expert_load(model))
-        assert is_placed(patched_state(model))
+        assert has_moved_experts(patched_state(model))
         _step(accelerator, model, optimizer, rank + 10)
         saved = _state(model, optimizer)
         accelerator.save_state(f"{folder}/state")
@@ -125,7 +126,7 @@ def _accelerate(rank: int, world: int, folder: str) -> None:
         other, of_other = _prepared(accelerator, seed=5)
         _step(accelerator, other, of_other, rank)
         accelerator.load_state(f"{folder}/state")
-        assert not is_placed(patched_state(other))
+        assert not has_moved_experts(patched_state(other))
         assert_equal(_state(other, of_other), saved)
 
 

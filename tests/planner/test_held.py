@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.planner.config import find_config, known_shapes, meta_model
+from hf_moe_ep.planner.config import find_config, meta_model, published_configs
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
 from hf_moe_ep.state import quantised_matrices
 
@@ -279,7 +279,7 @@ PUBLISHED = {
 
 
 def test_known_shapes_have_the_published_size() -> None:
-    assert set(known_shapes()) == set(PUBLISHED)
+    assert set(published_configs()) == set(PUBLISHED)
     for name, (exact, billions) in PUBLISHED.items():
         model = meta_model(find_config(name), torch.bfloat16)
         count = sum(p.numel() for p in model.parameters())

@@ -3,12 +3,13 @@
 A checkpoint stores a weight [E, in, out] as two tensors. 32 values along `in` share one scale, and
 each byte holds two values, the first of them in its low bits:
 
-    down_proj_blocks  [E, out, in / 32, 16]   byte 0x72: codes 2 and 7, so 1.0 and 6.0
-    down_proj_scales  [E, out, in / 32]       130: times 2 ** (130 - 127)
+    down_proj_blocks  [E, out, in / 32, 16]   the byte 0x72 has the codes 2 and 7: values 1.0, 6.0
+    down_proj_scales  [E, out, in / 32]       the scale 130 multiplies them by 2 ** (130 - 127) = 8
 
 The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
 Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
-`join_blocks` replaces both tensors by a `PackedTensor`, which decodes a box of the weight.
+`join_blocks` replaces both tensors by a `PackedTensor`, which decodes any box of the weight. A box
+has one index range per dim (`storage/boxes.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.storage.boxes import Box, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_BLOCK, _BYTES = 32, 16
-_BIAS = 127
+_BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
+# The values and the bytes of a block, which shares one scale.
+_BLOCK_VALUES, _BLOCK_BYTES = 32, 16
+_SCALE_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The number of values that are decoded at a time; each takes about 9 bytes of temporary memory.
-_VALUES = 1 << 18
-_NUMBERS = (*_MAGNITUDES, *(-number for number in _MAGNITUDES))
+_VALUES_PER_STEP = 1 << 18
+_VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,15 @@ class PackedTensor(FileTensor):
         """
         assert view == self.shape, f"{view} is not {self.shape}"
         (first, end), rows, columns = box
-        groups = rows[0] // _BLOCK, -(-rows[1] // _BLOCK)
-        decoded_rows = groups[0] * _BLOCK, groups[1] * _BLOCK
+        groups = rows[0] // _BLOCK_VALUES, -(-rows[1] // _BLOCK_VALUES)
+        decoded_rows = groups[0] * _BLOCK_VALUES, groups[1] * _BLOCK_VALUES
         (in_box,) = slices((rows,), (decoded_rows,))
-        step = max(1, _VALUES // max(1, decoded_rows[1] - decoded_rows[0]))
+        step = max(1, _VALUES_PER_STEP // max(1, decoded_rows[1] - decoded_rows[0]))
         for expert, start in product(range(first, end), range(*columns, step)):
             chunk = (start, min(start + step, columns[1]))
             scales_box = ((expert, expert + 1), chunk, groups)
             scales = reader.read(self.scales, scales_box)[0]
-            blocks = reader.read(self.blocks, (*scales_box, (0, _BYTES)))[0]
+            blocks = reader.read(self.blocks, (*scales_box, (0, _BLOCK_BYTES)))[0]
             values = _decode(blocks, scales, out.dtype).flatten(1)
             target = slice(chunk[0] - columns[0], chunk[1] - columns[0])
             out[expert - first, :, target].copy_(values[:, in_box].T)
@@ -72,37 +74,40 @@ def join_blocks(
     """Replace the blocks and scales of each packed weight by one tensor with the weight's key.
 
     Raises:
-        ValueError: blocks do not have the shape that the weight needs; their scales are missing.
+        ValueError: blocks have no scales; or blocks or scales do not have the shape that the weight
+            needs; or they are not stored as uint8.
     """
     weights = [
         piece
         for pieces in layout.values()
         for piece in pieces[:1]
-        if piece.key + _BLOCKS in tensors
+        if piece.key + _BLOCKS_SUFFIX in tensors
     ]
     if not weights:
         return tensors
     joined = dict(tensors)
     for weight in weights:
         joined[weight.key] = _pack_weight(weight.key, weight.shape, tensors)
-        joined.pop(weight.key + _BLOCKS, None)
-        joined.pop(weight.key + _SCALES, None)
+        joined.pop(weight.key + _BLOCKS_SUFFIX, None)
+        joined.pop(weight.key + _SCALES_SUFFIX, None)
     return joined
 
 
 def _pack_weight(
     key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]
 ) -> PackedTensor:
-    blocks_key, scales_key = key + _BLOCKS, key + _SCALES
+    blocks_key, scales_key = key + _BLOCKS_SUFFIX, key + _SCALES_SUFFIX
     blocks, scales = tensors[blocks_key], tensors.get(scales_key)
     if scales is None:
-        raise ValueError(f"missing 1 tensors: {scales_key}, the scales of {blocks_key}")
+        raise ValueError(f"missing 1 tensors: {scales_key}, which scales {blocks_key}")
     experts, inner, out = shape if len(shape) == 3 else (0, 0, 0)
-    expected = (experts, out, inner // _BLOCK)
-    if inner % _BLOCK or (blocks.shape, scales.shape) != ((*expected, _BYTES), expected):
+    scales_shape = (experts, out, inner // _BLOCK_VALUES)
+    blocks_shape = (*scales_shape, _BLOCK_BYTES)
+    fits = (blocks.shape, scales.shape) == (blocks_shape, scales_shape)
+    if inner % _BLOCK_VALUES or not fits:
         raise ValueError(
             f"misshapen: {blocks_key} {blocks.shape} and {scales_key} {scales.shape} do not fit "
-            f"{key} {shape}, which needs {(*expected, _BYTES)} and {expected}"
+            f"{key} {shape}, which needs {blocks_shape} and {scales_shape}"
         )
     for name, tensor in ((blocks_key, blocks), (scales_key, scales)):
         if tensor.dtype != torch.uint8:
@@ -111,7 +116,7 @@ def _pack_weight(
 
 
 def _decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode [.., G, 16] bytes with [.., G] scales to [.., G, 32] numbers."""
+    """Decode [.., G, 16] bytes with [.., G] scales to [.., G, 32] values."""
     codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
-    numbers = torch.tensor(_NUMBERS, dtype=dtype)[codes.int()]
-    return torch.ldexp(numbers, scales.int().sub(_BIAS).unsqueeze(-1)).to(dtype)
+    values = torch.tensor(_VALUE_OF_CODE, dtype=dtype)[codes.int()]
+    return torch.ldexp(values, scales.int().sub(_SCALE_BIAS).unsqueeze(-1)).to(dtype)

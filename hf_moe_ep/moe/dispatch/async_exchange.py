@@ -2,7 +2,7 @@
 
 The calls for one layer in one forward, if all tokens are in one chunk:
 
-    (exchange,) = dispatcher.plan(...)       computes the destinations of rows, and sends no row
+    (exchange,) = dispatcher.plan(...)       computes the ranks that each token is sent to
     arriving = exchange.start(...)           starts to send tokens to the ranks of their experts
     ... = arriving.finish()                  waits for the rows of this rank's experts
     returning = arriving.start_combine(...)  starts to send the experts' results back
@@ -20,8 +20,9 @@ backward starts the transfer of the gradients in the second node and waits in th
       forward         send_results         >     wait, add_results
       backward        wait                 <     send_result_grads
 
-The gradients of a token's rows are sent back like the rows' results, and added up on the rank of
-the token.
+Dispatch sends one copy of a token (a row) to each rank that owns one of its experts. In backward,
+each of these ranks sends the gradient of its row back. The rank that owns the token adds up these
+gradients, with `add_results`, just as it adds up the results in forward.
 
 Autograd requires that the gradient of a forward output has the shape of this output. Received
 gradients have other shapes. They are therefore stored in the `Wire` that both nodes share, and
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import mark_without_grad, nothing
+from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
 
 
 class Exchange(Protocol):
@@ -71,7 +72,7 @@ class Arriving(Protocol):
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for the received rows; return rows_RH, weights_RK and expert_ids_RK.
 
-        Weights are in fp32 or wider. Ids count from this rank's first expert; the id L stands for
+        Weights are in fp32 or wider. The ids of this rank's experts are 0 to L - 1; the id L means
         an expert of another rank.
         """
 
@@ -134,7 +135,7 @@ class Wire:
         raise NotImplementedError
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
-        """Number received ids from this rank's first expert; experts of other ranks get L."""
+        """Convert received ids: this rank's experts get 0 to L - 1, all other experts get L."""
         raise NotImplementedError
 
     def send_row_grads(
@@ -155,7 +156,10 @@ class Wire:
         raise NotImplementedError
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
-        """Start to send the gradient of out_TH to all rows; return grad_RH, valid after `wait`."""
+        """Start to send the gradient of out_TH, each token's row to the ranks that computed it.
+
+        Return grad_RH, the gradients that this rank receives; they are valid after `wait`.
+        """
         raise NotImplementedError
 
 
@@ -242,7 +246,7 @@ class _FinishDispatch(torch.autograd.Function):
             # A missing gradient is sent as zeros: every rank must take part in the same transfers.
             dense = like.new_zeros(shape) if needed and grad is None else grad
             sent.append(dense if needed else None)
-            placeholders.append(nothing(like, shape) if needed else None)
+            placeholders.append(placeholder_grad(like, shape) if needed else None)
         wire.received_grads = wire.send_row_grads(*sent)
         return (None, *placeholders)
 
@@ -270,4 +274,4 @@ class _FinishCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         ctx.wire.received_grads = (ctx.wire.send_result_grads(grad_TH),)
-        return None, nothing(grad_TH, ctx.shape)
+        return None, placeholder_grad(grad_TH, ctx.shape)

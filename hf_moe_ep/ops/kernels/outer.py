@@ -1,15 +1,22 @@
-"""Compute the gradients of weights: for each expert, the sum of the outer products of its pairs.
+"""Compute the gradients of the experts' weights, each a sum of outer products.
 
-    out[l] (+)= scale * left^T right, where left and right have the pairs of expert l as rows
+The (row, expert) pairs are sorted by expert (`ops/interface.py`). For each expert l, with one row
+of `left` and one row of `right` per pair of this expert:
 
-The rows of `left` and of `right` are in the order of the sorted pairs, or the kernel gathers these
-rows. An expert without pairs gets exact zeros. Programs of the busiest experts start first, because
-their loops are longest. For an adapter's factor (`thin`) the rank is the width of `right`. If the
-rank is the factor's first dimension, the caller passes a transposed view of its gradient.
+    out[l] = scale * left[pairs of l]^T right[pairs of l]         with `add`: += instead of =
 
-The kernel can add to an fp32 `out`. A launch adds to every element once, so the order of the sum is
-the order of the launches. The kernel uses atomic additions only because they need no registers for
-the old values.
+`left` has one row per pair, in sorted order. With `gather_left`, `left` has the rows before the
+sort instead, and the kernel loads the row of each pair by its number; `gather_right` does the same
+for `right`. Without `add`, an expert without pairs gets exact zeros. Programs of the busiest
+experts start first, because their loops are longest.
+
+With `thin`, `out` is the gradient of a LoRA factor, and the block sizes fit a small last dimension:
+the rank of the adapter. If the rank is the first dimension of the factor, the caller passes a
+transposed view of the factor's gradient as `out`.
+
+With `add`, `out` is fp32. A launch adds to each element exactly once, so the sum does not depend on
+the order in which programs run. The additions are atomic only because atomic additions need no
+registers for the old values.
 """
 
 from __future__ import annotations
@@ -31,7 +38,10 @@ def _add_step(
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, WHOLE: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return sums + left^T right over the pairs at `position` [K], all below `end` if WHOLE."""
+    """Add the products of the pairs at `position` [K] to `sums`, and return the new sums.
+
+    WHOLE promises that all positions are below `end`, so that loads need no mask for positions.
+    """
     if GATHER_LEFT or GATHER_RIGHT:
         if WHOLE:
             row = tl.load(row_of_position + position)  # [K]
@@ -75,7 +85,8 @@ def outer_kernel(
     o_k = tl.arange(0, BLOCK_K)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
-    # The last step, with fewer pairs, is outside of the loop, so the loop needs no mask for pairs.
+    # Only the last step can have fewer than BLOCK_K pairs. It follows the loop, so that the steps
+    # in the loop need no mask for pairs.
     last = start + (end - start) // BLOCK_K * BLOCK_K
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(start, last, BLOCK_K):
@@ -112,7 +123,11 @@ def outer(
     thin: bool = False,
     add: bool = False,
 ) -> None:
-    """Fill or add to `out_LOI`, of any strides. Each row of `left` and `right` is contiguous."""
+    """Write the sums of the module docstring to `out_LOI`, or add them with `add`.
+
+    `out_LOI` may have any strides, but each row of `left` and `right` must be contiguous. `order_L`
+    has the experts in the order in which their programs start.
+    """
     num_experts, height, width = out_LOI.shape
     block: OuterBlock = blocks.outer
     if thin:
