@@ -217,7 +217,7 @@ def _check_repetition(case: Case, group: dist.ProcessGroup) -> None:
 
 
 def _check_max_rows(group: dist.ProcessGroup) -> None:
-    """Rank 1 would get 2 + 3 + 0 + 4 = 9 rows: max_rows=9 allows this, and at 8 every rank raises."""
+    """Rank 1 would get 2 + 3 + 0 + 4 = 9 rows: max_rows=9 allows this, max_rows=8 raises."""
     case = Case(0, 4, (2, 3, 0, 4), 4, 1, 2, (1,))
     _run(case, group, max_rows=9)
     want = (

@@ -409,7 +409,7 @@ def under_the_trainer(rank: int, world: int, folder: str) -> None:
 
 
 def _every_type(model_type: str, rank: int, world: int, folder: str) -> None:
-    """A bias may be a buffer or a parameter of any name; it is updated, saved and loaded exactly."""
+    """A bias, be it a buffer or a parameter of any name, is updated, saved and loaded exactly."""
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     model = apply_ep_fsdp2(tiny(model_type, seed=rank), ep_size=2, bias_update_rate=RATE)

@@ -133,7 +133,7 @@ def test_a_recompute_is_not_counted_again(use_reentrant: bool) -> None:
 
 
 def test_a_recompute_of_a_selective_checkpoint_is_not_counted_again() -> None:
-    """A selective checkpoint replays saved operators in order, so counting must not add operators."""
+    """Such a checkpoint returns saved results by their order, so counting must run no operators."""
     model = patch(tiny())
     experts = model.model.layers[0].mlp.experts
     x, ids = torch.randn(6, 32).double().requires_grad_(), torch.arange(12).view(6, 2) % 5
