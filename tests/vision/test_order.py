@@ -174,8 +174,8 @@ def _run_checkpointed(run: Any, x_BH: Tensor) -> Tensor:
     ids=["module", "method", "partial of a method", "partial of a function", "function"],
 )
 def test_a_reentrant_checkpoint_hides_the_parameters_of_its_modules(run: Any, hides: str) -> None:
-    """Before backward, the graph does not show which parameters a reentrant checkpoint will use. All
-    parameters of the module that it runs count as hidden; if that is unknown, those of all modules.
+    """The graph before backward does not show which parameters a reentrant checkpoint will use. All
+    parameters of its modules count as hidden, or all candidates if its modules are unknown.
     """
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
     out_BH = _run_checkpointed(run(tower), before(torch.ones(2, 3)))

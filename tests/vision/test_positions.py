@@ -1,4 +1,4 @@
-"""Positions made in the data loader give stock's outputs, bit for bit."""
+"""PositionCollator computes position ids in the data loader. Outputs equal stock's bit by bit."""
 
 import pickle
 from typing import Any
@@ -26,7 +26,7 @@ ROWS: dict[str, list[Row]] = {
 
 
 def first(samples: list[Batch]) -> Batch:
-    """Collate function of data sets whose samples are batches."""
+    """Collate by returning the first sample, which is a whole batch."""
     return dict(samples[0])
 
 
@@ -35,20 +35,22 @@ def first(samples: list[Batch]) -> Batch:
 def test_outputs_equal_stock(rows: str, left: bool) -> None:
     model = tiny(**MODEL)
     batch = vision_batch(model, ROWS[rows], left=left)
-    placed = PositionCollator(model, first)([batch])
+    collated = PositionCollator(model, first)([batch])
     shape = None if rows == "text" else (3, *batch["input_ids"].shape)
-    assert getattr(placed.pop("position_ids", None), "shape", None) == shape
-    assert placed.keys() == batch.keys()
+    assert getattr(collated.pop("position_ids", None), "shape", None) == shape
+    assert collated.keys() == batch.keys()
     with torch.no_grad():
         want = model(**batch)
         got = model(**PositionCollator(model, first)([batch]))
-        moved = model(**batch, position_ids=torch.zeros(3, *batch["input_ids"].shape).long())
+        with_wrong_positions = model(
+            **batch, position_ids=torch.zeros(3, *batch["input_ids"].shape).long()
+        )
     assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
-    assert not torch.equal(moved.logits, want.logits)
+    assert not torch.equal(with_wrong_positions.logits, want.logits)
 
 
-def test_positions_by_hand() -> None:
-    """Two text tokens, a picture of 2 x 2 tokens, text again. The second row is shorter."""
+def test_positions_of_an_example() -> None:
+    """Row 0 has two text tokens, a picture of 2 x 2 tokens, and text. Row 1 is shorter."""
     model = tiny(**MODEL)
     batch = vision_batch(model, [[2, (4, 4), 1], [3]])
     got = PositionCollator(model, first)([batch])["position_ids"]
@@ -70,16 +72,16 @@ def test_without_attention_mask() -> None:
         assert torch.equal(got.logits, model(**batch).logits)
 
 
-def test_positions_that_are_there_stay() -> None:
+def test_existing_positions_are_not_changed() -> None:
     model = tiny(**MODEL)
     batch = vision_batch(model, ROWS["image"])
-    mine = torch.ones(3, *batch["input_ids"].shape).long()
-    got = PositionCollator(model, first)([batch | {"position_ids": mine}])
-    assert got["position_ids"] is mine
+    positions = torch.ones(3, *batch["input_ids"].shape).long()
+    got = PositionCollator(model, first)([batch | {"position_ids": positions}])
+    assert got["position_ids"] is positions
 
 
 @pytest.mark.slow
-def test_spawned_workers_are_sent_no_weights() -> None:
+def test_spawned_workers_get_a_collator_without_weights() -> None:
     model = patch(tiny(**MODEL))
     collator = PositionCollator(model, first)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -107,12 +109,12 @@ def _after_sharding(rank: int, world: int) -> None:
         _assert_same(collator([batch]), want)
 
 
-def test_made_of_a_sharded_model() -> None:
+def test_a_collator_of_a_sharded_model() -> None:
     run_ranks(_after_sharding, 1)
 
 
 @pytest.mark.parametrize("name", ["", "model"], ids=["with head", "without"])
-def test_made_of_a_model_under_peft(name: str) -> None:
+def test_a_collator_of_a_peft_model(name: str) -> None:
     stock = tiny(**MODEL)
     batch = vision_batch(stock, ROWS["both"])
     wrapped = get_peft_model(
