@@ -1,7 +1,7 @@
 """find_entries lists the parameters of a model with their owners; materialize distributes them.
 
-materialize broadcasts rank 0's value, stacks LoRA factors, slices experts for this rank, converts
-to the master dtype and registers the new parameter in all owners.
+materialize runs the five steps of the docstring of sharding/values.py, from rank 0's value to the
+registered parameter.
 """
 
 import pytest
