@@ -20,7 +20,7 @@ from support.scripts import CPU_4, run_script
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "clm_no_trainer.py"
 STEPS = 6
-FP32_BUDGET = 1e-5  # 6 AdamW steps increase fp32 rounding (6e-8); a wrong factor would be 2
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 6 AdamW steps; a wrong loss factor is off by 2x
 # AdamW divides each gradient by its own magnitude. Rounding errors in gradients near zero therefore
 # change a parameter by up to 1e-4.
 AFTER_ADAMW = 1e-4
@@ -66,12 +66,12 @@ def test_a_loop_under_accelerate_equals_stock(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_loop_resumes_from_its_last_state(tmp_path: Path) -> None:
     """With the same number of ranks, the resumed steps are equal bit by bit."""
-    whole = run_job(tmp_path / "whole", "--ep-size", "2")
+    uninterrupted = run_job(tmp_path / "whole", "--ep-size", "2")
     with pytest.raises(AssertionError, match="exit code"):
         run_job(tmp_path / "killed", "--ep-size", "2", "--die-at", "3")
     state = os.fspath(tmp_path / "killed" / "step_3")
-    rest = run_job(tmp_path / "rest", "--ep-size", "2", "--resume", state)
-    assert rest == whole[3:]
+    resumed = run_job(tmp_path / "rest", "--ep-size", "2", "--resume", state)
+    assert resumed == uninterrupted[3:]
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "rest"))
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 

@@ -125,19 +125,19 @@ def _every_expert(
 def _check_numbers(case: Case, group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     local_experts = slice(rank * case.local, (rank + 1) * case.local)
-    whole = [w.requires_grad_() for w in case.weights()]
-    weights = [w.detach()[local_experts].clone().requires_grad_() for w in whole]
+    all_weights = [w.requires_grad_() for w in case.weights()]
+    weights = [w.detach()[local_experts].clone().requires_grad_() for w in all_weights]
     got = _run(case, group, weights)
     for other, tokens in enumerate(case.tokens):
         if tokens:
             x, w = case.inputs(other)
-            out = _every_expert(x, case.ids_TK(other), w, *whole)
+            out = _every_expert(x, case.ids_TK(other), w, *all_weights)
             (out * (x.detach() + other)).sum().backward()
             if other == rank:
                 names = ("out", "grad of x", "grad of weights")
                 for name, got_tensor, want in zip(names, got, (out, x.grad, w.grad), strict=True):
                     assert_close(f"{case}: {name}", got_tensor, want, 1e-12)
-    for name, got_tensor, want in zip(("gate_up", "down"), weights, whole, strict=True):
+    for name, got_tensor, want in zip(("gate_up", "down"), weights, all_weights, strict=True):
         grad = torch.zeros_like(want) if want.grad is None else want.grad
         assert_close(f"{case}: grad of {name}", got_tensor.grad, grad[local_experts], 1e-11)
 
@@ -165,8 +165,8 @@ class _CountSent(TorchDispatchMode):
 
 
 def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
-    """A token is sent once to each other rank of its experts, its result once back, and the
-    gradients of both take the same ways.
+    """A token is sent once to each other rank of its experts and its result is sent back once; the
+    gradients of both are sent likewise.
     """
     rank = dist.get_rank(group)
     weights = [w[: case.local].clone().requires_grad_() for w in case.weights()]

@@ -118,7 +118,7 @@ def test_patch_refuses(name: str) -> None:
         apply_ep_fsdp2(make(), **options)
 
 
-def test_environment_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "abc")
     with pytest.raises(ValueError, match=r"HF_MOE_EP_EP_SIZE='abc'.*HF_MOE_EP_EP_SIZE=8"):
         patch(tiny())
@@ -132,12 +132,12 @@ def test_without_a_process_group() -> None:
         model(**batch(model, 2, 5))
     with pytest.raises(ValueError, match=f"ep_size=1, sp_size=1, dp_replicate_size=4.*{LAUNCH}"):
         patch(tiny(), dp_replicate_size=4)(**batch(model, 2, 5))
-    inner = patch(tiny(), ep_size=2).model  # past the root's hook
+    inner = patch(tiny(), ep_size=2).model  # this call skips the root's hook
     with pytest.raises(ValueError, match=f"ep_size=2.*{LAUNCH}"):
         inner(input_ids=torch.tensor([[1, 2, 3]]))
 
 
-def test_unpatch_and_describe_want_a_patched_model() -> None:
+def test_unpatch_and_describe_need_a_patched_model() -> None:
     for call in (unpatch, describe):
         with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not patched"):
             call(tiny())
@@ -154,10 +154,10 @@ def fake_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_model_that_is_sharded_or_wrapped_already() -> None:
-    whole, sharded_layer = tiny(), tiny()
-    fully_shard(whole)
-    fully_shard(sharded_layer.model.layers[0])
-    for model in (whole, sharded_layer):
+    sharded, with_sharded_layer = tiny(), tiny()
+    fully_shard(sharded)
+    fully_shard(with_sharded_layer.model.layers[0])
+    for model in (sharded, with_sharded_layer):
         with pytest.raises(ValueError, match=f"FSDP2 shards parts of this model.*{SHARDED}"):
             patch(model)
     ddp = DistributedDataParallel(tiny())
@@ -177,7 +177,7 @@ def _assert_raises_on_all(
     dist.barrier()
 
 
-def impossible_worlds_and_a_second_sharding(rank: int, world: int) -> None:
+def impossible_world_sizes_and_a_second_sharding(rank: int, world: int) -> None:
     text = r"ep_size \(4\).*2 / 1 = 2.*try 1, 2,.*multiple of 4"
     _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(), ep_size=4))
     six = {"num_experts": 6}
@@ -228,9 +228,9 @@ def weights_on_meta(rank: int, world: int) -> None:
 
 def ranks_that_disagree(rank: int, world: int) -> None:
     def differ(match: str, *options: dict[str, Any], **sizes: list[Any]) -> None:
-        mine = {name: values[rank] for name, values in sizes.items()}
+        own_sizes = {name: values[rank] for name, values in sizes.items()}
         text = f"ranks disagree about {match}"
-        call = lambda: apply_ep_fsdp2(tiny(**mine), **(options[rank] if options else {}))  # noqa: E731
+        call = lambda: apply_ep_fsdp2(tiny(**own_sizes), **(options[rank] if options else {}))  # noqa: E731
         _assert_raises_on_all(text, call)
 
     differ("config: rank 0 has .*ep_size=1,.* rank 1 has .*ep_size=2,", {}, {"ep_size": 2})
@@ -300,7 +300,7 @@ ON_TWO_RANKS = [
     ranks_that_disagree,
     an_error_of_one_rank_in_patch,
     ranks_at_different_positions,
-    impossible_worlds_and_a_second_sharding,
+    impossible_world_sizes_and_a_second_sharding,
     the_fix_of_a_refused_sharding_works_on_the_same_model,
 ]
 
@@ -311,7 +311,7 @@ def test_errors_on_every_rank(found: Found, claim: Check) -> None:
 
 
 def _set_timeouts(seconds: float) -> None:
-    """Set the timeout of all groups. It is not set at the start, as first collectives are slow."""
+    """Set the timeout of all groups, after the first collectives, which need more time."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -349,7 +349,7 @@ def _run_other_top_k(rank: int, world: int) -> None:
 
 
 def _shard_buffers_on_meta(rank: int, world: int) -> None:
-    """load_state_dict(assign=True) on a meta model leaves buffers outside state_dict on meta."""
+    """load_state_dict(assign=True) leaves buffers on meta that are not in the state_dict."""
     state = tiny().state_dict()
     model = tiny().to("meta")
     model.load_state_dict(state, assign=True)

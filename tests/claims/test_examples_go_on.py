@@ -47,16 +47,16 @@ def test_an_example_resumes(tmp_path: Path, script: str) -> None:
     """The checkpoint of step 2 is complete, and that of step 3 is not. The resumed run continues
     with step 3 and equals the whole run bit by bit.
     """
-    start, whole, resumed = (tmp_path / name for name in ("start", "whole", "again"))
+    start, uninterrupted, resumed = (tmp_path / name for name in ("start", "whole", "again"))
     making = [sys.executable, EXAMPLES / "make_small_model.py", start]
     subprocess.run([*making, *(MODEL if script == "finetune_qlora.py" else [])], check=True)
-    want, output = _result(script, start, whole)
+    want, output = _result(script, start, uninterrupted)
     assert len(want) == (1 if script == "finetune_text_loop.py" else 9), want
     assert "passed over" not in output
     name = "step" if script == "finetune_text_loop.py" else "checkpoint"
-    shutil.copytree(whole / f"{name}-2", resumed / f"{name}-2")
+    shutil.copytree(uninterrupted / f"{name}-2", resumed / f"{name}-2")
     manifest.begin(resumed / f"{name}-3")
-    shutil.rmtree(whole)
+    shutil.rmtree(uninterrupted)
     got, output = _result(script, start, resumed)
     assert got == want
     assert f"going on from {resumed / name}-2; passed over: " in output, output[-3000:]

@@ -1,6 +1,6 @@
 """The hierarchical dispatcher on 2 nodes of 2 ranks equals stock in one process, in fp64.
 
-All ranks run on one machine; `node_size=2` makes the dispatcher treat each two of them as a node.
+All ranks run on one machine; `node_size=2` makes the dispatcher treat every two ranks as one node.
 """
 
 from functools import partial

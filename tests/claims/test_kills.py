@@ -28,8 +28,8 @@ from hf_moe_ep.ranks.background import SaveHandle
 LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
 SMALL = {"num_hidden_layers": 1}
 MODULES = {"folder": training_folder, "manifest": manifest}
-# (The rank that dies; after how many seconds of a save, or in which function; in which save of the
-# round.)
+# (rank that dies, seconds after the start of a save or the function in which it dies, number of the
+# save in the round)
 Kill = tuple[int, float | str, int]
 BUDGET = 1e-9  # transformers' loss has fp32 logits, and another layout sums in another order
 

@@ -73,8 +73,8 @@ def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> N
     optimizer.step()
     moments = [state["exp_avg"].to_local().numel() for state in optimizer.state.values()]
     assert sum(moments) == sum(p.to_local().numel() for p in trained)
-    whole = sum(p.numel() for p in trained)
-    assert sum(moments) < 0.6 * whole, "each of two ranks has about a half"
+    num_trained = sum(p.numel() for p in trained)
+    assert sum(moments) < 0.6 * num_trained, "each of two ranks has about a half"
 
 
 def calls_that_cannot_work_on_a_sharded_model_are_refused(rank: int, world: int) -> None:

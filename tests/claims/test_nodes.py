@@ -54,24 +54,23 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
     for router, kind, node in product(ROUTERS, KINDS, range(machines.nodes)):
         first = node * machines.places
         of_node = [rank[f"{router}, {kind}"] for rank in ranks[first : first + machines.places]]
-        sent_bytes, received_bytes = want(kind, router, machines, node)
+        expected_sent, expected_received = want(kind, router, machines, node)
         code, sent = sum(rank["code"] for rank in of_node), of_node[0]["interface"]
-        print(
-            f"{router}, {kind}, node {node}: {sent_bytes} bytes wanted, {code} in code, {sent} sent"
-        )
-        assert code == sent_bytes, (router, kind, node)
-        most = (
-            sent_bytes * (1 + HEADERS / SEGMENT)
-            + received_bytes * HEADERS / SEGMENT
+        where = f"{router}, {kind}, node {node}"
+        print(f"{where}: {expected_sent} bytes expected, {code} in code, {sent} sent")
+        assert code == expected_sent, (router, kind, node)
+        limit = (
+            expected_sent * (1 + HEADERS / SEGMENT)
+            + expected_received * HEADERS / SEGMENT
             + CONTROL_BYTES
         )
-        assert sent_bytes < sent <= most, (router, kind, node, sent / sent_bytes)
+        assert expected_sent < sent <= limit, (router, kind, node, sent / expected_sent)
     for router in ROUTERS:
         of_ranks, of_nodes = (sum(map(sum, pairs(kind, router, machines))) for kind in KINDS)
         factor = 0.7 if router == "any" else 1.0
         assert (of_nodes < factor * of_ranks) if machines.places > 1 else (of_nodes == of_ranks)
-    most = TOKENS * machines.ranks * OF_GROUPS
-    assert sum(map(sum, pairs("hierarchical", "groups", machines))) <= most
+    limit = TOKENS * machines.ranks * OF_GROUPS
+    assert sum(map(sum, pairs("hierarchical", "groups", machines))) <= limit
     for rank in ranks:
         name, error = rank["largest"]
         assert error <= FP64_MODEL, (name, error)

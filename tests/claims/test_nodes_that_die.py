@@ -91,7 +91,8 @@ def _wait_until(agents: Agents, done: Callable[[], bool], patience: float, what:
 
 
 EVERYONE = "default_pg of ranks 0, 1, 2, 3"
-# What happens to which rank, with which config; on which nodes which group waits, and what for.
+# name: (what the rank does, the rank, config, {node: the group that waits there}, the rank that the
+# error names).
 STALLS: dict[str, tuple[str, int, dict[str, Any], dict[int, str], str]] = {
     "ep 4": ("stall", 3, CONFIG, {0: EVERYONE, 1: EVERYONE}, "rank 3"),
     "ep 2": ("stall", 3, {"ep_size": 2}, {1: "mesh_ep of ranks 2, 3"}, "rank 3"),
@@ -106,9 +107,9 @@ def test_after_a_stall_the_run_resumes(two: tuple[Nodes, Path], tmp_path: Path, 
     """The other ranks of the stalled rank's ep group raise at the timeout of `init_process_group`.
     Their error names layer, group and rank, and torchrun restarts all ranks of both nodes.
     """
-    what, rank, config, waiting, missing = STALLS[case]
+    failure, rank, config, waiting, missing = STALLS[case]
     patience = 15.0
-    (tmp_path / f"die-{rank}-2").write_text(what)
+    (tmp_path / f"die-{rank}-2").write_text(failure)
     agents = _agents(two, tmp_path, config, "--steps", "4", "--patience", str(patience))
     _wait_until(agents, (tmp_path / f"done-{rank}-2").exists, 120, "the misfortune")
 
@@ -158,10 +159,10 @@ def test_after_a_stall_and_a_kill_the_run_resumes(
     two: tuple[Nodes, Path], tmp_path: Path, case: str
 ) -> None:
     """Agents are killed at a known point: a rank stalls there first, and the others wait for it."""
-    at, what, killed, steps, options = KILLS[case]
-    (tmp_path / f"die-{at}").write_text(what)
+    rank_and_step, failure, killed, steps, options = KILLS[case]
+    (tmp_path / f"die-{rank_and_step}").write_text(failure)
     agents = _agents(two, tmp_path, CONFIG, "--steps", "3", *options)
-    _wait_until(agents, (tmp_path / f"done-{at}").exists, 120, "the misfortune")
+    _wait_until(agents, (tmp_path / f"done-{rank_and_step}").exists, 120, "the misfortune")
     for node in killed:
         agents.kill(node)
     _wait_until(agents, lambda: False, 240, "the end")
@@ -171,7 +172,7 @@ def test_after_a_stall_and_a_kill_the_run_resumes(
     assert taken == steps if steps else taken in ([0, 1, 1, 2], [0, 1, 2, 1, 2]), taken
     assert _check_losses(tmp_path, CONFIG) == 3
     if not killed:
-        number = at.partition("-")[2]
+        number = rank_and_step.partition("-")[2]
         want = rf"saving \S+/step-{int(number) + 1}: ranks did not meet; rank 3 stopped"
         assert all(re.search(want, output) for output in _outputs(agents)), _outputs(agents)
 
@@ -266,5 +267,5 @@ def test_after_kills_at_random_moments_the_run_resumes(
     steps = _check_losses(tmp_path, CONFIG)
     print(f"{summary}, {steps} steps")
     assert summary["kills"] == kills and 0 < summary["of the store"] < kills
-    # A step that was killed before it was saved is repeated, so there are fewer steps than kills.
+    # A step that is killed before its save is repeated, so there may be fewer steps than kills.
     assert steps > kills // 2

@@ -63,7 +63,7 @@ def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_up_is_requeued_and_resumes(tmp_path: Path) -> None:
-    """Slurm sends a signal before the time limit, on which the batch file requeues its job."""
+    """Slurm sends a signal before the time limit, and the batch file then requeues its job."""
     file = SLURM / "torchrun.sbatch"
 
     def signal_after_step_2(shell: subprocess.Popen[bytes]) -> None:

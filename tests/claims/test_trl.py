@@ -28,7 +28,7 @@ from support.trl_runs import Stock, assert_equals_stock, checks
 CASES = {case.name: case for case in [*SFT, *REWARD]}
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "sft.py"
 STEPS = 4
-FP32_BUDGET = 1e-5  # 4 AdamW steps increase fp32 rounding (6e-8); a wrong factor would be 2
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 4 AdamW steps; a wrong loss factor is off by 2x
 
 
 def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
@@ -67,14 +67,14 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     """With the same number of ranks, the resumed steps are equal bit by bit."""
     options = ("--batch", "1", "--parallel", "--save")
-    whole = run_job(tmp_path / "whole", CPU_4, *options)
+    uninterrupted = run_job(tmp_path / "whole", CPU_4, *options)
     with pytest.raises(AssertionError, match="exit code 1 "):
         run_job(tmp_path / "killed", CPU_4, *options, "--die-at", "3")
     assert not (tmp_path / "killed" / "model").exists()
-    rest = run_job(tmp_path / "killed", CPU_4, *options, "--resume")
-    assert (whole["steps"], rest["steps"]) == (STEPS, STEPS - 2)
+    resumed = run_job(tmp_path / "killed", CPU_4, *options, "--resume")
+    assert (uninterrupted["steps"], resumed["steps"]) == (STEPS, STEPS - 2)
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy", "learning_rate"):
-        assert torch.equal(series(rest, key), series(whole, key)), key
+        assert torch.equal(series(resumed, key), series(uninterrupted, key)), key
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "killed"))
     assert_equal(got, want)
     router = "model.layers.0.mlp.gate.weight"

@@ -18,7 +18,7 @@ pytest.importorskip("trl", minversion="1.15")
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "online.py"
 RANKS, GLOBAL_BATCH, STEPS = 4, 8, 3
-FP32_BUDGET = 1e-5  # 3 AdamW steps increase fp32 rounding (6e-8); a wrong factor would be 2
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 3 AdamW steps; a wrong loss factor is off by 2x
 # The advantages of a group sum to 0, so a loss of terms of about 1 may cancel to almost nothing.
 # Values below CANCELLED are therefore compared absolutely.
 CANCELLED = 0.1

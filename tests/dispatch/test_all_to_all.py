@@ -102,7 +102,7 @@ CASES = [
 
 
 def _check_example(rank: int, group: Group) -> None:
-    """The example of all_to_all.py; rank 1 has one token for experts 1 and 2."""
+    """Check the example of all_to_all.py, with a token for experts 1 and 2 on rank 1."""
     ids_TK = torch.tensor([[[0, 3], [2, 3]], [[1, 2]]][rank] if rank == 0 else [[1, 2]])
     x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] if rank == 0 else [[7.0, 8.0, 9.0]])
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else [[8.0, 16.0]])
@@ -119,7 +119,7 @@ def _check_example(rank: int, group: Group) -> None:
     if rank == 0:
         assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
         assert received == ([0, 1], [1, 1])
-        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # rows of this rank come last
+        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # rows that stayed come last
         assert ids.tolist() == [[1, 2], [0, 2]]  # 2 = "not on this rank"
         assert weights.tolist() == [[8, 16], [0.5, 0.25]]
     else:
@@ -173,9 +173,9 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
         rows_RH, ids_RK, w_RK, arrived = dispatch(
             x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HEADER
         )
-        back_TH = combine(rows_RH, arrived, group)
-        back_TH.sum().backward()
-    # Distinct (token, rank) pairs, counted one token at a time.
+        out_TH = combine(rows_RH, arrived, group)
+        out_TH.sum().backward()
+    # Count the distinct (token, rank) pairs one token at a time.
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
     distinct = [sum(other in ranks_of_token for ranks_of_token in visits) for other in range(ranks)]
     assert arrived.exchange.num_own == distinct[rank], case.name
@@ -187,7 +187,7 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     moved = [rows for rows, _ in calls]
     assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
     visits_T = torch.tensor([len(ranks_of_token) for ranks_of_token in visits], dtype=torch.float64)
-    assert_close("identity experts", back_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
+    assert_close("identity experts", out_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
     assert x_TH.grad is not None
     assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
     # A received id is a local expert or the sentinel, and each row has at least one local expert.
@@ -202,10 +202,10 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
     """Compare the output and all gradients with one process that holds all experts."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((case.experts, 2 * FFN, HIDDEN), (case.experts, HIDDEN, FFN))
-    whole = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    all_weights = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
     local = case.experts // dist.get_world_size(group)
     local_experts = slice(rank * local, (rank + 1) * local)
-    weights = [w[local_experts].clone().requires_grad_() for w in whole]
+    weights = [w[local_experts].clone().requires_grad_() for w in all_weights]
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     rows, ids_RK, w_RK, arrived = dispatch(
         x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HEADER
@@ -215,25 +215,25 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
     out_TH = combine(rows, arrived, group)
     (out_TH * (x_TH.detach() + rank)).sum().backward()
 
-    whole = [w.requires_grad_() for w in whole]
+    all_weights = [w.requires_grad_() for w in all_weights]
     for source, tokens in enumerate(case.tokens):
         if not tokens:
             continue
         x, w = case.inputs(source)
-        all_experts = ExpertWeights(whole[0], None, whole[1], None)
+        all_experts = ExpertWeights(all_weights[0], None, all_weights[1], None)
         want = reference.expert_mlp(x, case.ids_TK(source), w, all_experts, formula)
         (want * (x.detach() + source)).sum().backward()
         if source == rank:
             assert_close(f"{case.name}: out", out_TH, want, 1e-12)
             assert_close(f"{case.name}: grad of x", x_TH.grad, x.grad, 1e-12)
             assert_close(f"{case.name}: grad of weights", w_TK.grad, w.grad, 1e-12)
-    for name, got, want in zip(("gate_up", "down"), weights, whole):
+    for name, got, want in zip(("gate_up", "down"), weights, all_weights):
         want_grad = torch.zeros_like(want) if want.grad is None else want.grad
         assert_close(f"{case.name}: grad of {name}", got.grad, want_grad[local_experts], 1e-12)
 
 
 def _check_frozen(case: Case, rank: int, group: Group) -> None:
-    """Only x, only the weights, or nothing needs a gradient."""
+    """Only x, only the weights, or neither needs a gradient."""
     for x_needs, w_needs in ((True, False), (False, True), (False, False)):
         x_TH, w_TK = (t.detach() for t in case.inputs(rank))
         x_TH.requires_grad_(x_needs)
@@ -315,7 +315,7 @@ def example_of_the_docstring(rank: int, world: int) -> None:
     _check_example(rank, dist.group.WORLD)
 
 
-def ranks_at_different_places(rank: int, world: int) -> None:
+def ranks_at_different_positions(rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
     _check_headers(rank, dist.group.WORLD)
 
@@ -397,12 +397,12 @@ GROUPS = {
 TWO_RANKS = on_ranks(
     2,
     example_of_the_docstring,
-    ranks_at_different_places,
+    ranks_at_different_positions,
     one_operator_between_counts_and_rows,
     _checks_of_cases(2),
 )
 FOUR_RANKS = on_ranks(
-    4, ranks_at_different_places, memory_of_an_exchange, GROUPS, _checks_of_cases(4)
+    4, ranks_at_different_positions, memory_of_an_exchange, GROUPS, _checks_of_cases(4)
 )
 
 

@@ -75,7 +75,7 @@ class Case:
         return torch.linspace(0.5, 2.5, self.experts, dtype=torch.float64)
 
     def visits(self, rank: int) -> list[set[int]]:
-        """The ranks of each token's experts."""
+        """List the ranks of each token's experts."""
         return [{expert // self.local for expert in ids} for ids in self.ids_TK(rank).tolist()]
 
 

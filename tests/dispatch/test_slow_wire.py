@@ -1,7 +1,8 @@
 """Dispatch must not read a received tensor, or modify a sent one, before the transfer has ended.
 
 In these tests a transfer starts only when a rank waits for it, and until then the receiving memory
-is NaN. Such a bug therefore gives wrong numbers in every run and not only on a busy machine.
+is NaN. A read or write that is too early therefore gives wrong numbers in every run, and not only
+on a busy machine.
 """
 
 from dataclasses import dataclass

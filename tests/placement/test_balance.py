@@ -300,11 +300,11 @@ def _check_same_files(first: Path, second: Path) -> None:
 def _check_refusals(model: nn.Module, optimizer: Any) -> None:
     """Code outside of this package calls torch's state_dict(), which must not reorder experts."""
     with experts_in_hub_order(model, optimizer):
-        whole = model.state_dict()
+        state_dict = model.state_dict()
     for call in (
         model.state_dict,
         optimizer.state_dict,
-        partial(model.load_state_dict, whole),
+        partial(model.load_state_dict, state_dict),
         partial(optimizer.load_state_dict, {}),
     ):
         with pytest.raises(
@@ -368,7 +368,7 @@ def _count_sent_bytes() -> Iterator[list[int]]:
 
 
 def _expected_bytes(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
-    """Sum the bytes of the experts that leave this rank: from hub order, without moments."""
+    """Sum the bytes of experts that leave this rank, from hub order and without moments."""
     bytes_per_expert = sum(
         parameter.numel() // EXPERTS * parameter.element_size()
         for name, parameter in model.named_parameters()
@@ -396,7 +396,7 @@ def _skewed_step(model: nn.Module, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("claim", on_ranks(4, _skewed, slow=True))
 def test_one_balance_evens_a_skewed_load(found: Found, claim: Check) -> None:
-    """On 4 ranks; loss and gradients equal those of a stock model with the same routes."""
+    """Loss and gradients of 4 ranks equal those of a stock model with the same routes."""
     found.raise_if_failed(claim)
 
 
@@ -511,7 +511,7 @@ REFUSED: list[Any] = [
 
 @pytest.mark.parametrize("claim", REFUSED)
 def test_misuse_never_mixes_experts_up(found: Found, claim: Check) -> None:
-    """2 ranks with ep 2. Where a call raises, both ranks raise."""
+    """The checks run on 2 ranks with ep 2. If a call raises, it raises on both ranks."""
     found.raise_if_failed(claim)
 
 

@@ -33,7 +33,7 @@ from hf_moe_ep import (
 from hf_moe_ep.placement.hub_order import is_placed
 from hf_moe_ep.state import patched_state
 
-THRESHOLD = 1.01  # so few tokens are always less even than that, so every balance moves experts
+THRESHOLD = 1.01  # with few tokens the load always exceeds this, so every balance moves experts
 
 
 def _train(
@@ -113,7 +113,7 @@ def _save_and_load_state(rank: int, world: int, folder: str) -> None:
         _step(accelerator, model, optimizer, rank + 10)
         saved = _whole_state(model, optimizer)
         accelerator.save_state(f"{folder}/state")
-        whole = accelerator.get_state_dict(model)
+        state_dict = accelerator.get_state_dict(model)
         _step(accelerator, model, optimizer, rank + 20)
         balance_experts(model, optimizer, expert_load(model))
         later = _whole_state(model, optimizer)
@@ -121,7 +121,7 @@ def _save_and_load_state(rank: int, world: int, folder: str) -> None:
         assert_equal(_whole_state(model, optimizer), saved)
         assert any(not torch.equal(later[name], saved[name]) for name in saved)
         if rank == 0:
-            assert_equal(whole, {name: saved[name] for name in whole})
+            assert_equal(state_dict, {name: saved[name] for name in state_dict})
     with launched():
         accelerator = Accelerator(cpu=True)
         unmoved, unmoved_optimizer = _prepared(accelerator, seed=5)

@@ -103,7 +103,7 @@ def _frozen_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def test_the_rule_by_hand() -> None:
+def test_updates_follow_the_rule() -> None:
     """Each step has two micro-batches. The tokens of an evaluation are not counted."""
     model = patch(tiny(KIND), bias_update_rate=RATE)
     assert len(_biases(model)) == 3, "one layer is dense"
@@ -246,7 +246,7 @@ def test_a_skipped_step_drops_its_counts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
 def test_a_lower_bias_draws_fewer_tokens_in_every_type(model_type: str) -> None:
-    """The sign of the update is therefore right for every router."""
+    """This shows that the update has the right sign for the router of the type."""
     model = tiny(model_type)
     if not _biases(model):
         with pytest.raises(ValueError, match=r"has a correction bias"):

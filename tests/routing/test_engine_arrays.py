@@ -106,8 +106,8 @@ def test_each_layer_replays_the_ids_of_the_engine(arrays: list[Any]) -> None:
 
 def test_routes_after_a_cached_prefix() -> None:
     """SGLang omits the tokens before `routed_experts_start_len`, which then route live."""
-    whole, _ = _sglang()
-    routes = Routes.from_engine([whole[2:]], [6], padded_to=6, pad_side="right", starts=[2])
+    array, _ = _sglang()
+    routes = Routes.from_engine([array[2:]], [6], padded_to=6, pad_side="right", starts=[2])
     assert routes.ids[0, :, 2].tolist() == [[-1, -1]] * 2 + [[6, 4], [3, 5], [7, 2], [-1, -1]]
 
 

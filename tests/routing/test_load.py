@@ -158,8 +158,8 @@ def test_a_compiled_model_has_the_same_counts_and_gradients(use_reentrant: bool 
     compiled = torch.compile(model, backend="aot_eager")
     assert torch.equal(_steps(model, compiled), want)
     assert torch.equal(expert_load(model).counts, want)
-    for (name, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(got.grad, wanted.grad, rtol=1e-10, atol=1e-12), name
+    for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(got.grad, expected.grad, rtol=1e-10, atol=1e-12), name
 
 
 @pytest.mark.slow
@@ -227,10 +227,10 @@ def _compare_with_stock(
         with torch.no_grad():
             model(**_inputs(rank // sp, 0))
         model.train()
-    kept, load = expert_load(model, reset=False), expert_load(model)
+    without_reset, load = expert_load(model, reset=False), expert_load(model)
     assert load.ep_size == config.get("ep_size", 1)
     assert torch.equal(load.counts, want), f"{load.counts}\n{want}"
-    assert torch.equal(kept.counts, want)
+    assert torch.equal(without_reset.counts, want)
     assert not expert_load(model).counts.any()
 
 

@@ -216,8 +216,8 @@ def test_a_replay_per_micro_batch_equals_one_replay_of_the_whole_batch(use_reent
         assert_close(name, grad, want[name], FP64_MODEL)
     for trained in (model, reference):
         torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
-    for (name, got), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(f"{name} after a step", got.detach(), wanted.detach(), FP64_MODEL)
+    for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(f"{name} after a step", got.detach(), expected.detach(), FP64_MODEL)
 
 
 def test_packed_routes_give_each_document_its_own_logits() -> None:
@@ -296,7 +296,7 @@ def test_the_load_balancing_loss_counts_the_routers_own_choice() -> None:
 
 
 def test_hooks_exist_inside_of_the_blocks_only() -> None:
-    """An error inside of a block removes them too. After it, unpatch restores a stock model."""
+    """An error inside of a block removes the hooks too. Then unpatch restores a stock model."""
     model, _ = _pair()
     inputs = batch(model, 1, 4)
 
@@ -498,7 +498,10 @@ WRONG: dict[str, tuple[Routes, str]] = {
     "shape": (Routes(IDS[0], (0, 2)), r"\[B, S, L, K\], not \[6, 2, 2\]"),
     "floats": (Routes(IDS.double(), (0, 2)), "float64, not integers"),
     "K": (Routes(IDS[..., :1], (0, 2)), "K=1 experts a token, and routers of qwen3_moe choose 2"),
-    "experts of another": (Routes(IDS, (0, 2), num_experts=16), "16 experts .* in one with 8"),
+    "another number of experts": (
+        Routes(IDS, (0, 2), num_experts=16),
+        "16 experts .* in one with 8",
+    ),
     "names and L": (Routes(IDS, (0,)), "name 1 layers and have L=2"),
     "L": (
         Routes(random_ids(2, 6, 4, EXPERTS, TOP_K), (0, 1, 2, 3)),
@@ -510,8 +513,11 @@ WRONG: dict[str, tuple[Routes, str]] = {
         "row 1, token 4, decoder layer 2",
     ),
     "too small": (Routes(_set_id(IDS, -2, 0, 3, 0, 1), (0, 2)), "outside of the 8 experts"),
-    "in part": (Routes(_set_id(IDS, -1, 0, 3, 0, 1), (0, 2)), "has -1 for some of its experts"),
-    "twice": (
+    "some ids are -1": (
+        Routes(_set_id(IDS, -1, 0, 3, 0, 1), (0, 2)),
+        "has -1 for some of its experts",
+    ),
+    "an expert twice": (
         Routes(torch.zeros_like(IDS), (0, 2)),
         r"an expert twice; .* \(24 such rows of 24\)",
     ),
@@ -598,13 +604,13 @@ def test_weights_are_refused_for_checkpointed_layers_with_the_eager_backend() ->
 
 @pytest.mark.slow
 def test_a_compiled_model_is_refused() -> None:
-    """The model, one of its layers or the caller of the model may be what is compiled."""
+    """torch.compile is applied to the model, to a function that calls it, or to one layer."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
     with pytest.raises(ValueError, match="of a compiled model"):
         RoutingReplay(torch.compile(model, backend="eager"))
-    compiled = torch.compile(lambda **given: model(**given).logits, backend="eager")
+    compiled = torch.compile(lambda **kwargs: model(**kwargs).logits, backend="eager")
     with pytest.raises(ValueError, match=r"within torch\.compile"), replay.record():
         compiled(**inputs)
     torch._dynamo.reset()

@@ -95,7 +95,7 @@ def random_routes(
     lora: bool = False,
     weights: bool = False,
 ) -> None:
-    """Run without checkpointing and with both kinds of it, padded left and right."""
+    """Compare a plain, a checkpointed and a reentrantly checkpointed model with stock."""
     data = world // sp
     for use_reentrant, left in ((None, False), (False, True), (True, False)):
         model, stock = tiny(seed=rank, **SIZES), tiny(seed=0, **SIZES)

@@ -47,8 +47,8 @@ def test_rows_of_arrays_belong_to_the_tokens_that_the_engine_ran(
 
 
 def test_arrays_of_all_tokens_or_of_those_after_a_cached_prefix() -> None:
-    everything = Routes.from_engine([LONG], [3], padded_to=3, pad_side="right", layers=(0, 5))
-    assert _first_layer(everything) == [[1, 2, 3]] and everything.layers == (0, 5)
+    all_tokens = Routes.from_engine([LONG], [3], padded_to=3, pad_side="right", layers=(0, 5))
+    assert _first_layer(all_tokens) == [[1, 2, 3]] and all_tokens.layers == (0, 5)
     after_prefix = Routes.from_engine([LONG], [6], padded_to=6, pad_side="right", starts=[2])
     assert _first_layer(after_prefix) == [[-1, -1, 1, 2, 3, -1]]
 

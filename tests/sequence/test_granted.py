@@ -77,9 +77,9 @@ def equals_stock(
     flash: bool = False,
     use_reentrant: bool | None = None,
 ) -> None:
-    """Compare a step with stock's. The ranks' models start from different values, because rank 0's
-    must replace the others. With reentrant checkpointing, stock loses the gradients of its
-    load-balancing loss, so stock is checkpointed as well.
+    """Compare a step with stock's. Each rank has another seed, and rank 0's values must replace the
+    others. Reentrant checkpointing drops the gradients of the load-balancing loss, so with it stock
+    is checkpointed as well.
     """
     with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
@@ -95,15 +95,15 @@ def equals_stock(
         assert groups == world // sp
         everyone = [make(stock, seed) for seed in range(groups)]
         own_batch = everyone[data_parallel_rank(model)]
-        whole = {name: torch.cat([x[name] for x in everyone]) for name in own_batch}
-        num_tokens = whole["labels"][:, 1:].ne(-100).sum()
+        whole_batch = {name: torch.cat([x[name] for x in everyone]) for name in own_batch}
+        num_tokens = whole_batch["labels"][:, 1:].ne(-100).sum()
         errors.append(_compare_logits(model, stock, own_batch))
         optimizers = [
             torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)
         ]
         loss = model(**own_batch, num_items_in_batch=num_tokens).loss
         (loss * groups).backward()
-        want = stock(**whole, num_items_in_batch=num_tokens, use_cache=False).loss
+        want = stock(**whole_batch, num_items_in_batch=num_tokens, use_cache=False).loss
         want.backward()
         if groups == 1:
             errors.append(assert_close("loss", loss, want, FP64_MODEL))
@@ -144,16 +144,16 @@ def _compare_logits(model: nn.Module, stock: nn.Module, micro: Batch) -> float:
     return assert_close("logits", got, want, FP64_MODEL)
 
 
-def _compare(what: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[float]:
+def _compare(kind: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[float]:
     errors = []
     parameters = dict(model.named_parameters())
     for name, parameter in stock.named_parameters():
         got, want = full_tensor(pick(parameters[name])), pick(parameter)
         if got is None or want is None:  # an expert without tokens has no gradient, or zeros
             other = want if got is None else got
-            assert other is None or not other.any(), f"only one model has a {what} of {name}"
+            assert other is None or not other.any(), f"only one model has a {kind} of {name}"
         else:
-            errors.append(assert_close(f"{what} of {name}", got, want, FP64_MODEL))
+            errors.append(assert_close(f"{kind} of {name}", got, want, FP64_MODEL))
     return errors
 
 

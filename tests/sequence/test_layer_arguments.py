@@ -50,7 +50,7 @@ def test_positional_arguments_are_sliced() -> None:
 
 
 def test_wrappers_do_not_hide_the_signature_of_a_layer() -> None:
-    """transformers' recorders replace forward on the instance; torch has CheckpointWrapper."""
+    """transformers' recorders replace `forward` of an instance; CheckpointWrapper is a module."""
     want = arguments_of(_Layer(), 2).positional
     layer = _Layer()
     layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)

@@ -228,7 +228,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_unpatch_removes_hooks_and_attention() -> None:
+def test_unpatch_removes_hooks_and_restores_attention() -> None:
     model, stock = tiny(), tiny()
     patch(model, sp_size=2)
     unpatch(model)

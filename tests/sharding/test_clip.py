@@ -67,12 +67,12 @@ def _trained(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Mod
 def _check_clip(name: str, model: nn.Module, rank: int) -> None:
     grads = _grads(model)
     before = {key: _local(grad).clone() for key, grad in grads.items()}
-    whole = {key: _whole(grad).clone() for key, grad in grads.items()}
+    gathered = {key: _whole(grad).clone() for key, grad in grads.items()}
     if name == "empty shards":
         empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
-        assert len(empty) == (4 if rank >= 2 else 0), empty  # 2 layers of gate_up and down
+        assert len(empty) == (4 if rank >= 2 else 0), empty  # gate_up and down of 2 layers
     for norm_type in NORMS if name == "HSDP" else (2.0, INF):
-        want = torch.nn.utils.get_total_norm(whole.values(), float(norm_type))
+        want = torch.nn.utils.get_total_norm(gathered.values(), float(norm_type))
         for max_norm in (0.5 * want.item(), 0.0, 2.0 * want.item(), INF):
             where = f"{name}, p={norm_type}, max_norm={max_norm:.3g}"
             got = clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=True)
@@ -80,7 +80,7 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
             assert_close(where, got, want, FP64_LAYER)
             factor = min(1.0, max_norm / (want.item() + 1e-6))  # torch's own epsilon
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], FP64_LAYER)
+                assert_close(f"{where}: {key}", _whole(grad), factor * gathered[key], FP64_LAYER)
                 if factor == 1.0:
                     assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
                 _local(grad).copy_(before[key])
@@ -225,7 +225,7 @@ def test_the_norm_of_bf16_gradients_is_computed_in_fp32() -> None:
     truth = torch.nn.utils.get_total_norm([g.double() for g in _grads(model).values()])
     got = clip_grad_norm_(model, 0.125)
     assert got.dtype == torch.float32
-    assert_close("norm", got, truth, FP32_INSIDE)  # it sums in fp32
+    assert_close("norm", got, truth, FP32_INSIDE)  # the norm is summed in fp32
     # The factor is fp32, and each product is rounded to bf16 once.
     before = _grads(_model_with_gradients(torch.bfloat16))
     for name, grad in _grads(model).items():

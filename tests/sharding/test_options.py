@@ -107,9 +107,9 @@ def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
 
 
 def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) -> None:
-    """To divide a subnormal fp16 number would lose its last bits, and the loss is scaled down until
-    the experts' gradients are subnormal. Both ranks have the same batch, so the mean of their
-    gradients equals the gradient of one process bit by bit.
+    """Dividing a subnormal fp16 number first would lose its last bits, and the loss is scaled down
+    until the experts' gradients are subnormal. Both ranks have the same batch, so the mean of their
+    gradients must equal the gradient of one process bit by bit.
     """
     stock = tiny(dtype=torch.float16, num_hidden_layers=1)
     inputs = batch(stock, 2, 7, seed=0)

@@ -37,7 +37,7 @@ AUTO: dict[str, tuple[tuple[int, ...], int, int]] = {
 
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_pads_only_if_neither_dimension_divides(name: str) -> None:
-    """Dim 0 if it divides evenly, else dim 1 if that one does, else dim 0 with padding."""
+    """It picks dim 0 if the ranks divide it, else dim 1 if they divide that, else dim 0, padded."""
     shape, ranks, dim = AUTO[name]
     assert _expert_placement(torch.Size(shape), "auto", ranks).dim == dim
 

@@ -45,7 +45,7 @@ STEPS: list[tuple[Make, Make]] = [
 
 
 class RecordReduceScatter:
-    """Replace a unit's reduce-scatter: record its name and size, and wait for no rank."""
+    """Replace a unit's reduce-scatter: record its name and size without communication."""
 
     def __init__(self, name: str, records: list[tuple[str, int]]) -> None:
         self.name, self.records = name, records
@@ -179,8 +179,8 @@ def test_a_reentrant_checkpoint_hides_the_parameters_of_its_modules(run: Any, hi
     """
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
     out_BH = _run_checkpointed(run(tower), before(torch.ones(2, 3)))
-    everything = [*before.parameters(), *tower.parameters(), *other.parameters()]
-    reached, hidden = reached_parameters([out_BH], everything)
+    candidates = [*before.parameters(), *tower.parameters(), *other.parameters()]
+    reached, hidden = reached_parameters([out_BH], candidates)
     assert reached == {id(parameter) for parameter in before.parameters()}
     hidden_towers = [tower] if hides == "one tower" else [tower, other]
     assert hidden == {id(parameter) for t in hidden_towers for parameter in t.parameters()}

@@ -160,7 +160,7 @@ SLOW_CASES = (
 
 
 def _with_needs(cases: list[Case]) -> list[Case]:
-    """With sp > 1 our code calls the tower, which this transformers has to allow (`needs`)."""
+    """Mark cases with sp > 1: there our code calls the tower, which needs a recent transformers."""
     return [case if case.sp == 1 else case.with_(needs=NO_TOWER_IN_BLOCKS) for case in cases]
 
 
@@ -283,7 +283,7 @@ def test_sp_size_must_divide_the_heads_of_the_tower() -> None:
 
 
 @needs_tower_in_blocks
-def test_unpatch_removes_hooks_and_attention() -> None:
+def test_unpatch_removes_hooks_and_restores_attention() -> None:
     model, stock = tiny(**MODEL), tiny(**MODEL)
     patch(model, sp_size=2)
     unpatch(model)
