@@ -71,9 +71,8 @@ def assert_same_log(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> No
 def assert_same_results(folder: Path, stock: Path, num_eval: int) -> None:
     got, want = (json.loads((path / "all_results.json").read_text()) for path in (folder, stock))
     assert got.keys() == want.keys()
-    assert (
-        got["eval_predicted"] == want["eval_predicted"] == num_eval * 15
-    )  # each block counts once
+    num_tokens = num_eval * 15  # each block counts once
+    assert got["eval_predicted"] == want["eval_predicted"] == num_tokens
     for key, budget in {"perplexity": 1e-6, "eval_accuracy": 0.0, "train_loss": 1e-6}.items():
         pair = torch.tensor([got[key], want[key]], dtype=torch.float64)
         assert_close(key, *pair, budget)

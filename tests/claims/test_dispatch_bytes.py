@@ -113,7 +113,7 @@ def _run(
     return out_TH, x_TH.grad, torch.zeros(0) if w_TK.grad is None else w_TK.grad
 
 
-def _every_expert(
+def _run_every_expert(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, up_EGH: Tensor, down_EHF: Tensor
 ) -> Tensor:
     gate_ETF, up_ETF = torch.einsum("th,egh->etg", x_TH, up_EGH).chunk(2, dim=2)
@@ -131,7 +131,7 @@ def _check_numbers(case: Case, group: dist.ProcessGroup) -> None:
     for other, tokens in enumerate(case.tokens):
         if tokens:
             x, w = case.inputs(other)
-            out = _every_expert(x, case.ids_TK(other), w, *all_weights)
+            out = _run_every_expert(x, case.ids_TK(other), w, *all_weights)
             (out * (x.detach() + other)).sum().backward()
             if other == rank:
                 names = ("out", "grad of x", "grad of weights")
@@ -228,7 +228,7 @@ def _check_max_rows(group: dist.ProcessGroup) -> None:
         _run(case, group, max_rows=8)
 
 
-def _on_four_ranks(rank: int, world: int, every: int) -> None:
+def _check_random_cases(rank: int, world: int, every: int) -> None:
     assert dist.group.WORLD is not None
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {4: dist.group.WORLD, 2: pairs[rank // 2]}
@@ -244,7 +244,7 @@ def _on_four_ranks(rank: int, world: int, every: int) -> None:
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_cases_on_four_ranks(every: int) -> None:
-    run_ranks(_on_four_ranks, 4, every, timeout=300)
+    run_ranks(_check_random_cases, 4, every, timeout=300)
 
 
 def test_cases_reach_the_edges() -> None:

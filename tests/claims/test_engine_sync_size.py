@@ -40,8 +40,8 @@ DIVISIBLE = {"vocab_size": 96, "moe_intermediate_size": 32}  # no shard is padde
 SMALL = 40_000  # max_bytes for small parts
 
 
-def memory(rank: int, world: int) -> None:
-    """Measure the growth of each rank's resident memory."""
+def memory_growth(rank: int, world: int) -> None:
+    """Resident memory of each rank grows by at most 1.2 times max_bytes."""
     return_what_is_freed()
     with mock.patch.object(nn.init, "normal_"):  # values do not matter here
         stock = tiny(dtype=torch.bfloat16, **LARGE)
@@ -67,12 +67,7 @@ def each_byte_is_received_once(rank: int, world: int) -> None:
                     for _ in hub_tensors(model, dtype=dtype, max_bytes=max_bytes):
                         pass
                 missing_bytes = not_here(model.parameters(), dtype)
-                assert received.bytes == missing_bytes, (
-                    name,
-                    max_bytes,
-                    received.bytes,
-                    missing_bytes,
-                )
+                assert received.bytes == missing_bytes, (name, max_bytes, missing_bytes)
                 assert 0 < received.largest <= max_bytes and received.rounds > 10
 
 
@@ -114,7 +109,9 @@ def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(4, memory, each_byte_is_received_once, each_product_of_factors_is_computed_once),
+    on_ranks(
+        4, memory_growth, each_byte_is_received_once, each_product_of_factors_is_computed_once
+    ),
 )
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

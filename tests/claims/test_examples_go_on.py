@@ -27,7 +27,7 @@ FLAGS = {
 }
 
 
-def _result(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
+def _run_example(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
     """Run the example; return the losses that it logged, and its output."""
     printed = folder.with_suffix(".txt")
     arguments = ["--model", str(start), "--output_dir", str(folder), *COMMON]
@@ -50,14 +50,14 @@ def test_an_example_resumes(tmp_path: Path, script: str) -> None:
     start, uninterrupted, resumed = (tmp_path / name for name in ("start", "whole", "again"))
     making = [sys.executable, EXAMPLES / "make_small_model.py", start]
     subprocess.run([*making, *(MODEL if script == "finetune_qlora.py" else [])], check=True)
-    want, output = _result(script, start, uninterrupted)
+    want, output = _run_example(script, start, uninterrupted)
     assert len(want) == (1 if script == "finetune_text_loop.py" else 9), want
     assert "passed over" not in output
     name = "step" if script == "finetune_text_loop.py" else "checkpoint"
     shutil.copytree(uninterrupted / f"{name}-2", resumed / f"{name}-2")
     manifest.begin(resumed / f"{name}-3")
     shutil.rmtree(uninterrupted)
-    got, output = _result(script, start, resumed)
+    got, output = _run_example(script, start, resumed)
     assert got == want
     assert f"going on from {resumed / name}-2; passed over: " in output, output[-3000:]
     assert (resumed / f"{name}-4" / manifest.MANIFEST).exists()

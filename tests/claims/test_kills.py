@@ -38,7 +38,7 @@ def _folders(root: Path) -> list[Path]:
     return list(root.glob("step-*"))
 
 
-def _reference(rank: int, world: int, steps: int) -> list[float]:
+def _reference_losses(rank: int, world: int, steps: int) -> list[float]:
     run = start("full", LAYOUTS[0], **SMALL)
     return [step(run, number) for number in range(steps)]
 
@@ -84,7 +84,7 @@ def _schedule_kill(moment: float | str) -> None:
     kill_later(moment)
 
 
-def _rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
+def _run_rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
     counts = {"died": 0, "torn": 0, "resumed": 0}
     root.mkdir()
     for round_, kill in enumerate(kills):
@@ -112,10 +112,10 @@ def _rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
 
 
 def _check_losses(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
-    counts = _rounds(root, kills)
+    counts = _run_rounds(root, kills)
     lines = [line.split() for line in (root / "losses").read_text().splitlines()]
     last = max(int(number) for number, *_ in lines)
-    want = run_ranks(_reference, 2, last + 1)[0]
+    want = run_ranks(_reference_losses, 2, last + 1)[0]
     for number, loss, round_ in lines:
         got = float(loss)
         assert abs(got - want[int(number)]) <= BUDGET * want[int(number)], (number, loss, round_)
@@ -137,10 +137,7 @@ def test_kills_between_the_steps_of_a_save(points: tuple[str, ...], tmp_path: Pa
     kills: list[Kill] = [(index % 2, point, 1) for index, point in enumerate(points)]
     counts, last = _check_losses(tmp_path / "run", kills)
     num_kills = len(points)
-    assert counts == {"died": num_kills, "torn": num_kills, "resumed": num_kills - 1}, (
-        counts,
-        last,
-    )
+    assert counts == {"died": num_kills, "torn": num_kills, "resumed": num_kills - 1}, last
     assert last >= num_kills
 
 

@@ -32,7 +32,7 @@ OTHER_WORLD_BUDGET = 1e-9
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Path]]:
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Path]]:
     """Yield two nodes, and the folder with the sockets of the servers that start their ranks."""
     from support.namespaces import WHY_NOT
 
@@ -45,14 +45,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Path]
         yield nodes, servers
 
 
-def _undisturbed(rank: int, world: int, steps: int, config: dict[str, Any]) -> list[str]:
+def _run_undisturbed(rank: int, world: int, steps: int, config: dict[str, Any]) -> list[str]:
     run = start("full", Layout("nodes", world, config), **SMALL)
     return [repr(step(run, number)) for number in range(steps)]
 
 
 @cache
 def _undisturbed_losses(steps: int, config: tuple[tuple[str, Any], ...]) -> list[str]:
-    return list(run_ranks(_undisturbed, 4, steps, dict(config))[0])
+    return list(run_ranks(_run_undisturbed, 4, steps, dict(config))[0])
 
 
 def _check_losses(folder: Path, config: dict[str, Any]) -> int:
@@ -64,10 +64,14 @@ def _check_losses(folder: Path, config: dict[str, Any]) -> int:
     return len(losses)
 
 
-def _agents(
-    two: tuple[Nodes, Path], folder: Path, config: dict[str, Any], *options: str, **launch: Any
+def _start_agents(
+    two_nodes: tuple[Nodes, Path],
+    folder: Path,
+    config: dict[str, Any],
+    *options: str,
+    **launch: Any,
 ) -> Agents:
-    nodes, servers = two
+    nodes, servers = two_nodes
     job = [JOB, str(folder), "--ep_size", str(config["ep_size"])]
     job += ["--dispatcher", config.get("dispatcher", "all_to_all"), *options]
     agents = Agents(nodes, folder, job, servers, **launch)
@@ -103,15 +107,17 @@ STALLS: dict[str, tuple[str, int, dict[str, Any], dict[int, str], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STALLS)
-def test_after_a_stall_the_run_resumes(two: tuple[Nodes, Path], tmp_path: Path, case: str) -> None:
+def test_after_a_stall_the_run_resumes(
+    two_nodes: tuple[Nodes, Path], tmp_path: Path, case: str
+) -> None:
     """The other ranks of the stalled rank's ep group raise at the timeout of `init_process_group`.
     Their error names layer, group and rank, and torchrun restarts all ranks of both nodes.
     """
     failure, rank, config, waiting, missing = STALLS[case]
     patience = 15.0
     (tmp_path / f"die-{rank}-2").write_text(failure)
-    agents = _agents(two, tmp_path, config, "--steps", "4", "--patience", str(patience))
-    _wait_until(agents, (tmp_path / f"done-{rank}-2").exists, 120, "the misfortune")
+    agents = _start_agents(two_nodes, tmp_path, config, "--steps", "4", "--patience", str(patience))
+    _wait_until(agents, (tmp_path / f"done-{rank}-2").exists, 120, "the stall")
 
     def ranks_have_raised() -> bool:
         outputs = _outputs(agents)
@@ -156,13 +162,13 @@ KILLS: dict[str, tuple[str, str, list[int], list[int], list[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", KILLS)
 def test_after_a_stall_and_a_kill_the_run_resumes(
-    two: tuple[Nodes, Path], tmp_path: Path, case: str
+    two_nodes: tuple[Nodes, Path], tmp_path: Path, case: str
 ) -> None:
     """Agents are killed at a known point: a rank stalls there first, and the others wait for it."""
     rank_and_step, failure, killed, steps, options = KILLS[case]
     (tmp_path / f"die-{rank_and_step}").write_text(failure)
-    agents = _agents(two, tmp_path, CONFIG, "--steps", "3", *options)
-    _wait_until(agents, (tmp_path / f"done-{rank_and_step}").exists, 120, "the misfortune")
+    agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", "3", *options)
+    _wait_until(agents, (tmp_path / f"done-{rank_and_step}").exists, 120, "the stall")
     for node in killed:
         agents.kill(node)
     _wait_until(agents, lambda: False, 240, "the end")
@@ -189,23 +195,23 @@ def _check_near(folder: Path, config: dict[str, Any], steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_fewer_nodes(two: tuple[Nodes, Path], tmp_path: Path) -> None:
+def test_a_run_continues_on_fewer_nodes(two_nodes: tuple[Nodes, Path], tmp_path: Path) -> None:
     """One node resumes the run of two nodes, with the same number of ranks or half of them. If
     ep_size does not fit, the error lists the sizes that fit, and no checkpoint is lost.
     """
-    agents = _agents(two, tmp_path, CONFIG, "--steps", "2")
+    agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", "2")
     _wait_until(agents, lambda: False, 240, "the end of two nodes")
     for ranks, steps in ((4, 3), (2, 4)):
         alone = {"ranks": ranks, "num_nodes": "1", "used": [0], "restarts": 0}
         if ranks == 2:
-            agents = _agents(two, tmp_path, CONFIG, "--steps", str(steps), **alone)
+            agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", str(steps), **alone)
             want = r"ep_size \(4\) must divide world size .* \(2 / 1 = 2\); try 1, 2"
             _wait_until(agents, lambda: agents.starts[0] > 1, 120, "an error")  # noqa: B023
             agents.end()
             assert re.search(want, _outputs(agents)[0]), _outputs(agents)[0][-4000:]
             assert len(steps_taken(tmp_path)) == 3
         config = CONFIG | {"ep_size": ranks}
-        agents = _agents(two, tmp_path, config, "--steps", str(steps), **alone)
+        agents = _start_agents(two_nodes, tmp_path, config, "--steps", str(steps), **alone)
         _wait_until(agents, lambda: False, 240, f"the end of one node with {ranks} ranks")
         assert agents.starts[0] == 1, _outputs(agents)[0][-4000:]
     assert steps_taken(tmp_path) == [0, 1, 2, 3]
@@ -214,12 +220,12 @@ def test_a_run_continues_on_fewer_nodes(two: tuple[Nodes, Path], tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_continues_without_a_lost_node(two: tuple[Nodes, Path], tmp_path: Path) -> None:
+def test_a_run_continues_without_a_lost_node(two_nodes: tuple[Nodes, Path], tmp_path: Path) -> None:
     """With `--nnodes=1:2` the other node resumes alone from the newest complete checkpoint."""
     config = {"ep_size": 2}
     (tmp_path / "die-3-2").write_text("stall")
-    agents = _agents(two, tmp_path, config, "--steps", "4", num_nodes="1:2")
-    _wait_until(agents, (tmp_path / "done-3-2").exists, 120, "the misfortune")
+    agents = _start_agents(two_nodes, tmp_path, config, "--steps", "4", num_nodes="1:2")
+    _wait_until(agents, (tmp_path / "done-3-2").exists, 120, "the stall")
     agents.lose(1)
     _wait_until(agents, lambda: False, 240, "the end")
     assert steps_taken(tmp_path) == [0, 1, 2, 3]
@@ -234,9 +240,11 @@ def _wait_for_step(agents: Agents, folder: Path, newest: int, patience: float) -
     assert steps_taken(folder)[before] >= newest
 
 
-def _kills(two: tuple[Nodes, Path], folder: Path, kills: int, patience: float) -> dict[str, float]:
+def _kill_agents(
+    two_nodes: tuple[Nodes, Path], folder: Path, kills: int, patience: float
+) -> dict[str, float]:
     rng, summary = random.Random(1), {"kills": 0, "torn": 0, "of the store": 0, "longest": 0.0}
-    agents = _agents(two, folder, CONFIG, *OPTIONS)
+    agents = _start_agents(two_nodes, folder, CONFIG, *OPTIONS)
     newest = 0
     for _ in range(kills):
         began = time.monotonic()
@@ -260,10 +268,10 @@ def _kills(two: tuple[Nodes, Path], folder: Path, kills: int, patience: float) -
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
 def test_after_kills_at_random_moments_the_run_resumes(
-    two: tuple[Nodes, Path], tmp_path: Path, kills: int
+    two_nodes: tuple[Nodes, Path], tmp_path: Path, kills: int
 ) -> None:
     """Agents of both nodes are killed. Node 0 hosts the agents' store."""
-    summary = _kills(two, tmp_path, kills, 180)
+    summary = _kill_agents(two_nodes, tmp_path, kills, 180)
     steps = _check_losses(tmp_path, CONFIG)
     print(f"{summary}, {steps} steps")
     assert summary["kills"] == kills and 0 < summary["of the store"] < kills

@@ -224,9 +224,7 @@ def test_new_architecture(tmp_path: Path) -> None:
     assert "sp group [0, 1]" in shared
     for name in ("derived", "given", "shared"):
         assert values["differences"][name]["norms"] < 1e-10  # fp64 sums in another order
-        assert (
-            values["differences"][name]["losses"] < 1e-6
-        )  # Transformers computes the loss in fp32
+        assert values["differences"][name]["losses"] < 1e-6  # Transformers' loss is fp32
     assert all(0 < difference < 1e-10 for difference in values["weights"].values())
     for run in values["[stock_run, grouped_run]"]:
         assert sum(run["losses"][-5:]) < 0.8 * sum(run["losses"][:5])

@@ -34,7 +34,7 @@ def _errors_of_rank(rank: int, world: int) -> tuple[dict[str, float], dict[str, 
     (loss * world).backward()
     ours = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
     assert all(grad.dtype == torch.float32 for grad in ours.values())
-    return _errors(ours, truth), _errors(stock, truth)
+    return _relative_errors(ours, truth), _relative_errors(stock, truth)
 
 
 def _model() -> torch.nn.Module:
@@ -48,7 +48,7 @@ def _stock_grads(dtype: torch.dtype, batches: list[Batch], num_tokens: Tensor) -
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def _relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Compute relative errors in the 2-norm, to which a single rounded element adds little."""
     return {
         name: (torch.dist(got[name].double(), want) / want.norm()).item()

@@ -106,7 +106,7 @@ def _read_layer_at_once(
     quantise_stack(layer, self.quantisation).copy_into(self.local)
 
 
-def loads(rank: int, world: int, folder: str) -> None:
+def peak_memory_of_loads(rank: int, world: int, folder: str) -> None:
     """Load bf16 and FP8 files in all formats. FP8 files into FP8 need not even one matrix."""
     return_what_is_freed()
     if rank == 0:
@@ -138,6 +138,6 @@ def loads(rank: int, world: int, folder: str) -> None:
     assert limits["bf16", "nf4"] < two_matrices < layer, (over, in_mib)
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, loads, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(2, peak_memory_of_loads, slow=True))
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -15,13 +15,13 @@ LONG = bench.Sizes(seq=4096, layers=4)
 CAP_MIB = 280
 
 
-def _activations(rank: int, world: int) -> dict[int, int]:
+def _measure_activations(rank: int, world: int) -> dict[int, int]:
     return {sp: result.activations for sp, result in bench.measure_rank(rank, SHORT).items()}
 
 
 @pytest.mark.slow
 def test_activations_are_divided_by_sp() -> None:
-    for saved in run_ranks(_activations, bench.WORLD):
+    for saved in run_ranks(_measure_activations, bench.WORLD):
         for sp in (2, 4):
             assert 0.85 < saved[sp] * sp / saved[1] < 1.15, f"sp {sp}: {saved}"
 
@@ -40,14 +40,8 @@ def _capped_step(rank: int, world: int, sp: int) -> float:
 
 @pytest.mark.slow
 def test_a_sequence_that_exceeds_memory_trains_if_it_is_split() -> None:
-    outcomes_without_sp = run_ranks(
-        _capped_step, bench.WORLD, 1, expect_errors=True, group_timeout=30.0
-    )
-    assert any(
-        "can't allocate memory" in outcome[2]
-        for outcome in outcomes_without_sp
-        if outcome[0] != "ok"
-    )
-    assert not any(outcome[0] == "ok" for outcome in outcomes_without_sp)
+    outcomes = run_ranks(_capped_step, bench.WORLD, 1, expect_errors=True, group_timeout=30.0)
+    assert any("can't allocate memory" in outcome[2] for outcome in outcomes if outcome[0] != "ok")
+    assert not any(outcome[0] == "ok" for outcome in outcomes)
     losses = run_ranks(_capped_step, bench.WORLD, 4)
     assert len(set(losses)) == 1 and torch.tensor(losses).isfinite().all()

@@ -39,7 +39,7 @@ def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
     return json.loads((folder / "run.json").read_text())
 
 
-def series(run: Any, key: str) -> torch.Tensor:
+def logged(run: Any, key: str) -> torch.Tensor:
     values = torch.tensor([entry[key] for entry in run["log"] if "loss" in entry])
     assert len(values) == STEPS
     return values
@@ -55,12 +55,12 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
     assert got["rows"] == want["rows"] and min(map(len, want["rows"])) > 1
     assert {sum(row) % 2 for row in want["rows"]} == {0, 1}
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy"):
-        for step, pair in enumerate(zip(series(got, key), series(want, key), strict=True), start=1):
+        for step, pair in enumerate(zip(logged(got, key), logged(want, key), strict=True), start=1):
             assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
     for key in ("num_tokens", "epoch", "learning_rate"):
-        assert torch.equal(series(got, key), series(want, key)), key
-    assert series(want, "loss")[-1] < series(want, "loss")[0]
-    assert series(want, "mean_token_accuracy")[-1] > series(want, "mean_token_accuracy")[0]
+        assert torch.equal(logged(got, key), logged(want, key)), key
+    assert logged(want, "loss")[-1] < logged(want, "loss")[0]
+    assert logged(want, "mean_token_accuracy")[-1] > logged(want, "mean_token_accuracy")[0]
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     resumed = run_job(tmp_path / "killed", CPU_4, *options, "--resume")
     assert (uninterrupted["steps"], resumed["steps"]) == (STEPS, STEPS - 2)
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy", "learning_rate"):
-        assert torch.equal(series(resumed, key), series(uninterrupted, key)), key
+        assert torch.equal(logged(resumed, key), logged(uninterrupted, key)), key
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "killed"))
     assert_equal(got, want)
     router = "model.layers.0.mlp.gate.weight"

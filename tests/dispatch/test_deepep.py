@@ -92,7 +92,7 @@ def _column_major(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def _exchanges(
+def _plan_exchanges(
     case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chunks: int
 ) -> Exchanges:
     ids_TK, experts = case.ids_TK(rank), case.experts
@@ -101,7 +101,7 @@ def _exchanges(
     return DeepEP(buffer, experts, chunks).plan(ids_TK, HEADER, hidden_bytes=BYTES)
 
 
-def _layer(
+def _run_layer(
     exchanges: Exchanges, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, received: list[Any]
 ) -> Tensor:
     """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
@@ -133,8 +133,8 @@ def _check_case(rank: int, group: Group, buffer: GroupBuffer, case: Case, chunks
     for deepep_buffer in (None, buffer):
         x_TH, w_TK = case.inputs(rank)
         received: list[Any] = []
-        out_TH = _layer(
-            _exchanges(case, rank, group, deepep_buffer, chunks), x_TH, w_TK, ids_TK, received
+        out_TH = _run_layer(
+            _plan_exchanges(case, rank, group, deepep_buffer, chunks), x_TH, w_TK, ids_TK, received
         )
         generator = torch.Generator().manual_seed(30 + rank)
         out_TH.backward(torch.randn(out_TH.shape, generator=generator).bfloat16())
@@ -174,13 +174,14 @@ def _check_example(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 def _check_recompute(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
     """A recomputed layer starts its exchanges twice: it gets the same rows and gradients."""
-    exchanges, ids_TK = _exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
+    exchanges, ids_TK = _plan_exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
     runs = []
     for recompute in (False, True):
         x_TH, w_TK = case.inputs(rank)
         received: list[Any] = []
         inputs = (exchanges, x_TH, w_TK, ids_TK, received)
-        out_TH = checkpoint(_layer, *inputs, use_reentrant=False) if recompute else _layer(*inputs)
+        run = partial(checkpoint, _run_layer, use_reentrant=False) if recompute else _run_layer
+        out_TH = run(*inputs)
         out_TH.square().sum().backward()
         assert len(received) == (4 if recompute else 2)
         runs.append((out_TH, x_TH.grad, w_TK.grad, *(t for chunk in received for t in chunk[:3])))
@@ -203,10 +204,10 @@ def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> N
             x_TH, w_TK = (t.detach() for t in case.inputs(rank))
             x_TH.requires_grad_(needs[0])
             w_TK.requires_grad_(needs[1])
-            exchanges = _exchanges(case, rank, group, deepep_buffer, 1)
+            exchanges = _plan_exchanges(case, rank, group, deepep_buffer, 1)
             rows_RH, w_RK, _ = exchanges[0].start(x_TH, w_TK, ids_TK).finish()
             assert (rows_RH.requires_grad, w_RK.requires_grad) == needs
-            out_TH = _layer(exchanges, x_TH, w_TK, ids_TK, [])
+            out_TH = _run_layer(exchanges, x_TH, w_TK, ids_TK, [])
             assert out_TH.requires_grad == any(needs)
             if any(needs):
                 out_TH.sum().backward()
@@ -221,8 +222,8 @@ def _check_weight_dtypes(rank: int, group: Group, buffer: GroupBuffer, case: Cas
     """bf16 weights are sent as fp32, and their gradient is bf16 again."""
     x_TH, w_TK = case.inputs(rank)
     w_TK = w_TK.detach().bfloat16().requires_grad_()
-    _layer(
-        _exchanges(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []
+    _run_layer(
+        _plan_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []
     ).sum().backward()
     assert w_TK.grad is not None and w_TK.grad.dtype == torch.bfloat16
     assert w_TK.grad.isfinite().all() and (w_TK.grad != 0).any()
@@ -232,9 +233,9 @@ def _check_order(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> No
     """The next chunk is sent before the layer waits for the previous one, in backward as well."""
     log = fake_deepep.Buffer.log
     x_TH, w_TK = case.inputs(rank)
-    exchanges = _exchanges(case, rank, group, buffer, 2)
+    exchanges = _plan_exchanges(case, rank, group, buffer, 2)
     log.clear()
-    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     dispatch, combine = "dispatch", "combine"
     start, wait = "start {}".format, "wait {}".format
     chunk = [wait(dispatch), start(combine)]
@@ -305,11 +306,11 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
     buffer = GroupBuffer(group, num_sms=8)
     assert fake_deepep.Buffer.made == made
     x_TH, w_TK = case.inputs(rank)
-    exchanges = _exchanges(case, rank, group, buffer, 1)
+    exchanges = _plan_exchanges(case, rank, group, buffer, 1)
     small = buffer.alive
-    _exchanges(case, rank, group, buffer, 1)
+    _plan_exchanges(case, rank, group, buffer, 1)
     assert fake_deepep.Buffer.made == made + 1 and buffer.alive is small
-    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     # Another model sets its number of SMs, which must not affect exchanges already planned here.
     fake_deepep.Buffer.set_num_sms(24)
     buffer.reserve(4 * BYTES)
@@ -318,7 +319,7 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
     out_TH.sum().backward()
     assert x_TH.grad is not None and x_TH.grad.isfinite().all()
     large = buffer.alive
-    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     buffer.free()
     buffer.free()
     assert large.destroyed
@@ -327,7 +328,7 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
     _assert_raises(
         RuntimeError, "^this ep group's DeepEP", lambda: exchanges[0].start(x, w, ids), group
     )
-    _layer(_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
+    _run_layer(_plan_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
     assert fake_deepep.Buffer.made == made + 3
     buffer.free()
 

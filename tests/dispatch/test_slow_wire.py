@@ -53,14 +53,14 @@ def _run_with_late_rows(case: Case, rank: int, world: int) -> None:
     assert transfers and all(transfer.waited for transfer in transfers)
 
 
-def _fail(error: type[BaseException]) -> Any:
+def _failing_with(error: type[BaseException]) -> Any:
     def failing(*_: Any, **__: Any) -> Any:
         raise error("in the middle of a layer")
 
     return failing
 
 
-def _fail_at_call(number: int, function: Any) -> Any:
+def _failing_at_call(number: int, function: Any) -> Any:
     calls = iter(range(1, 1000))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -98,31 +98,31 @@ def _fail_on_all_ranks(name: str, rank: int, world: int) -> None:
 FAILURES: dict[str, Any] = {
     "in the gather of weights": lambda _: (
         layer,
-        ("local_weights", _fail(torch.OutOfMemoryError)),
+        ("local_weights", _failing_with(torch.OutOfMemoryError)),
         torch.OutOfMemoryError,
         4,
     ),
     "in the experts": lambda _: (
         layer,
-        ("run_experts", _fail(KeyboardInterrupt)),
+        ("run_experts", _failing_with(KeyboardInterrupt)),
         KeyboardInterrupt,
         4,
     ),
     "in the experts of the second chunk": lambda _: (
         layer,
-        ("run_experts", _fail_at_call(2, layer.run_experts)),
+        ("run_experts", _failing_at_call(2, layer.run_experts)),
         torch.OutOfMemoryError,
         7,
     ),
     "between rows and routing": lambda start_late: (
         all_to_all,
-        ("start_all_to_all", _fail_at_call(4, start_late)),
+        ("start_all_to_all", _failing_at_call(4, start_late)),
         torch.OutOfMemoryError,
         3,
     ),
     "in the sum of a chunk": lambda _: (
         all_to_all,
-        ("add_rows", _fail_at_call(1, all_to_all.add_rows)),
+        ("add_rows", _failing_at_call(1, all_to_all.add_rows)),
         torch.OutOfMemoryError,
         9,
     ),

@@ -51,7 +51,7 @@ from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import stock_name
 
 AdamW = partial(torch.optim.AdamW, lr=1e-3)
-FIRST = 1
+FIRST_SEED = 1
 Numbers = dict[str, Tensor]
 
 
@@ -167,7 +167,7 @@ def _random_load(model: nn.Module, seed: int) -> ExpertLoad:
     state = patched_state(model)
     generator, experts = random.Random(seed), state.num_experts
     counts = [[generator.randrange(1000) for _ in range(experts)] for _ in state.moe_layers]
-    if seed == FIRST:
+    if seed == FIRST_SEED:
         # Sorted counts are uneven over the ranks in hub order, so every layer has to move experts.
         counts = [sorted(layer_counts) for layer_counts in counts]
     names = tuple(map(str, range(len(counts))))
@@ -175,14 +175,14 @@ def _random_load(model: nn.Module, seed: int) -> ExpertLoad:
 
 
 def _balance(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
-    """Move experts by a random load, and return the new slots [L, E]. FIRST moves every layer's."""
+    """Move experts by a random load; return the new slots [L, E]. FIRST_SEED moves every layer."""
     load = _random_load(model, seed)
     balanced = balance_experts(model, optimizer, load)
     assert balanced.slots is not None
     hub_order = torch.arange(load.counts.shape[1])
     for slots in balanced.slots:
         assert torch.equal(slots.sort().values, hub_order)
-        assert seed != FIRST or not torch.equal(slots, hub_order)
+        assert seed != FIRST_SEED or not torch.equal(slots, hub_order)
     return balanced.slots
 
 
@@ -193,7 +193,7 @@ def _run(case: Case, rank: int, world: int, folder: str) -> None:
     assert torch.equal(*losses)
 
     before, base = _in_slot_order(model, optimizer), describe_base(model)
-    slots = _balance(model, optimizer, FIRST)
+    slots = _balance(model, optimizer, FIRST_SEED)
     assert_equal(_in_hub_order(model, optimizer), before)
     assert describe_base(model) == base
     _check_slots(model, optimizer, before, slots)
@@ -203,7 +203,7 @@ def _run(case: Case, rank: int, world: int, folder: str) -> None:
         assert_close(f"loss of step {number}", *losses, FP64_MODEL)
         numbers = _in_hub_order(model, optimizer)
         _check_close(f"step {number}", numbers, _in_hub_order(twin, twin_optimizer))
-        _balance(model, optimizer, FIRST + number)
+        _balance(model, optimizer, FIRST_SEED + number)
         assert_equal(_in_hub_order(model, optimizer), numbers)
     _check_files(case, model, optimizer, twin, twin_optimizer, Path(folder))
     _check_refusals(model, optimizer)
@@ -410,11 +410,11 @@ def balancing_between_micro_batches_is_an_error(rank: int, world: int) -> None:
     model.set_requires_gradient_sync(False)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
     with pytest.raises(ValueError, match="wait for the last micro-batch; call it"):
-        _balance(model, optimizer, FIRST)
+        _balance(model, optimizer, FIRST_SEED)
     model.set_requires_gradient_sync(True)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
     before = _in_hub_order(model, optimizer)
-    _balance(model, optimizer, FIRST)
+    _balance(model, optimizer, FIRST_SEED)
     assert_equal(_in_hub_order(model, optimizer), before)
 
 
@@ -422,7 +422,7 @@ def an_optimizer_that_is_listed_twice_moves_once(rank: int, world: int) -> None:
     model, optimizer = _plain_model()
     _step(model, optimizer, 0)
     before = _in_hub_order(model, optimizer)
-    balance_experts(model, [optimizer, optimizer], _random_load(model, FIRST))
+    balance_experts(model, [optimizer, optimizer], _random_load(model, FIRST_SEED))
     assert_equal(_in_hub_order(model, optimizer), before)
 
 
@@ -430,10 +430,10 @@ def ranks_with_different_optimizers_raise(rank: int, world: int) -> None:
     """A rank without optimizer would send no moments, while the other rank waits for them."""
     model, optimizer = _plain_model()
     _step(model, optimizer, 0)
-    own_optimizer, load = optimizer if rank else None, _random_load(model, FIRST)
+    own_optimizer, load = optimizer if rank else None, _random_load(model, FIRST_SEED)
     with pytest.raises(ValueError, match=r"with another optimizer: rank 0 with '4 grad \("):
         balance_experts(model, own_optimizer, load)
-    _balance(model, optimizer, FIRST)
+    _balance(model, optimizer, FIRST_SEED)
     before = _in_slot_order(model, optimizer)
     with (
         pytest.raises(ValueError, match=r"experts_in_hub_order with another optimizer"),
@@ -445,7 +445,7 @@ def ranks_with_different_optimizers_raise(rank: int, world: int) -> None:
 
 def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> None:
     model, _ = _plain_model()
-    balance_experts(model, None, _random_load(model, FIRST))
+    balance_experts(model, None, _random_load(model, FIRST_SEED))
     optimizer = AdamW(model.parameters())
     _step(model, optimizer, 0)
     with pytest.raises(ValueError, match=r"state dict of AdamW would have"):
@@ -457,7 +457,7 @@ def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> 
 def moments_that_are_not_in_hub_order_are_not_saved(rank: int, world: int, folder: str) -> None:
     model, optimizer = _plain_model()
     _step(model, optimizer, 0)
-    _balance(model, optimizer, FIRST)
+    _balance(model, optimizer, FIRST_SEED)
     before = _in_slot_order(model, optimizer)
     for save in (optimizer.state_dict, partial(save_checkpoint, folder, model, optimizer)):
         with (
@@ -475,7 +475,7 @@ def balancing_while_hub_tensors_sends_is_an_error(rank: int, world: int) -> None
     model, optimizer = _plain_model()
     tensors = hub_tensors(model, max_bytes=2**12)
     next(tensors)
-    _balance(model, optimizer, FIRST)
+    _balance(model, optimizer, FIRST_SEED)
     with pytest.raises(RuntimeError, match="has moved experts while hub_tensors sent them"):
         next(tensors)
 
@@ -483,7 +483,7 @@ def balancing_while_hub_tensors_sends_is_an_error(rank: int, world: int) -> None
 def arguments_of_a_wrong_type_or_value_raise(rank: int, world: int) -> None:
     """Both ranks raise, even if only one of them received the wrong argument."""
     model, optimizer = _plain_model()
-    load = _random_load(model, FIRST)
+    load = _random_load(model, FIRST_SEED)
     for threshold in (float("nan"), 0.5, "1.2", True):
         own_threshold = threshold if rank else 1.2
         with pytest.raises(ValueError, match=r"so 1 or more, got .*; try 1.2"):

@@ -1,7 +1,7 @@
 """`bias_update_rate`: the router biases are updated once per optimizer step.
 
 The expected updates follow from the experts that a stock model chooses for the tokens of all ranks.
-Accelerate, the Trainer and an own loop are tested; models without such a bias are refused.
+Accelerate, the Trainer and a user's own loop are tested; models without such a bias are refused.
 """
 
 import copy

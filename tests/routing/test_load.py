@@ -80,7 +80,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _steps(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
+def _train_two_batches(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
     """Train on two batches, and return the counts of a stock model for them."""
     inputs = [batch(model, 2, 9, seed=seed, pad=3 * seed) for seed in range(2)]
     for micro_batch in inputs:
@@ -93,7 +93,7 @@ def test_only_forwards_of_training_are_counted() -> None:
     model = patch(tiny())
     state = getattr(model, STATE)
     assert not expert_load(model).counts.any()
-    want = _steps(model)
+    want = _train_two_batches(model)
     assert want.sum(1).tolist() == [2 * 2 * 9 * 2] * 2
     with torch.no_grad():
         model(**batch(model, 2, 5))
@@ -107,7 +107,7 @@ def test_only_forwards_of_training_are_counted() -> None:
     assert not expert_load(model).counts.any()
     assert torch.equal(load_of_reader(model, state, "another", reset=True).counts, want)
     copied = copy.deepcopy(model)
-    want_after_copy = _steps(model)
+    want_after_copy = _train_two_batches(model)
     assert torch.equal(expert_load(model).counts, want_after_copy)
     assert not expert_load(copied).counts.any()
 
@@ -129,7 +129,7 @@ def test_a_call_of_the_decoder_alone_is_counted_if_gradients_are_enabled() -> No
 def test_a_recompute_is_not_counted_again(use_reentrant: bool) -> None:
     model = tiny()
     parity.checkpointing(model, use_reentrant)
-    assert torch.equal(_steps(patch(model)), expert_load(model).counts)
+    assert torch.equal(_train_two_batches(patch(model)), expert_load(model).counts)
 
 
 def test_a_recompute_of_a_selective_checkpoint_is_not_counted_again() -> None:
@@ -154,9 +154,9 @@ def test_a_compiled_model_has_the_same_counts_and_gradients(use_reentrant: bool 
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     patch(model)
-    want = _steps(plain)
+    want = _train_two_batches(plain)
     compiled = torch.compile(model, backend="aot_eager")
-    assert torch.equal(_steps(model, compiled), want)
+    assert torch.equal(_train_two_batches(model, compiled), want)
     assert torch.equal(expert_load(model).counts, want)
     for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(got.grad, expected.grad, rtol=1e-10, atol=1e-12), name

@@ -49,6 +49,10 @@ def _routes_of(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
     return Routes(ids, LAYERS)
 
 
+def _all_live(rows: int) -> Tensor:
+    return torch.full((rows, 7, len(LAYERS), TOP_K), -1, dtype=torch.int16)
+
+
 def _compare_with_stock(
     where: str,
     model: nn.Module,
@@ -168,7 +172,7 @@ def records_hold_whole_sequences(rank: int, world: int) -> None:
     for sizes, data_rank in layouts:
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _inputs(data_rank)
-        stock, all_live = tiny(seed=0, **SIZES), torch.full((2 + data_rank, 7, 2, TOP_K), -1)
+        stock, all_live = tiny(seed=0, **SIZES), _all_live(2 + data_rank)
         with torch.no_grad(), forced_topk(EXPERTS, all_live) as stock_ids:
             stock(**inputs)
         replay = RoutingReplay(model)
@@ -239,8 +243,7 @@ def a_rank_of_padding(rank: int, world: int) -> None:
     inputs = _inputs(rank)
     with torch.no_grad():
         want = model(**inputs).logits
-        all_live = torch.full((2 + rank, 7, 2, TOP_K), -1)
-        with RoutingReplay(model).replay(Routes(all_live, LAYERS)):
+        with RoutingReplay(model).replay(Routes(_all_live(2 + rank), LAYERS)):
             assert torch.equal(model(**inputs).logits, want)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 
 
-def _trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
+def _build_trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
@@ -65,7 +65,6 @@ class _UpdateRecorder:
     def __init__(self, trainer: Any) -> None:
         self.updates: list[tuple[Tensor, Tensor]] = []
         self._ids: dict[int, Tensor] = {}
-        self._trainer = trainer
         layers = trainer.accelerator.unwrap_model(trainer.model).get_decoder().layers
         for index, layer in enumerate(layers):
             layer.mlp.experts.register_forward_pre_hook(partial(self._record, index))
@@ -84,8 +83,8 @@ class _UpdateRecorder:
 
 
 def test_r2_replays_the_routes_of_the_old_log_probabilities(tmp_path: Any) -> None:
-    """Samples are shuffled and split, and weights change by large steps: the experts stay."""
-    trainer = _trainer(tmp_path)
+    """TRL shuffles and splits the samples. Weights change by large steps, but experts do not."""
+    trainer = _build_trainer(tmp_path)
     replay = replay_routing(trainer, "R2")
     recorder = _UpdateRecorder(trainer)
     trainer.train()
@@ -99,28 +98,24 @@ def test_r2_replays_the_routes_of_the_old_log_probabilities(tmp_path: Any) -> No
 @pytest.mark.parametrize("mode", ["R2", pytest.param("R3", marks=pytest.mark.slow)])
 def test_the_reference_is_not_replayed(tmp_path: Any, mode: str) -> None:
     """With LoRA the reference is the model with disabled adapters, and routes live."""
-    trainer = _trainer(tmp_path, lora=True)
-    _with_engine(trainer, _Engine())
+    trainer = _build_trainer(tmp_path, lora=True)
+    _attach_engine(trainer, _Engine())
     replay_routing(trainer, mode)
     recorder = _UpdateRecorder(trainer)
-    reference_logps: list[tuple[bool, Tensor, Tensor]] = []
+    reference_logps: list[tuple[Tensor, Tensor]] = []
     original = trainer._get_per_token_logps_and_entropies
 
     def compared(model: Any, *args: Any, **kwargs: Any) -> Any:
-        adapters_off = trainer.model.base_model.model.model.layers[
-            0
-        ].self_attn.q_proj.disable_adapters
+        layer = trainer.model.base_model.model.model.layers[0]
         result = original(model, *args, **kwargs)
-        if adapters_off:
+        if layer.self_attn.q_proj.disable_adapters:
             stock = type(trainer)._get_per_token_logps_and_entropies
-            reference_logps.append(
-                (adapters_off, result[0], stock(trainer, model, *args, **kwargs)[0])
-            )
+            reference_logps.append((result[0], stock(trainer, model, *args, **kwargs)[0]))
         return result
 
     trainer._get_per_token_logps_and_entropies = compared
     trainer.train()
-    assert len(reference_logps) == 1 and torch.equal(reference_logps[0][1], reference_logps[0][2])
+    assert len(reference_logps) == 1 and torch.equal(*reference_logps[0])
     rows = sum(len(batch[ROUTES]) for batch in trainer._buffered_inputs)
     assert rows == sum(len(batch["completion_ids"]) for batch in trainer._buffered_inputs)
     for routes, used in recorder.updates:
@@ -149,7 +144,7 @@ class _Engine:
         return outputs
 
 
-def _with_engine(trainer: Any, engine: _Engine) -> None:
+def _attach_engine(trainer: Any, engine: _Engine) -> None:
     trainer.vllm_generation = SimpleNamespace(llm=engine)
     generate = trainer._generate
 
@@ -165,9 +160,9 @@ def _with_engine(trainer: Any, engine: _Engine) -> None:
 @pytest.mark.parametrize("truncated", [False, True])
 def test_r3_replays_the_routes_of_the_engine(tmp_path: Any, truncated: bool) -> None:
     """Prompts are padded left and completions right. Padding and last tokens route live."""
-    trainer = _trainer(tmp_path, mask_truncated_completions=truncated)
+    trainer = _build_trainer(tmp_path, mask_truncated_completions=truncated)
     engine = _Engine()
-    _with_engine(trainer, engine)
+    _attach_engine(trainer, engine)
     replay = replay_routing(trainer, "R3")
     recorder = _UpdateRecorder(trainer)
     trainer.train()
@@ -185,15 +180,15 @@ def test_r3_replays_the_routes_of_the_engine(tmp_path: Any, truncated: bool) -> 
 @pytest.mark.slow
 def test_r3_checks_the_routes_of_every_sample(tmp_path: Any) -> None:
     """Sample 6 has wrong routes. It is not in the part of the batch that TRL computes first."""
-    trainer = _trainer(tmp_path)
-    _with_engine(trainer, _Engine(wrong=6))
+    trainer = _build_trainer(tmp_path)
+    _attach_engine(trainer, _Engine(wrong=6))
     replay_routing(trainer, "R3")
     with pytest.raises(ValueError, match=r"layer 1 of the routes, \[3, 3\], has an expert twice"):
         trainer.train()
 
 
 def test_unsupported_trainers_and_modes_are_refused(tmp_path: Any) -> None:
-    trainer = _trainer(tmp_path)
+    trainer = _build_trainer(tmp_path)
     with pytest.raises(ValueError, match="mode='R4'"):
         replay_routing(trainer, "R4")
     with pytest.raises(ValueError, match="reads routes from vLLM in this process"):
@@ -202,7 +197,7 @@ def test_unsupported_trainers_and_modes_are_refused(tmp_path: Any) -> None:
         ValueError, match=r"not a GRPOTrainer .* no _generate_and_score_completions"
     ):
         replay_routing(SimpleNamespace(model=trainer.model), "R2")
-    _with_engine(trainer, _Engine(arrays=False))
+    _attach_engine(trainer, _Engine(arrays=False))
     replay_routing(copy.copy(trainer), "R3")
     with pytest.raises(ValueError, match="without routed_experts"):
         trainer.vllm_generation.llm.generate([[1, 2]])

@@ -57,7 +57,7 @@ def packed(model: nn.Module, seed: int) -> Batch:
     return micro
 
 
-def short(model: nn.Module, seed: int) -> Batch:
+def shorter_than_sp(model: nn.Module, seed: int) -> Batch:
     """Return fewer tokens than ranks. The slices of the last ranks are padding."""
     return batch(model, 2, 3, seed=seed)
 
@@ -204,7 +204,7 @@ FOUR_RANKS += [
     Check(f"{name}, {kind}", 4, partial(equals_stock, name, **options), slow=True).as_parameter()
     for name in WINDOWS_SINKS_OR_LATENT
     for kind, options in {
-        "sp 4, three tokens": {"sp": 4, "make": short},
+        "sp 4, three tokens": {"sp": 4, "make": shorter_than_sp},
         "sp 4, packed": {"sp": 4, "make": packed},
         "sp 4, reentrant": {"sp": 4, "use_reentrant": True},
         "sp 2, not reentrant": {"sp": 2, "use_reentrant": False},

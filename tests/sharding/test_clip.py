@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ONE_GROUP = ("ep 4", "ep 2, dim 0", "HSDP")
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -54,7 +54,7 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
     return grads  # type: ignore[return-value]
 
 
-def _trained(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
+def _trained_model(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
     """Return a sharded model with gradients of different orders of magnitude."""
     model = tiny(**sizes)
     apply_ep_fsdp2(model, **layout)
@@ -67,7 +67,7 @@ def _trained(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Mod
 def _check_clip(name: str, model: nn.Module, rank: int) -> None:
     grads = _grads(model)
     before = {key: _local(grad).clone() for key, grad in grads.items()}
-    gathered = {key: _whole(grad).clone() for key, grad in grads.items()}
+    gathered = {key: _gathered(grad).clone() for key, grad in grads.items()}
     if name == "empty shards":
         empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
         assert len(empty) == (4 if rank >= 2 else 0), empty  # gate_up and down of 2 layers
@@ -80,7 +80,7 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
             assert_close(where, got, want, FP64_LAYER)
             factor = min(1.0, max_norm / (want.item() + 1e-6))  # torch's own epsilon
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _whole(grad), factor * gathered[key], FP64_LAYER)
+                assert_close(f"{where}: {key}", _gathered(grad), factor * gathered[key], FP64_LAYER)
                 if factor == 1.0:
                     assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
                 _local(grad).copy_(before[key])
@@ -134,17 +134,17 @@ def labels_are_counted_over_all_ranks(rank: int, world: int) -> None:
 
 
 def norm_and_clipping_equal_torch(layout: str, rank: int, world: int) -> None:
-    _check_clip(layout, _trained(*LAYOUTS[layout], rank), rank)
+    _check_clip(layout, _trained_model(*LAYOUTS[layout], rank), rank)
 
 
 def a_nonfinite_element_raises_on_every_rank(layout: str, rank: int, world: int) -> None:
-    problems = _check_nonfinite(layout, _trained(*LAYOUTS[layout], rank), rank)
+    problems = _check_nonfinite(layout, _trained_model(*LAYOUTS[layout], rank), rank)
     assert not problems, "\n".join(problems)
 
 
 def two_all_reduces(layout: str, rank: int, world: int) -> None:
     """One all-reduce sums the dense gradients, the other the experts', over any number of axes."""
-    model = _trained(*LAYOUTS[layout], rank)
+    model = _trained_model(*LAYOUTS[layout], rank)
     for norm_type in (2.0, INF):
         with CommDebugMode() as collectives:
             clip_grad_norm_(model, 1.0, norm_type)
@@ -153,7 +153,7 @@ def two_all_reduces(layout: str, rank: int, world: int) -> None:
 
 def without_a_common_group_one_all_reduce_per_axis(rank: int, world: int) -> None:
     """torch up to 2.11 cannot make the common group of some layouts."""
-    model = _trained(*LAYOUTS["HSDP"], rank)
+    model = _trained_model(*LAYOUTS["HSDP"], rank)
     state = find_state(model)
     assert state is not None and state.meshes is not None and state.meshes.experts is not None
     want = clip_grad_norm_(model, INF)
@@ -178,7 +178,7 @@ class CountOperators(TorchDispatchMode):
 
 def operators_do_not_grow_with_the_number_of_parameters(rank: int, world: int) -> None:
     """48 layers have 531 parameters, so one operator per parameter would be 531 operators."""
-    model = _trained({"ep_size": 2}, {"num_hidden_layers": 48}, rank)
+    model = _trained_model({"ep_size": 2}, {"num_hidden_layers": 48}, rank)
     for norm_type, limit in ((2.0, 30), (INF, 45)):
         with CountOperators() as operators:
             clip_grad_norm_(model, 1e-3, norm_type)

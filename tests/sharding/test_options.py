@@ -53,7 +53,7 @@ class _Gpus:
 MACHINE = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
 
-def _device(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
+def _device_on(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
     with pytest.MonkeyPatch.context() as patches:
         patches.delenv("LOCAL_RANK")
         for name, value in environment.items():
@@ -68,42 +68,42 @@ def the_backend_selects_gpu_or_cpu(rank: int, world: int) -> None:
     """
     for backend in ("undefined", "nccl", "cpu:gloo,cuda:nccl"):
         gpus = _Gpus(MACHINE)
-        device = _device(backend, gpus, LOCAL_RANK=str(rank))
+        device = _device_on(backend, gpus, LOCAL_RANK=str(rank))
         assert device == torch.device("cuda", rank), (backend, device)
     for backend in ("gloo", "cpu:gloo"):
-        assert _device(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
+        assert _device_on(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
     assert default_device() == torch.device("cpu")
 
 
 def without_set_device_local_rank_selects_the_gpu(rank: int, world: int) -> None:
     for initialized in (False, True):
         gpus = _Gpus(MACHINE, initialized=initialized)
-        device = _device("nccl", gpus, LOCAL_RANK=str(rank))
+        device = _device_on("nccl", gpus, LOCAL_RANK=str(rank))
         assert device == torch.device("cuda", rank) and gpus.set_to == [rank]
 
 
 def a_chosen_device_is_not_changed(rank: int, world: int) -> None:
     gpus = _Gpus(MACHINE, current=3 - rank)
-    assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
+    assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
     with pytest.MonkeyPatch.context() as patches:
         bound = torch.device("cuda", 1 - rank)
         patches.setattr(
             dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
         )
         gpus = _Gpus(["GPU-e", "GPU-f"])
-        assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == bound
+        assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == bound
 
 
 def each_rank_sees_only_its_own_gpu(rank: int, world: int) -> None:
     gpus = _Gpus([f"GPU-{rank}"])
-    assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
+    assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
 
 
 def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
     """Without LOCAL_RANK both ranks choose GPU 0, and both raise before the first collective."""
     match = r"ranks \d and \d would both compute on GPU GPU-a .*set_device\(int\(os.environ"
     with pytest.raises(ValueError, match=match):
-        _device("nccl", _Gpus(MACHINE))
+        _device_on("nccl", _Gpus(MACHINE))
 
 
 def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) -> None:

@@ -37,7 +37,7 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.upstream.models import output_head
 
 
-def everywhere(name: str, seed: int) -> PeftModel:
+def adapters_everywhere(name: str, seed: int) -> PeftModel:
     """Add random adapters to all experts and to all linear layers, including the towers'."""
     model = build(name)
     head = output_head(model)
@@ -46,7 +46,7 @@ def everywhere(name: str, seed: int) -> PeftModel:
     return _add_adapters(model, seed, target_modules=linear)
 
 
-def only_experts(name: str, seed: int) -> PeftModel:
+def adapters_on_experts(name: str, seed: int) -> PeftModel:
     return _add_adapters(build(name), seed)
 
 
@@ -118,9 +118,9 @@ def _run(build_adapted: Any, name: str, rank: int, world: int) -> None:
 
 
 def _checks() -> list[Any]:
-    runs = {name: partial(_run, everywhere, name) for name in (*TYPES, *COMPOSITES)}
+    runs = {name: partial(_run, adapters_everywhere, name) for name in (*TYPES, *COMPOSITES)}
     for name in ("qwen3_vl_moe", "ernie4_5_vl_moe", "kimi_k25"):
-        runs[f"{name}: experts alone"] = partial(_run, only_experts, name)
+        runs[f"{name}: experts alone"] = partial(_run, adapters_on_experts, name)
     for name in ("gemma4", "kimi_k25"):
         runs[f"{name}: whole projector"] = partial(_run, with_a_trained_projector, name)
     return [

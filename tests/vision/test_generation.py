@@ -35,7 +35,7 @@ from torch import nn
 from hf_moe_ep import apply_ep_fsdp2
 
 
-def prompt(make: Make, model: nn.Module, seed: int) -> Batch:
+def without_labels(make: Make, model: nn.Module, seed: int) -> Batch:
     return {name: x for name, x in make(model, seed).items() if name != "labels"}
 
 
@@ -56,7 +56,7 @@ def assert_generates(model: Any, stock: Any, inputs: Batch, rank: int, **options
 def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
     """generate() is the first call of the model, and the second call uses beams."""
     model, stock = sharded_and_stock(name, rank)
-    inputs = prompt((text, image)[rank], stock, 5)
+    inputs = without_labels((text, image)[rank], stock, 5)
     assert_generates(model, stock, inputs, rank)
     if TOWER_IN_BLOCKS:  # before, stock's beams did not repeat the pictures correctly either
         assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)
@@ -65,7 +65,7 @@ def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
 def without_a_cache(name: str, rank: int, world: int) -> None:
     """Every forward gets the whole prompt with its pictures."""
     model, stock = sharded_and_stock(name, rank)
-    inputs = prompt((text, image)[rank], stock, 5)
+    inputs = without_labels((text, image)[rank], stock, 5)
     assert_generates(model, stock, inputs, rank, use_cache=False)
 
 
@@ -76,7 +76,7 @@ def every_kind_of_input(name: str, rank: int, world: int) -> None:
     if takes_sound(stock):
         makes.append((text, sound_and_image))
     for seed, by_rank in enumerate(makes):
-        assert_generates(model, stock, prompt(by_rank[rank], stock, seed), rank)
+        assert_generates(model, stock, without_labels(by_rank[rank], stock, seed), rank)
 
 
 def between_steps_of_training(name: str, rank: int, world: int) -> None:
@@ -84,13 +84,13 @@ def between_steps_of_training(name: str, rank: int, world: int) -> None:
     model, stock = sharded_and_stock(name, rank)
     by_rank: tuple[Make, Make] = (images, text)
     for seed, guard in enumerate((torch.no_grad, torch.enable_grad, torch.inference_mode)):
-        inputs = prompt(by_rank[rank], stock, seed)
+        inputs = without_labels(by_rank[rank], stock, seed)
         with guard():
             got, want = model(**inputs).logits, stock(**inputs).logits
         assert_close(f"{guard.__name__}: logits", got, want, 10 * FP32_INSIDE)
     everyone = [make(stock, 7 + i) for i, make in enumerate((text, image))]
     (loss_of(model.train(), everyone[rank]) * world).backward()
-    assert_generates(model.eval(), stock, prompt(by_rank[rank], stock, 9), rank)
+    assert_generates(model.eval(), stock, without_labels(by_rank[rank], stock, 9), rank)
     for x in everyone:
         loss_of(stock.train(), x).backward()
     assert_same_gradients(name, model, stock, lambda key: max(budget(name, key), FP32_INSIDE))
@@ -98,7 +98,7 @@ def between_steps_of_training(name: str, rank: int, world: int) -> None:
 
 def pictures_that_do_not_fit_their_grid_stop_every_rank(rank: int, world: int) -> None:
     model, stock = sharded_and_stock("qwen3_vl_moe", rank)
-    inputs = prompt((text, image)[rank], stock, 5)
+    inputs = without_labels((text, image)[rank], stock, 5)
     if rank == 1:
         inputs["pixel_values"] = inputs["pixel_values"][:-1]
     message = "has 8 patches, pixel_values has 7 rows" if rank == 1 else "another rank's images"
