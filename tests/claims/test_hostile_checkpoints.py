@@ -162,13 +162,15 @@ def _load_spoiled(rank: int, world: int, folder: str, numbers: list[int]) -> Cou
                 spoiled = (saved["first", way], saved["second", way], copy, trace)
                 damage = [_spoil(number, *spoiled)]
             dist.broadcast_object_list(damage)
-            kind, with_manifest = damage[0]
-            if with_manifest == "new":
+            kind, which_manifest = damage[0]
+            if which_manifest == "new":
                 manifest.write(copy, {})
             outcome = _load(run, way, copy, saved_values)
-            assert not trace.exists(), f"{number}: code ran out of {way}, {kind}, {with_manifest}"
+            assert not trace.exists(), (
+                f"{number}: loading ran code, {way}, {kind}, {which_manifest}"
+            )
             assert outcome != "wrong", (
-                f"{number}: {way}, {kind}, {with_manifest}: wrong values, no message"
+                f"{number}: {way}, {kind}, {which_manifest}: wrong values, no message"
             )
             outcomes[outcome] += 1
             dist.barrier()

@@ -53,9 +53,11 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
     ranks = [json.loads(file.read_text()) for file in files]
     for router, kind, node in product(ROUTERS, KINDS, range(machines.nodes)):
         first = node * machines.places
-        of_node = [rank[f"{router}, {kind}"] for rank in ranks[first : first + machines.places]]
+        ranks_of_node = [
+            rank[f"{router}, {kind}"] for rank in ranks[first : first + machines.places]
+        ]
         expected_sent, expected_received = want(kind, router, machines, node)
-        code, sent = sum(rank["code"] for rank in of_node), of_node[0]["interface"]
+        code, sent = sum(rank["code"] for rank in ranks_of_node), ranks_of_node[0]["interface"]
         where = f"{router}, {kind}, node {node}"
         print(f"{where}: {expected_sent} bytes expected, {code} in code, {sent} sent")
         assert code == expected_sent, (router, kind, node)

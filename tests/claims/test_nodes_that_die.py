@@ -188,10 +188,8 @@ def _check_near(folder: Path, config: dict[str, Any], steps: int) -> None:
     assert sorted(losses) == list(range(steps))
     for number, want in enumerate(_undisturbed_losses(steps, tuple(config.items()))):
         for loss in losses[number]:
-            assert abs(float(loss) - float(want)) <= OTHER_WORLD_BUDGET * float(want), (
-                number,
-                loss,
-            )
+            error = abs(float(loss) - float(want)) / float(want)
+            assert error <= OTHER_WORLD_BUDGET, (number, loss)
 
 
 @pytest.mark.slow
@@ -202,16 +200,16 @@ def test_a_run_continues_on_fewer_nodes(two_nodes: tuple[Nodes, Path], tmp_path:
     agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", "2")
     _wait_until(agents, lambda: False, 240, "the end of two nodes")
     for ranks, steps in ((4, 3), (2, 4)):
-        alone = {"ranks": ranks, "num_nodes": "1", "used": [0], "restarts": 0}
+        launch = {"ranks": ranks, "num_nodes": "1", "used": [0], "restarts": 0}
         if ranks == 2:
-            agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", str(steps), **alone)
+            agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", str(steps), **launch)
             want = r"ep_size \(4\) must divide world size .* \(2 / 1 = 2\); try 1, 2"
             _wait_until(agents, lambda: agents.starts[0] > 1, 120, "an error")  # noqa: B023
             agents.end()
             assert re.search(want, _outputs(agents)[0]), _outputs(agents)[0][-4000:]
             assert len(steps_taken(tmp_path)) == 3
         config = CONFIG | {"ep_size": ranks}
-        agents = _start_agents(two_nodes, tmp_path, config, "--steps", str(steps), **alone)
+        agents = _start_agents(two_nodes, tmp_path, config, "--steps", str(steps), **launch)
         _wait_until(agents, lambda: False, 240, f"the end of one node with {ranks} ranks")
         assert agents.starts[0] == 1, _outputs(agents)[0][-4000:]
     assert steps_taken(tmp_path) == [0, 1, 2, 3]
@@ -247,9 +245,9 @@ def _kill_agents(
     agents = _start_agents(two_nodes, folder, CONFIG, *OPTIONS)
     newest = 0
     for _ in range(kills):
-        began = time.monotonic()
+        started = time.monotonic()
         _wait_for_step(agents, folder, newest, patience)
-        summary["longest"] = max(summary["longest"], time.monotonic() - began)
+        summary["longest"] = max(summary["longest"], time.monotonic() - started)
         time.sleep(rng.uniform(0.0, 2.0))
         node = rng.randrange(2)
         agents.kill(node)

@@ -113,8 +113,8 @@ def _dispatcher(kind: str, case: Case, network: Network, rank: int, **options: A
     options = {"num_chunks": case.chunks, **options}
     if kind == "all_to_all":
         return AllToAll(group, case.experts, **options)
-    first = rank - rank % case.places
-    inside: Any = network.group(range(first, first + case.places), rank)
+    first_of_node = rank - rank % case.places
+    inside: Any = network.group(range(first_of_node, first_of_node + case.places), rank)
     between: Any = network.group(range(rank % case.places, case.world, case.places), rank)
     return Hierarchical(group, between, inside, case.experts, **options)
 
@@ -156,17 +156,17 @@ def _run_all_ranks(kind: str, case: Case, **options: Any) -> tuple[list[Result],
 def _check_arrivals(case: Case, results: list[Result]) -> None:
     """Every (token, expert) pair reaches its expert's rank once, with its weight."""
     for rank, result in enumerate(results):
-        first, weight_of = rank * case.local, {}
+        first_expert, expected = rank * case.local, {}
         for sender in range(case.world):
             weights = case.inputs(sender)[1].tolist()
             for token, experts in enumerate(case.ids_TK(sender).tolist()):
                 for slot, expert in enumerate(experts):
-                    if first <= expert < first + case.local:
-                        weight_of[sender, token, expert] = weights[token][slot]
+                    if first_expert <= expert < first_expert + case.local:
+                        expected[sender, token, expert] = weights[token][slot]
         received = dict(zip(result.arrived, result.weights, strict=True))
         assert len(result.arrived) == len(received), f"{case}: a pair arrived twice"
-        assert received == weight_of, case
-        counts = Counter(expert - first for *_, expert in received)
+        assert received == expected, case
+        counts = Counter(expert - first_expert for *_, expert in received)
         assert result.counts_L == [counts[expert] for expert in range(case.local)], case
 
 
@@ -245,17 +245,14 @@ def test_a_router_limited_to_groups_sends_fewer_bytes_between_nodes() -> None:
     ]
     assert max(map(len, nodes)) <= LIMITED.groups_drawn
     pairs = sum(map(len, nodes))
-    assert _bytes_between_nodes(LIMITED, network) == 4 * pairs * 8 * HIDDEN
+    limited_bytes = _bytes_between_nodes(LIMITED, network)
+    assert limited_bytes == 4 * pairs * 8 * HIDDEN
     unlimited = replace(LIMITED, groups=1, groups_drawn=1)
-    _, network_of_unlimited = _run_all_ranks("hierarchical", unlimited)
-    assert _bytes_between_nodes(LIMITED, network) < 0.75 * _bytes_between_nodes(
-        unlimited, network_of_unlimited
-    )
+    _, network = _run_all_ranks("hierarchical", unlimited)
+    assert limited_bytes < 0.75 * _bytes_between_nodes(unlimited, network)
     # all_to_all sends a token once to each rank with one of its experts, and so more rows.
-    _, network_of_ranks = _run_all_ranks("all_to_all", LIMITED)
-    assert _bytes_between_nodes(LIMITED, network) < 0.75 * _bytes_between_nodes(
-        LIMITED, network_of_ranks
-    )
+    _, network = _run_all_ranks("all_to_all", LIMITED)
+    assert limited_bytes < 0.75 * _bytes_between_nodes(LIMITED, network)
 
 
 def test_a_recompute_sends_the_same_rows_without_new_counts() -> None:

@@ -298,7 +298,7 @@ def _check_same_files(first: Path, second: Path) -> None:
 
 
 def _check_refusals(model: nn.Module, optimizer: Any) -> None:
-    """Code outside of this package calls torch's state_dict(), which must not reorder experts."""
+    """torch's own state dicts would hold moved experts in the wrong order, so these calls raise."""
     with experts_in_hub_order(model, optimizer):
         state_dict = model.state_dict()
     for call in (
@@ -311,15 +311,15 @@ def _check_refusals(model: nn.Module, optimizer: Any) -> None:
             ValueError, match=r"moved experts of this model.*`with experts_in_hub_order\("
         ):
             call()
-    others = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    other_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     with pytest.raises(ValueError, match=r"is trained, but is no parameter of this optimizer"):
-        balance_experts(model, others, _random_load(model, 5))
-    short = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
+        balance_experts(model, other_optimizer, _random_load(model, 5))
+    wrong_load = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
     with pytest.raises(ValueError, match=r"load has 1 layers of 4 experts, and this model has \d"):
-        balance_experts(model, optimizer, short)
-    odd = _random_load(model, 6 + dist.get_rank())
+        balance_experts(model, optimizer, wrong_load)
+    load_of_this_rank = _random_load(model, 6 + dist.get_rank())
     with pytest.raises(ValueError, match="with another load"):
-        balance_experts(model, optimizer, odd)
+        balance_experts(model, optimizer, load_of_this_rank)
 
 
 def _skewed(rank: int, world: int) -> None:

@@ -27,7 +27,7 @@ Prepare = Callable[[nn.Module], None]
 
 
 def many(model: Any, seed: int) -> Batch:
-    """Return rows with three pictures, one picture, and text."""
+    """Return two rows, with three pictures and with one picture."""
     return mixed_batch(model, [3, 1], text=3, seed=seed)
 
 
