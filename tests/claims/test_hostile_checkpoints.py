@@ -157,12 +157,12 @@ def _load_spoiled(rank: int, world: int, folder: str, numbers: list[int]) -> Cou
                 run.step()
         for number in numbers:
             way = WAYS[number % 4 != 3]  # mostly save_state, the only one that writes pickles
-            damage = [("", "")]
+            kind_and_manifest = [("", "")]
             if rank == 0:
                 spoiled = (saved["first", way], saved["second", way], copy, trace)
-                damage = [_spoil(number, *spoiled)]
-            dist.broadcast_object_list(damage)
-            kind, which_manifest = damage[0]
+                kind_and_manifest = [_spoil(number, *spoiled)]
+            dist.broadcast_object_list(kind_and_manifest)
+            kind, which_manifest = kind_and_manifest[0]
             if which_manifest == "new":
                 manifest.write(copy, {})
             outcome = _load(run, way, copy, saved_values)

@@ -79,7 +79,7 @@ def _start_agents(
     return agents
 
 
-def _outputs(agents: Agents) -> list[str]:
+def _read_outputs(agents: Agents) -> list[str]:
     return [agents.output(node).read_text() for node in agents.used]
 
 
@@ -87,7 +87,7 @@ def _wait_until(agents: Agents, done: Callable[[], bool], patience: float, what:
     deadline = time.monotonic() + patience
     while not agents.look() and not done():
         if time.monotonic() > deadline:
-            outputs = _outputs(agents)
+            outputs = _read_outputs(agents)
             agents.end()
             ends = "\n".join(text[-4000:] for text in outputs)
             raise AssertionError(f"{what}: not within {patience:g} s\n{ends}")
@@ -120,7 +120,7 @@ def test_after_a_stall_the_run_resumes(
     _wait_until(agents, (tmp_path / f"done-{rank}-2").exists, 120, "the stall")
 
     def ranks_have_raised() -> bool:
-        outputs = _outputs(agents)
+        outputs = _read_outputs(agents)
         return all(
             re.search(
                 rf"MoE layer 0 of forward 3 \(training.*\): counts, group {group}, could not be "
@@ -132,7 +132,7 @@ def test_after_a_stall_the_run_resumes(
 
     # To name the missing rank, an error asks the store for a few seconds, a silent store for 12.
     _wait_until(agents, ranks_have_raised, patience + 16, "the error")
-    assert ranks_have_raised(), _outputs(agents)
+    assert ranks_have_raised(), _read_outputs(agents)
     _wait_until(agents, lambda: False, 240, "the end")
     assert agents.starts == [1, 1]
     # The run resumed at step 2. The losses alone would not show a restart from the beginning.
@@ -180,7 +180,9 @@ def test_after_a_stall_and_a_kill_the_run_resumes(
     if not killed:
         number = rank_and_step.partition("-")[2]
         want = rf"saving \S+/step-{int(number) + 1}: ranks did not meet; rank 3 stopped"
-        assert all(re.search(want, output) for output in _outputs(agents)), _outputs(agents)
+        assert all(re.search(want, output) for output in _read_outputs(agents)), _read_outputs(
+            agents
+        )
 
 
 def _check_near(folder: Path, config: dict[str, Any], steps: int) -> None:
@@ -206,15 +208,15 @@ def test_a_run_continues_on_fewer_nodes(two_nodes: tuple[Nodes, Path], tmp_path:
             want = r"ep_size \(4\) must divide world size .* \(2 / 1 = 2\); try 1, 2"
             _wait_until(agents, lambda: agents.starts[0] > 1, 120, "an error")  # noqa: B023
             agents.end()
-            assert re.search(want, _outputs(agents)[0]), _outputs(agents)[0][-4000:]
+            assert re.search(want, _read_outputs(agents)[0]), _read_outputs(agents)[0][-4000:]
             assert len(steps_taken(tmp_path)) == 3
         config = CONFIG | {"ep_size": ranks}
         agents = _start_agents(two_nodes, tmp_path, config, "--steps", str(steps), **launch)
         _wait_until(agents, lambda: False, 240, f"the end of one node with {ranks} ranks")
-        assert agents.starts[0] == 1, _outputs(agents)[0][-4000:]
+        assert agents.starts[0] == 1, _read_outputs(agents)[0][-4000:]
     assert steps_taken(tmp_path) == [0, 1, 2, 3]
     _check_near(tmp_path, CONFIG, 4)
-    assert "random generators are seeded anew" in _outputs(agents)[0]
+    assert "random generators are seeded anew" in _read_outputs(agents)[0]
 
 
 @pytest.mark.slow
@@ -228,7 +230,7 @@ def test_a_run_continues_without_a_lost_node(two_nodes: tuple[Nodes, Path], tmp_
     _wait_until(agents, lambda: False, 240, "the end")
     assert steps_taken(tmp_path) == [0, 1, 2, 3]
     _check_near(tmp_path, config, 4)
-    assert "random generators are seeded anew" in _outputs(agents)[0]
+    assert "random generators are seeded anew" in _read_outputs(agents)[0]
 
 
 def _wait_for_step(agents: Agents, folder: Path, newest: int, patience: float) -> None:

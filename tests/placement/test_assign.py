@@ -23,10 +23,10 @@ def _assignments(experts: tuple[int, ...], local: int) -> Iterator[list[tuple[in
 
 def _lowest_maximum(load_E: tuple[int, ...], ranks: int) -> int:
     """Return the load of the busiest rank in the best of all assignments."""
-    assignments = _assignments(tuple(range(len(load_E))), len(load_E) // ranks)
+    all_assignments = _assignments(tuple(range(len(load_E))), len(load_E) // ranks)
     return min(
         max(sum(load_E[expert] for expert in share) for share in assignment)
-        for assignment in assignments
+        for assignment in all_assignments
     )
 
 

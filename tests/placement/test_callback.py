@@ -111,14 +111,14 @@ def _save_and_load_state(rank: int, world: int, folder: str) -> None:
         balance_experts(model, optimizer, expert_load(model))
         assert is_placed(patched_state(model))
         _step(accelerator, model, optimizer, rank + 10)
-        saved = _whole_state(model, optimizer)
+        saved = _state_in_hub_order(model, optimizer)
         accelerator.save_state(f"{folder}/state")
         state_dict = accelerator.get_state_dict(model)
         _step(accelerator, model, optimizer, rank + 20)
         balance_experts(model, optimizer, expert_load(model))
-        later = _whole_state(model, optimizer)
+        later = _state_in_hub_order(model, optimizer)
         accelerator.load_state(f"{folder}/state")
-        assert_equal(_whole_state(model, optimizer), saved)
+        assert_equal(_state_in_hub_order(model, optimizer), saved)
         assert any(not torch.equal(later[name], saved[name]) for name in saved)
         if rank == 0:
             assert_equal(state_dict, {name: saved[name] for name in state_dict})
@@ -128,7 +128,7 @@ def _save_and_load_state(rank: int, world: int, folder: str) -> None:
         _step(accelerator, unmoved, unmoved_optimizer, rank)
         accelerator.load_state(f"{folder}/state")
         assert not is_placed(patched_state(unmoved))
-        assert_equal(_whole_state(unmoved, unmoved_optimizer), saved)
+        assert_equal(_state_in_hub_order(unmoved, unmoved_optimizer), saved)
 
 
 def _prepared(accelerator: Accelerator, seed: int) -> tuple[Any, Any]:
@@ -142,7 +142,7 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> No
     optimizer.zero_grad()
 
 
-def _whole_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+def _state_in_hub_order(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     with experts_in_hub_order(model, optimizer):
         return whole_state(model, optimizer)
 

@@ -172,8 +172,8 @@ def records_hold_whole_sequences(rank: int, world: int) -> None:
     for sizes, data_rank in layouts:
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _inputs(data_rank)
-        stock, all_live = tiny(seed=0, **SIZES), _all_live(2 + data_rank)
-        with torch.no_grad(), forced_topk(EXPERTS, all_live) as stock_ids:
+        stock, live_ids = tiny(seed=0, **SIZES), _all_live(2 + data_rank)
+        with torch.no_grad(), forced_topk(EXPERTS, live_ids) as stock_ids:
             stock(**inputs)
         replay = RoutingReplay(model)
         with replay.record() as routes:

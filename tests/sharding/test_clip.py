@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ONE_GROUP = ("ep 4", "ep 2, dim 0", "HSDP")
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -67,7 +67,7 @@ def _trained_model(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> 
 def _check_clip(name: str, model: nn.Module, rank: int) -> None:
     grads = _grads(model)
     before = {key: _local(grad).clone() for key, grad in grads.items()}
-    gathered = {key: _gathered(grad).clone() for key, grad in grads.items()}
+    gathered = {key: _full(grad).clone() for key, grad in grads.items()}
     if name == "empty shards":
         empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
         assert len(empty) == (4 if rank >= 2 else 0), empty  # gate_up and down of 2 layers
@@ -80,7 +80,7 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
             assert_close(where, got, want, FP64_LAYER)
             factor = min(1.0, max_norm / (want.item() + 1e-6))  # torch's own epsilon
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _gathered(grad), factor * gathered[key], FP64_LAYER)
+                assert_close(f"{where}: {key}", _full(grad), factor * gathered[key], FP64_LAYER)
                 if factor == 1.0:
                     assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
                 _local(grad).copy_(before[key])
