@@ -180,7 +180,9 @@ def _check_recompute(rank: int, group: Group, buffer: GroupBuffer, case: Case) -
         x_TH, w_TK = case.inputs(rank)
         received: list[Any] = []
         inputs = (exchanges, x_TH, w_TK, ids_TK, received)
-        run = partial(checkpoint, _run_layer, use_reentrant=False) if recompute else _run_layer
+        run: Callable[..., Tensor] = _run_layer
+        if recompute:
+            run = partial(checkpoint, _run_layer, use_reentrant=False)
         out_TH = run(*inputs)
         out_TH.square().sum().backward()
         assert len(received) == (4 if recompute else 2)
