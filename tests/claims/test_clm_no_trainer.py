@@ -1,7 +1,7 @@
-"""A script in the structure of `run_clm_no_trainer.py`: 4 ranks measure what one process measures.
+"""A script like transformers' `run_clm_no_trainer.py`: 4 ranks log and save what one process does.
 
-At ep 2 and 4; they save what it saves, and go on from a state amid an epoch as if nothing had
-happened.
+The ranks use ep 2 and ep 4. A run that is killed within an epoch resumes from its last state, and
+continues bit by bit.
 """
 
 import json
@@ -20,9 +20,9 @@ from support.scripts import CPU_4, run_script
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "clm_no_trainer.py"
 STEPS = 6
-FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 6 AdamW steps; a wrong factor is off by 2
-# AdamW divides a gradient by its own size: where that is close to zero, a rounding moves a
-# parameter by up to 1e-4.
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 6 AdamW steps; a wrong loss factor is off by 2x
+# AdamW divides each gradient by its own magnitude. Rounding errors in gradients near zero therefore
+# change a parameter by up to 1e-4.
 AFTER_ADAMW = 1e-4
 
 
@@ -39,9 +39,9 @@ def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def assert_same_log(where: str, got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
-    for mine, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, want, strict=True):
         for key in theirs:
-            pair = torch.tensor([mine[key], theirs[key]], dtype=torch.float64)
+            pair = torch.tensor([ours[key], theirs[key]], dtype=torch.float64)
             assert_close(f"{where}, {key} of step {theirs['step']}", *pair, FP32_BUDGET)
 
 
@@ -64,25 +64,25 @@ def test_a_loop_under_accelerate_equals_stock(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_loop_goes_on_from_its_last_state(tmp_path: Path) -> None:
-    """On the same ranks the rest of the run is equal bit by bit."""
-    whole = run_job(tmp_path / "whole", "--ep-size", "2")
+def test_a_killed_loop_resumes_from_its_last_state(tmp_path: Path) -> None:
+    """With the same number of ranks, the resumed steps are equal bit by bit."""
+    uninterrupted = run_job(tmp_path / "whole", "--ep-size", "2")
     with pytest.raises(AssertionError, match="exit code"):
         run_job(tmp_path / "killed", "--ep-size", "2", "--die-at", "3")
     state = os.fspath(tmp_path / "killed" / "step_3")
-    rest = run_job(tmp_path / "rest", "--ep-size", "2", "--resume", state)
-    assert rest == whole[3:]
+    resumed = run_job(tmp_path / "rest", "--ep-size", "2", "--resume", state)
+    assert resumed == uninterrupted[3:]
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "rest"))
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
 @pytest.mark.slow
-def test_a_tracker_that_fails_ends_all_ranks_and_is_named(tmp_path: Path) -> None:
-    """The tracker runs on rank 0 alone. The launcher ends the ranks that wait for rank 0."""
-    began = time.monotonic()
-    said = r"tracker 'lines' \(.*Lines\) failed on rank 0: OSError: no space left on device"
+def test_a_tracker_that_fails_ends_all_ranks(tmp_path: Path) -> None:
+    """The tracker runs on rank 0, whose error names it. The launcher ends the waiting ranks."""
+    started = time.monotonic()
+    message = r"tracker 'lines' \(.*Lines\) failed on rank 0: OSError: no space left on device"
     with pytest.raises(AssertionError, match="exit code 1 of "):
         run_job(tmp_path / "failing", "--ep-size", "2", "--tracker-fails-at", "2")
-    # Whole: what the other ranks print may come last.
-    assert re.search(said, (tmp_path / "failing" / "output.txt").read_text())
-    assert time.monotonic() - began < 150
+    # Search the whole output, because other ranks may print after rank 0's error.
+    assert re.search(message, (tmp_path / "failing" / "output.txt").read_text())
+    assert time.monotonic() - started < 150

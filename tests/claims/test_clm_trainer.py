@@ -1,6 +1,7 @@
-"""A script in the structure of `run_clm.py`, under the Trainer: 4 ranks log what one process logs.
+"""A script like transformers' `run_clm.py`, with the Trainer: 4 ranks log the same as one process.
 
-At ep 2: losses, gradient norms, accuracy and perplexity; what it saves loads in stock.
+The ranks use ep 2. Losses, gradient norms, accuracy and perplexity are compared, and stock loads
+the saved model.
 """
 
 import json
@@ -18,8 +19,8 @@ from support.tiny_models import batch
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "clm_trainer.py"
 STEPS = 6
 BUDGETS = {"loss": 1e-6, "eval_loss": 1e-6, "grad_norm": 1e-5, "eval_accuracy": 0.0}
-# AdamW divides a gradient by its own size: where that is close to zero, a rounding moves a
-# parameter by up to 1e-4.
+# AdamW divides each gradient by its own magnitude. Rounding errors in gradients near zero therefore
+# change a parameter by up to 1e-4.
 AFTER_ADAMW = 1e-4
 
 
@@ -45,11 +46,11 @@ def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
         "report_to": "none",
         "disable_tqdm": "true",
     }
-    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
     flags = ["--use_cpu", "--do_train", "--do_eval"]
     run_script(
         JOB,
-        *given,
+        *words,
         *flags,
         *arguments,
         output=folder / "output.txt",
@@ -61,30 +62,32 @@ def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def assert_same_log(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
-    for mine, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, want, strict=True):
         for key in theirs.keys() & BUDGETS:
-            pair = torch.tensor([mine[key], theirs[key]], dtype=torch.float64)
+            pair = torch.tensor([ours[key], theirs[key]], dtype=torch.float64)
             assert_close(f"{key} of step {theirs['step']}", *pair, BUDGETS[key])
 
 
 def assert_same_results(folder: Path, stock: Path, num_eval: int) -> None:
-    got, want = (json.loads((place / "all_results.json").read_text()) for place in (folder, stock))
+    got, want = (json.loads((path / "all_results.json").read_text()) for path in (folder, stock))
     assert got.keys() == want.keys()
-    assert got["eval_predicted"] == want["eval_predicted"] == num_eval * 15  # each block once
+    num_tokens = num_eval * 15  # each block counts once
+    assert got["eval_predicted"] == want["eval_predicted"] == num_tokens
     for key, budget in {"perplexity": 1e-6, "eval_accuracy": 0.0, "train_loss": 1e-6}.items():
         pair = torch.tensor([got[key], want[key]], dtype=torch.float64)
         assert_close(key, *pair, budget)
 
 
-# 12 blocks: half of the last batch fills it up. An aux loss is of a whole batch, and of that half.
+# With 12 blocks, half of the last batch is repeated blocks. The aux loss is computed for a whole
+# batch and would include them, so it is tested with 16 blocks.
 @pytest.mark.slow
 @pytest.mark.parametrize(("aux_loss", "num_eval"), [(False, 12), (True, 16)])
 def test_the_script_equals_stock(tmp_path: Path, aux_loss: bool, num_eval: int) -> None:
-    more = ("--aux_loss", str(aux_loss), "--max_eval_samples", str(num_eval))
-    want = run_job(tmp_path / "stock", *more)
+    options = ("--aux_loss", str(aux_loss), "--max_eval_samples", str(num_eval))
+    want = run_job(tmp_path / "stock", *options)
     assert sum("loss" in entry for entry in want) == STEPS
     assert sum("eval_loss" in entry for entry in want) == 2
-    got = run_job(tmp_path / "ranks", "--ep_size", "2", *more)
+    got = run_job(tmp_path / "ranks", "--ep_size", "2", *options)
     assert_same_log(got, want)
     assert_same_results(tmp_path / "ranks", tmp_path / "stock", num_eval)
     stock, saved = (load_stock(tmp_path / name) for name in ("stock", "ranks"))

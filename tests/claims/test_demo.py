@@ -1,8 +1,8 @@
 """`make demo` trains as one stock process does.
 
-The report itself exits with an error where the held-out loss is not below that of a bigram model,
-where the reloaded checkpoint has another loss than the Trainer logged, where one of the first 20
-logged losses differs from the stock process's by more than 1e-4, or the last held-out loss by 2 %.
+The demo's own report exits with an error if the held-out loss is not below that of a bigram model,
+if the reloaded checkpoint has another loss than the Trainer logged, if one of the first 20 losses
+differs from stock's by more than 1e-4, or if the last held-out loss differs by more than 2 %.
 """
 
 import os

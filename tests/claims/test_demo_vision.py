@@ -1,7 +1,7 @@
-"""`make demo-vision`: text and pictures, expert and sequence parallelism, under the Trainer.
+"""`make demo-vision` trains on text and pictures with expert and sequence parallelism.
 
-The report itself exits with an error where the reloaded model reads fewer than 80 % of the held-out
-digits, or has other losses than the Trainer logged.
+The demo's own report exits with an error if the reloaded model reads fewer than 80 % of the
+held-out digits, or has other losses than the Trainer logged.
 """
 
 import os

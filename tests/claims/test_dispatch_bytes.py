@@ -1,6 +1,7 @@
-"""Random routing on 4 ranks: numbers, bytes on the wire, repetition; and what happens at the limit.
+"""Dispatch with random routing on 4 ranks: results, bytes sent, repeated runs, and max_rows.
 
-The truth of each case runs every expert on every token in one place, in fp64, and weighs.
+The expected results come from one process that runs every expert on every token in fp64 and
+multiplies by the routing weights (0 for experts that were not chosen).
 """
 
 import os
@@ -28,14 +29,14 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 
-HIDDEN, FFN = 37, 3  # wider than the 2 K columns of routing, to tell the two apart
+HIDDEN, FFN = 37, 3  # more than the 2 K <= 32 columns of routing, so that both differ in bytes
 NUM_CASES = 200
 FORMULA = ExpertFormula()
 
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` by rank of the ep group; `pool` are the experts that routing draws from."""
+    """A random routing: `tokens` by rank of the ep group, experts drawn from `pool`."""
 
     seed: int
     ep: int
@@ -87,7 +88,10 @@ def _random_case(seed: int) -> Case:
 def _run(
     case: Case, group: dist.ProcessGroup, weights: list[Tensor] | None = None, **options: Any
 ) -> tuple[Tensor, ...]:
-    """out, and the gradients of tokens and routing weights; None for weights: rows come back."""
+    """Return the output and the gradients of tokens and routing weights.
+
+    Without `weights` of experts, the received rows are sent back unchanged.
+    """
     rank = dist.get_rank(group)
     x_TH, w_TK = case.inputs(rank, options.get("dtype", torch.float64))
     ids_TK = options.get("ids_TK", case.ids_TK(rank))
@@ -109,7 +113,7 @@ def _run(
     return out_TH, x_TH.grad, torch.zeros(0) if w_TK.grad is None else w_TK.grad
 
 
-def _every_expert(
+def _run_every_expert(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, up_EGH: Tensor, down_EHF: Tensor
 ) -> Tensor:
     gate_ETF, up_ETF = torch.einsum("th,egh->etg", x_TH, up_EGH).chunk(2, dim=2)
@@ -120,26 +124,26 @@ def _every_expert(
 
 def _check_numbers(case: Case, group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
-    mine = slice(rank * case.local, (rank + 1) * case.local)
-    whole = [w.requires_grad_() for w in case.weights()]
-    weights = [w.detach()[mine].clone().requires_grad_() for w in whole]
+    local_experts = slice(rank * case.local, (rank + 1) * case.local)
+    all_weights = [w.requires_grad_() for w in case.weights()]
+    weights = [w.detach()[local_experts].clone().requires_grad_() for w in all_weights]
     got = _run(case, group, weights)
     for other, tokens in enumerate(case.tokens):
         if tokens:
             x, w = case.inputs(other)
-            out = _every_expert(x, case.ids_TK(other), w, *whole)
+            out = _run_every_expert(x, case.ids_TK(other), w, *all_weights)
             (out * (x.detach() + other)).sum().backward()
             if other == rank:
                 names = ("out", "grad of x", "grad of weights")
-                for name, one, want in zip(names, got, (out, x.grad, w.grad), strict=True):
-                    assert_close(f"{case}: {name}", one, want, 1e-12)
-    for name, one, want in zip(("gate_up", "down"), weights, whole, strict=True):
+                for name, got_tensor, want in zip(names, got, (out, x.grad, w.grad), strict=True):
+                    assert_close(f"{case}: {name}", got_tensor, want, 1e-12)
+    for name, got_tensor, want in zip(("gate_up", "down"), weights, all_weights, strict=True):
         grad = torch.zeros_like(want) if want.grad is None else want.grad
-        assert_close(f"{case}: grad of {name}", one.grad, grad[mine], 1e-11)
+        assert_close(f"{case}: grad of {name}", got_tensor.grad, grad[local_experts], 1e-11)
 
 
-class _Sent(TorchDispatchMode):
-    """Bytes that leave this rank, by collective and by size of a row."""
+class _CountSent(TorchDispatchMode):
+    """Count the bytes that leave this rank, by kind and by bytes of a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,8 +154,8 @@ class _Sent(TorchDispatchMode):
     ) -> Any:
         if str(func) == "c10d.alltoall_base_.default":
             splits = args[4]
-            own = splits[dist.ProcessGroup.unbox(args[2]).rank()]
-            assert own == 0, f"{own} rows for oneself in a collective"
+            rows_to_itself = splits[dist.ProcessGroup.unbox(args[2]).rank()]
+            assert rows_to_itself == 0, f"a rank sends {rows_to_itself} rows to itself"
             size = args[1].shape[1] * args[1].element_size()
             self.sent["rows", size] += sum(splits) * size
         elif str(func) == "c10d._allgather_base_.default":
@@ -161,25 +165,28 @@ class _Sent(TorchDispatchMode):
 
 
 def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
-    """Distinct remote (token, rank) pairs, there and back and both again for gradients."""
+    """A token is sent once to each other rank of its experts and its result is sent back once; the
+    gradients of both are sent likewise.
+    """
     rank = dist.get_rank(group)
     weights = [w[: case.local].clone().requires_grad_() for w in case.weights()]
-    with _Sent() as mode:
+    with _CountSent() as mode:
         _run(case, group, weights)
-    out = into = 0
+    sent = received = 0
     for other in range(case.ep):
         for experts in case.ids_TK(other).tolist():
             owners = {expert // case.local for expert in experts}
-            out += len(owners - {rank}) if other == rank else 0
-            into += rank in owners if other != rank else 0
+            sent += len(owners - {rank}) if other == rank else 0
+            received += rank in owners if other != rank else 0
     fields = 9 + case.chunks * (case.ep + case.experts)
     want = Counter(
         {
-            # Rows leave twice (tokens, and the gradient of what came home) and return twice.
-            ("rows", HIDDEN * 8): 2 * (out + into) * HIDDEN * 8,
-            # Weights and ids go there beside them, the weights' gradients come back.
-            ("rows", 2 * case.top_k * 8): out * 2 * case.top_k * 8,
-            ("rows", case.top_k * 8): into * case.top_k * 8,
+            # This rank sends tokens and the gradients of their results, and for received tokens
+            # their results and the gradients of the tokens.
+            ("rows", HIDDEN * 8): 2 * (sent + received) * HIDDEN * 8,
+            # Weights and ids are sent with tokens, gradients of weights with the tokens' gradients.
+            ("rows", 2 * case.top_k * 8): sent * 2 * case.top_k * 8,
+            ("rows", case.top_k * 8): received * case.top_k * 8,
             ("counts", 0): (case.ep - 1) * fields * 8,
         }
     )
@@ -194,19 +201,23 @@ def _check_repetition(case: Case, group: dist.ProcessGroup) -> None:
         runs.append((*_run(case, group, weights, dtype=torch.float32), *(w.grad for w in weights)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True)), case
-    # As many tokens again on the last rank, to the same experts: the others' rows are the same.
-    more = Case(**{**vars(case), "tokens": (*case.tokens[:-1], 2 * case.tokens[-1] + 1)})
+    # With about twice the tokens on the last rank, the rows of other ranks have the same results.
+    longer = Case(**{**vars(case), "tokens": (*case.tokens[:-1], 2 * case.tokens[-1] + 1)})
     weights = [w.float()[: case.local].clone() for w in case.weights()]
     for expert_weights in (None, weights):
-        alone, padded = (_run(c, group, expert_weights, dtype=torch.float32) for c in (case, more))
+        base, extended = (
+            _run(c, group, expert_weights, dtype=torch.float32) for c in (case, longer)
+        )
         if rank < case.ep - 1:
-            for a, b in zip(alone, padded, strict=True):
-                # A matrix product of another height may round otherwise.
-                assert_close(f"{case}: with padding", b, a, 0 if expert_weights is None else 1e-6)
+            for a, b in zip(base, extended, strict=True):
+                # Experts get more rows, and a matrix product of another size may round differently.
+                assert_close(
+                    f"{case}: with more tokens", b, a, 0 if expert_weights is None else 1e-6
+                )
 
 
 def _check_max_rows(group: dist.ProcessGroup) -> None:
-    """Rank 1 would get 2 + 3 + 0 + 4 rows: all ranks raise at 8, none at 9."""
+    """Rank 1 would get 2 + 3 + 0 + 4 = 9 rows: max_rows=9 allows this, max_rows=8 raises."""
     case = Case(0, 4, (2, 3, 0, 4), 4, 1, 2, (1,))
     _run(case, group, max_rows=9)
     want = (
@@ -217,7 +228,7 @@ def _check_max_rows(group: dist.ProcessGroup) -> None:
         _run(case, group, max_rows=8)
 
 
-def _on_four_ranks(rank: int, world: int, every: int) -> None:
+def _check_random_cases(rank: int, world: int, every: int) -> None:
     assert dist.group.WORLD is not None
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {4: dist.group.WORLD, 2: pairs[rank // 2]}
@@ -233,7 +244,7 @@ def _on_four_ranks(rank: int, world: int, every: int) -> None:
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_cases_on_four_ranks(every: int) -> None:
-    run_ranks(_on_four_ranks, 4, every, timeout=300)
+    run_ranks(_check_random_cases, 4, every, timeout=300)
 
 
 def test_cases_reach_the_edges() -> None:
@@ -243,24 +254,24 @@ def test_cases_reach_the_edges() -> None:
     assert sum(min(case.tokens) < case.chunks for case in cases) >= 30
     assert sum(case.experts == case.ep for case in cases) >= 20
     idle = [c for c in cases if len({expert // c.local for expert in c.pool}) < c.ep]
-    assert len(idle) >= 5  # some ranks own no expert that anybody chose
+    assert len(idle) >= 5  # cases in which nobody chooses an expert of some rank
 
 
 def _die_in_the_second_step(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=2)
     for step in range(3):
-        if step == 1 and rank == 1:  # in its first MoE layer
+        if step == 1 and rank == 1:  # rank 1 dies in the first MoE layer of this step
             AllToAll.plan = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         model(**batch(model, 2, 7, seed=rank)).loss.backward()
 
 
-def test_a_killed_rank_ends_the_others_with_an_error() -> None:
+def test_after_a_kill_the_other_ranks_raise() -> None:
     outcomes = run_ranks(
         _die_in_the_second_step, 4, timeout=120, group_timeout=20, expect_errors=True
     )
     assert outcomes[1][:2] == ("error", "ProcessDied")
     for rank in (0, 2, 3):
         assert outcomes[rank][0] == "error", outcomes[rank]
-    # The one that waits for it in the ep group names the place.
+    # Rank 0 is in the ep group of the killed rank 1, so its error names the MoE layer.
     match = r"^MoE layer 0 of forward 2 .*: counts, group mesh_ep of ranks 0, 1, could not be exch"
     assert re.match(match, outcomes[0][2]), outcomes[0]

@@ -1,8 +1,7 @@
-"""The cost of hub_tensors on 4 ranks: memory beyond the shards, bytes sent, products of LoRA
-factors.
+"""The cost of hub_tensors on 4 ranks: additional memory, bytes sent, and products of LoRA factors.
 
-With a model of 960 MiB at most 1.2 times max_bytes are resident beyond the shards, including the
-collectives' own buffers.
+With a model of 960 MiB, resident memory grows by at most 1.2 times max_bytes, including the buffers
+of collectives.
 """
 
 from typing import Any
@@ -38,10 +37,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 4": {"ep_size": 4},
 }
 DIVISIBLE = {"vocab_size": 96, "moe_intermediate_size": 32}  # no shard is padded
-SMALL = 40_000
+SMALL = 40_000  # max_bytes for small parts
 
 
-def memory(rank: int, world: int) -> None:
+def memory_growth(rank: int, world: int) -> None:
     """Resident memory of each rank grows by at most 1.2 times max_bytes."""
     return_what_is_freed()
     with mock.patch.object(nn.init, "normal_"):  # values do not matter here
@@ -58,8 +57,8 @@ def memory(rank: int, world: int) -> None:
         assert max_bytes / 8 < grown <= 1.2 * max_bytes, (max_bytes, grown / max_bytes)
 
 
-def each_byte_travels_once(rank: int, world: int) -> None:
-    """A rank receives what it does not hold once, in small parts, in the yielded dtype."""
+def each_byte_is_received_once(rank: int, world: int) -> None:
+    """A rank receives each byte that it lacks once, in small parts, in the yielded dtype."""
     for name, layout in LAYOUTS.items():
         model = apply_ep_fsdp2(tiny(dtype=torch.float32, **DIVISIBLE), **layout)
         for max_bytes in (SMALL, 2**30):
@@ -67,19 +66,19 @@ def each_byte_travels_once(rank: int, world: int) -> None:
                 with Received() as received:
                     for _ in hub_tensors(model, dtype=dtype, max_bytes=max_bytes):
                         pass
-                wanted = not_here(model.parameters(), dtype)
-                assert received.bytes == wanted, (name, max_bytes, received.bytes, wanted)
+                missing_bytes = not_here(model.parameters(), dtype)
+                assert received.bytes == missing_bytes, (name, max_bytes, missing_bytes)
                 assert 0 < received.largest <= max_bytes and received.rounds > 10
 
 
-def adapters_cost_one_product(rank: int, world: int) -> None:
-    """Each element of B A is computed by one rank (of a replica), and factors travel once."""
-    made: list[int] = []
+def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
+    """One rank of each replica computes an element of B A, and factors are received once."""
+    sizes: list[int] = []
     product = Update.of
 
     def counted(update: Update, part: Any) -> Tensor:
         delta = product(update, part)
-        made.append(delta.numel())
+        sizes.append(delta.numel())
         return delta
 
     for name, layout in LAYOUTS.items():
@@ -91,17 +90,17 @@ def adapters_cost_one_product(rank: int, world: int) -> None:
         adapted = ("experts", "q_proj", "v_proj")
         merged = [p for n, p in named.items() if "lora_" not in n and any(a in n for a in adapted)]
         for max_bytes in (SMALL, 2**30):
-            made.clear()
+            sizes.clear()
             with mock.patch.object(Update, "of", counted), Received() as received:
                 for _ in hub_tensors(model, merge_adapters=True, max_bytes=max_bytes):
                     pass
             assert received.bytes == not_here(base) + not_here(factors), (name, max_bytes)
             assert received.largest <= max_bytes
             if max_bytes == SMALL:
-                assert max(made) * 4 <= max_bytes
+                assert max(sizes) * 4 <= max_bytes
             else:
-                assert len(made) == len(merged)
-            total = torch.tensor(sum(made))
+                assert len(sizes) == len(merged)
+            total = torch.tensor(sum(sizes))
             dist.all_reduce(total)
             replicas = layout.get("dp_replicate_size", 1)
             assert int(total) == replicas * sum(p.numel() for p in merged), (name, max_bytes)
@@ -109,7 +108,10 @@ def adapters_cost_one_product(rank: int, world: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "claim", on_ranks(4, memory, each_byte_travels_once, adapters_cost_one_product)
+    "claim",
+    on_ranks(
+        4, memory_growth, each_byte_is_received_once, each_product_of_factors_is_computed_once
+    ),
 )
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

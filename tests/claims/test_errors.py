@@ -1,6 +1,4 @@
-"""Impossible requests are errors on every rank, with both numbers and the remedy, and
-never a hang.
-"""
+"""An impossible request raises on every rank, names both numbers and the fix, and never hangs."""
 
 import os
 import re
@@ -52,19 +50,19 @@ def _without_experts() -> nn.Module:
     return tiny(mlp_only_layers=[0, 1])
 
 
-def _one_layer_lost() -> nn.Module:
+def _without_experts_in_layer_1() -> nn.Module:
     model = tiny()
     model.model.layers[1].mlp.experts = nn.Identity()
     return model
 
 
-def _half_the_layers() -> nn.Module:
+def _without_layer_1() -> nn.Module:
     model = tiny()
     del model.model.layers[1]
     return model
 
 
-# name: (model, options of patch, match)
+# name: (a function that builds the model, options of patch, a match of the error)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "experts": (tiny, {"ep_size": 3}, r"ep_size \(3\).*num_experts \(8\).*try 1, 2, 4, 8$"),
     "more than experts": (tiny, {"ep_size": 16}, r"ep_size \(16\).*num_experts \(8\).*try 1, 2"),
@@ -95,8 +93,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         "unknown architecture 'qwen3_moe' .*none of its modules uses transformers",
     ),
-    "a layer lost": (_half_the_layers, {}, "found 1 decoder layers.*expected 2"),
-    "foreign experts": (_one_layer_lost, {}, r"without transformers.*layers\.1\.mlp\.experts"),
+    "a layer lost": (_without_layer_1, {}, "found 1 decoder layers.*expected 2"),
+    "foreign experts": (
+        _without_experts_in_layer_1,
+        {},
+        r"without transformers.*layers\.1\.mlp\.experts",
+    ),
     "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
 }
 if hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
@@ -116,7 +118,7 @@ def test_patch_refuses(name: str) -> None:
         apply_ep_fsdp2(make(), **options)
 
 
-def test_environment_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "abc")
     with pytest.raises(ValueError, match=r"HF_MOE_EP_EP_SIZE='abc'.*HF_MOE_EP_EP_SIZE=8"):
         patch(tiny())
@@ -130,12 +132,12 @@ def test_without_a_process_group() -> None:
         model(**batch(model, 2, 5))
     with pytest.raises(ValueError, match=f"ep_size=1, sp_size=1, dp_replicate_size=4.*{LAUNCH}"):
         patch(tiny(), dp_replicate_size=4)(**batch(model, 2, 5))
-    inner = patch(tiny(), ep_size=2).model  # past the root's hook
+    inner = patch(tiny(), ep_size=2).model  # this call skips the root's hook
     with pytest.raises(ValueError, match=f"ep_size=2.*{LAUNCH}"):
         inner(input_ids=torch.tensor([[1, 2, 3]]))
 
 
-def test_unpatch_and_describe_want_a_patched_model() -> None:
+def test_unpatch_and_describe_need_a_patched_model() -> None:
     for call in (unpatch, describe):
         with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not patched"):
             call(tiny())
@@ -152,10 +154,10 @@ def fake_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_model_that_is_sharded_or_wrapped_already() -> None:
-    whole, part = tiny(), tiny()
-    fully_shard(whole)
-    fully_shard(part.model.layers[0])
-    for model in (whole, part):
+    sharded, with_sharded_layer = tiny(), tiny()
+    fully_shard(sharded)
+    fully_shard(with_sharded_layer.model.layers[0])
+    for model in (sharded, with_sharded_layer):
         with pytest.raises(ValueError, match=f"FSDP2 shards parts of this model.*{SHARDED}"):
             patch(model)
     ddp = DistributedDataParallel(tiny())
@@ -166,28 +168,30 @@ def test_a_model_that_is_sharded_or_wrapped_already() -> None:
         patch(wrapped)
 
 
-def _everywhere(match: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
-    """`call` raises on this rank; all ranks are still in step after it."""
+def _assert_raises_on_all(
+    match: str, call: Callable[[], Any], kind: type[Exception] = ValueError
+) -> None:
+    """`call` raises on every rank, and the ranks can still run a collective afterwards."""
     with pytest.raises(kind, match=match):
         call()
     dist.barrier()
 
 
-def impossible_worlds_and_a_second_sharding(rank: int, world: int) -> None:
+def impossible_world_sizes_and_a_second_sharding(rank: int, world: int) -> None:
     text = r"ep_size \(4\).*2 / 1 = 2.*try 1, 2,.*multiple of 4"
-    _everywhere(text, lambda: apply_ep_fsdp2(tiny(), ep_size=4))
+    _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(), ep_size=4))
     six = {"num_experts": 6}
     text = r"ep_size \(3\).*2 / 1 = 2.*try 1, 2,.*multiple of 3"
-    _everywhere(text, lambda: apply_ep_fsdp2(tiny(**six), ep_size=3))
+    _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(**six), ep_size=3))
     text = r"dp_replicate_size \(3\).*world size \(2\); try 1, 2"
-    _everywhere(text, lambda: apply_ep_fsdp2(tiny(), dp_replicate_size=3))
+    _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(), dp_replicate_size=3))
     text = r"expert_shard_dim=1.*\(8, 33, 24\).*ep_fsdp \(2\).*'auto'"
-    odd = {"hidden_size": 33, "head_dim": 4}  # down_proj (8, 33, 24) over ep_fsdp 2
-    _everywhere(text, lambda: apply_ep_fsdp2(tiny(**odd), expert_shard_dim=1))
+    indivisible = {"hidden_size": 33, "head_dim": 4}  # down_proj (8, 33, 24) over ep_fsdp 2
+    _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(**indivisible), expert_shard_dim=1))
     refused = patch(tiny(), ep_size=4)
     with pytest.raises(ValueError, match=r"ep_size \(4\)"):
         apply_ep_fsdp2(refused)
-    apply_ep_fsdp2(refused, ep_size=2)  # the remedy works on the same model
+    apply_ep_fsdp2(refused, ep_size=2)  # the fix of the message works on the same model
 
     for call in (
         lambda: patch(refused, ep_size=2),
@@ -195,23 +199,23 @@ def impossible_worlds_and_a_second_sharding(rank: int, world: int) -> None:
         lambda: apply_ep_fsdp2(refused),
         lambda: apply_ep_fsdp2(refused, ep_size=1),
     ):
-        _everywhere(f"sharded by hf_moe_ep already.*{SHARDED}", call)
-    _everywhere("sharded over 2 ranks; unpatch it before", lambda: unpatch(refused))
+        _assert_raises_on_all(f"sharded by hf_moe_ep already.*{SHARDED}", call)
+    _assert_raises_on_all("sharded over 2 ranks; unpatch it before", lambda: unpatch(refused))
 
 
 def a_model_inside_ddp(rank: int, world: int) -> None:
     model = DistributedDataParallel(patch(tiny()))
     inputs = batch(tiny(), 2, 5, seed=rank)
-    _everywhere(f"wrapped in DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
-    model.module(**inputs)  # outside of DDP's forward it is one process's model
+    _assert_raises_on_all(f"wrapped in DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
+    model.module(**inputs)  # without DDP's forward, the model runs on one process
 
 
 def weights_on_meta(rank: int, world: int) -> None:
     text = r"of rank 0 are on the meta device.*from_pretrained"
-    _everywhere(text, lambda: apply_ep_fsdp2(tiny().to("meta"), ep_size=2))
+    _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny().to("meta"), ep_size=2))
     half = tiny()
     half.lm_head = half.lm_head.to("meta")
-    _everywhere("1 of .* of rank 0.*meta", lambda: apply_ep_fsdp2(half))
+    _assert_raises_on_all("1 of .* of rank 0.*meta", lambda: apply_ep_fsdp2(half))
     model = tiny(seed=rank) if rank == 0 else tiny(seed=rank).to("meta")
     apply_ep_fsdp2(model, ep_size=2)
     want = tiny(seed=0)
@@ -224,10 +228,10 @@ def weights_on_meta(rank: int, world: int) -> None:
 
 def ranks_that_disagree(rank: int, world: int) -> None:
     def differ(match: str, *options: dict[str, Any], **sizes: list[Any]) -> None:
-        mine = {name: values[rank] for name, values in sizes.items()}
+        own_sizes = {name: values[rank] for name, values in sizes.items()}
         text = f"ranks disagree about {match}"
-        call = lambda: apply_ep_fsdp2(tiny(**mine), **(options[rank] if options else {}))  # noqa: E731
-        _everywhere(text, call)
+        call = lambda: apply_ep_fsdp2(tiny(**own_sizes), **(options[rank] if options else {}))  # noqa: E731
+        _assert_raises_on_all(text, call)
 
     differ("config: rank 0 has .*ep_size=1,.* rank 1 has .*ep_size=2,", {}, {"ep_size": 2})
     differ("config: .*ep_outside", {"ep_outside": True}, {})
@@ -242,27 +246,27 @@ def ranks_that_disagree(rank: int, world: int) -> None:
     differ("parameters", tie_word_embeddings=[False, True])
     frozen = tiny()
     frozen.lm_head.weight.requires_grad_(rank == 0)
-    _everywhere("ranks disagree about parameters", lambda: apply_ep_fsdp2(frozen))
+    _assert_raises_on_all("ranks disagree about parameters", lambda: apply_ep_fsdp2(frozen))
     os.environ["HF_MOE_EP_EP_SIZE"] = str(rank + 1)
-    _everywhere("ranks disagree about config.*ep_size=2", lambda: apply_ep_fsdp2(tiny()))
+    _assert_raises_on_all("ranks disagree about config.*ep_size=2", lambda: apply_ep_fsdp2(tiny()))
     del os.environ["HF_MOE_EP_EP_SIZE"]
 
 
-def what_one_rank_cannot_patch(rank: int, world: int) -> None:
-    """One rank has another size, or lacks a package. The other ranks raise too and do not wait."""
+def an_error_of_one_rank_in_patch(rank: int, world: int) -> None:
+    """Rank 1 has another ep_size, or lacks a package. Rank 0 raises too instead of waiting."""
     config = ParallelConfig(ep_size=2 + rank)
     text = r"ep_size \(3\).*num_experts \(8\)"
-    _everywhere(text, lambda: apply_ep_fsdp2(tiny(), config))
+    _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(), config))
     model = with_lora(tiny(hidden_size=64, moe_intermediate_size=64))
     lacks = mock.patch("importlib.util.find_spec", return_value=None)
     with lacks if rank == 1 else nullcontext():
         text = r"apply_ep_fsdp2 failed on rank 1: ImportError: .*bitsandbytes"
         call = lambda: apply_ep_fsdp2(model, ep_size=2, experts_dtype="nf4")  # noqa: E731
-        _everywhere(text, call, RuntimeError)
+        _assert_raises_on_all(text, call, RuntimeError)
 
 
-def ranks_in_other_places_of_the_model(rank: int, world: int) -> None:
-    """If ranks run different layers or modes, the error on both names both positions."""
+def ranks_at_different_positions(rank: int, world: int) -> None:
+    """If ranks run different layers or modes, both raise an error that names both positions."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     inputs = batch(tiny(), 2, 5, seed=rank)
     model(**inputs)
@@ -273,17 +277,17 @@ def ranks_in_other_places_of_the_model(rank: int, world: int) -> None:
         torch.ones(1, 2, dtype=torch.float64),
     )
     names = r"(?s)rank 0: MoE layer 0 of forward 1.*rank 1: MoE layer 1 of forward 1"
-    _everywhere(names, lambda: experts[rank](*args), RuntimeError)
+    _assert_raises_on_all(names, lambda: experts[rank](*args), RuntimeError)
     for mode, text in (("eval", "evaluation"), ("no_grad", "training, no_grad")):
         model = apply_ep_fsdp2(tiny(), ep_size=2)
         if rank == 1 and mode == "eval":
             model.eval()
         names = rf"(?s)rank 0: .*forward 1 \(training;.*rank 1: .*forward 1 \({text};"
         with torch.set_grad_enabled(not (rank == 1 and mode == "no_grad")):
-            _everywhere(names, lambda model=model: model(**inputs), RuntimeError)
+            _assert_raises_on_all(names, lambda model=model: model(**inputs), RuntimeError)
 
 
-def the_remedy_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int) -> None:
+def the_fix_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int) -> None:
     model = patch(tiny(hidden_size=33, head_dim=4), expert_shard_dim=1)
     with pytest.raises(ValueError, match=r"expert_shard_dim=1.*'auto'"):
         apply_ep_fsdp2(model)
@@ -294,10 +298,10 @@ ON_TWO_RANKS = [
     a_model_inside_ddp,
     weights_on_meta,
     ranks_that_disagree,
-    what_one_rank_cannot_patch,
-    ranks_in_other_places_of_the_model,
-    impossible_worlds_and_a_second_sharding,
-    the_remedy_of_a_refused_sharding_works_on_the_same_model,
+    an_error_of_one_rank_in_patch,
+    ranks_at_different_positions,
+    impossible_world_sizes_and_a_second_sharding,
+    the_fix_of_a_refused_sharding_works_on_the_same_model,
 ]
 
 
@@ -306,19 +310,21 @@ def test_errors_on_every_rank(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _wait_for_peers(seconds: float) -> None:
-    """From now on: the first collectives of ranks that just started need longer than the last."""
+def _set_timeouts(seconds: float) -> None:
+    """Set the timeout of all groups, after the first collectives, which need more time."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _experts_alone(rank: int, world: int) -> None:
-    """Rank 1 stays away from layer 1: nothing but the dispatch waits for it."""
+def _run_one_layer(rank: int, world: int) -> None:
+    """Rank 0 calls only the experts of layer 1, which rank 1 never reaches: rank 0's dispatch waits
+    for rank 1, and no all-gather of FSDP2 does.
+    """
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     model(**batch(tiny(), 2, 5, seed=rank))
     experts = model.model.layers[1].mlp.experts
     assert getattr(experts, STATE).index == 1
-    _wait_for_peers(3)
+    _set_timeouts(3)
     if rank == 1:
         time.sleep(8)
         return
@@ -326,38 +332,38 @@ def _experts_alone(rank: int, world: int) -> None:
     experts(torch.ones(1, 32, dtype=torch.float64), torch.tensor([[0, 7]]), weights)
 
 
-def _one_rank_skips(rank: int, world: int) -> None:
+def _skip_forward(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     model(**batch(tiny(), 2, 5, seed=rank))
-    _wait_for_peers(3)
+    _set_timeouts(3)
     if rank == 1:
         time.sleep(8)
         return
     model(**batch(tiny(), 2, 5, seed=rank))
 
 
-def _another_top_k(rank: int, world: int) -> None:
-    """No parameter shows it, but every row of routing has another width."""
+def _run_other_top_k(rank: int, world: int) -> None:
+    """The parameters of both ranks are alike, but a row of routing has 2 or 3 columns."""
     model = apply_ep_fsdp2(tiny(num_experts_per_tok=2 + rank), ep_size=2)
     model(**batch(tiny(), 2, 5, seed=rank))
 
 
-def _buffers_on_meta(rank: int, world: int) -> None:
-    """load_state_dict(assign=True) on a meta model leaves buffers outside state_dict on meta."""
+def _shard_buffers_on_meta(rank: int, world: int) -> None:
+    """load_state_dict(assign=True) leaves buffers on meta that are not in the state_dict."""
     state = tiny().state_dict()
     model = tiny().to("meta")
     model.load_state_dict(state, assign=True)
     apply_ep_fsdp2(model, ep_size=2)
 
 
-# A broken group cannot be used again, so each of these has a spawn of its own. Matches per rank;
-# None: this rank may end as it likes, but it ends.
-BROKEN: dict[str, tuple[Callable[..., None], list[str | None]]] = {
-    "a layer not reached": (_experts_alone, ["MoE layer 1 of forward 1 .*never reached", None]),
-    # FSDP2's first all-gather waits there, and its error cannot know of layers.
-    "a forward skipped": (_one_rank_skips, ["[Tt]ime(d )?out", None]),
-    "another top-k": (_another_top_k, ["disagree|different places"] * 2),
-    "buffers on meta": (_buffers_on_meta, ["on the meta device"] * 2),
+# name: (a job that breaks its process group, and so has a spawn of its own; a match of the error of
+# rank 0 and rank 1). None stands for a rank that may end with or without an error.
+BROKEN_STEPS: dict[str, tuple[Callable[..., None], list[str | None]]] = {
+    "a layer not reached": (_run_one_layer, ["MoE layer 1 of forward 1 .*never reached", None]),
+    # Rank 0 waits in FSDP2's first all-gather, whose error does not name a layer.
+    "a forward skipped": (_skip_forward, ["[Tt]ime(d )?out", None]),
+    "another top-k": (_run_other_top_k, ["disagree|different places"] * 2),
+    "buffers on meta": (_shard_buffers_on_meta, ["on the meta device"] * 2),
 }
 
 
@@ -365,11 +371,11 @@ BROKEN: dict[str, tuple[Callable[..., None], list[str | None]]] = {
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow) if name == "a forward skipped" else name
-        for name in BROKEN
+        for name in BROKEN_STEPS
     ],
 )
 def test_a_broken_step_ends_with_an_error(name: str) -> None:
-    job, matches = BROKEN[name]
+    job, matches = BROKEN_STEPS[name]
     outcomes = run_ranks(job, 2, expect_errors=True)
     for rank, (match, outcome) in enumerate(zip(matches, outcomes, strict=True)):
         if match is not None:

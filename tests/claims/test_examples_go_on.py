@@ -1,4 +1,4 @@
-"""An example that is started again goes on from its newest complete checkpoint."""
+"""An example that is started again resumes from its newest complete checkpoint."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from support.scripts import CPU_4, ROOT, run_script
 from hf_moe_ep.checkpoints.storage import manifest
 
 EXAMPLES = ROOT / "examples"
-# Blocks of 64 values, of which NF4 makes one scale, divide it.
+# NF4 has one scale for each block of 64 values, and 192 is a multiple of 64.
 MODEL = ["--moe_intermediate_size", "192"]
 COMMON = ["--ep_size", "2", "--block_size", "64", "--max_steps", "4", "--save_steps", "2"]
 FLAGS = {
@@ -27,8 +27,8 @@ FLAGS = {
 }
 
 
-def _result(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
-    """Run it; the losses that it noted, and what it printed."""
+def _run_example(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
+    """Run the example; return the losses that it logged, and its output."""
     printed = folder.with_suffix(".txt")
     arguments = ["--model", str(start), "--output_dir", str(folder), *COMMON]
     arguments += FLAGS[script].split()
@@ -43,19 +43,21 @@ def _result(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", FLAGS)
-def test_it_goes_on(tmp_path: Path, script: str) -> None:
-    """Step 2 is complete and step 3 is unfinished. The rest of the run is equal bit by bit."""
-    start, whole, again = (tmp_path / name for name in ("start", "whole", "again"))
+def test_an_example_resumes(tmp_path: Path, script: str) -> None:
+    """The checkpoint of step 2 is complete, and that of step 3 is not. The resumed run continues
+    with step 3 and equals the whole run bit by bit.
+    """
+    start, uninterrupted, resumed = (tmp_path / name for name in ("start", "whole", "again"))
     making = [sys.executable, EXAMPLES / "make_small_model.py", start]
     subprocess.run([*making, *(MODEL if script == "finetune_qlora.py" else [])], check=True)
-    want, said = _result(script, start, whole)
+    want, output = _run_example(script, start, uninterrupted)
     assert len(want) == (1 if script == "finetune_text_loop.py" else 9), want
-    assert "; skipped: " not in said
+    assert "; skipped: " not in output
     name = "step" if script == "finetune_text_loop.py" else "checkpoint"
-    shutil.copytree(whole / f"{name}-2", again / f"{name}-2")
-    manifest.begin(again / f"{name}-3")
-    shutil.rmtree(whole)
-    got, said = _result(script, start, again)
+    shutil.copytree(uninterrupted / f"{name}-2", resumed / f"{name}-2")
+    manifest.begin(resumed / f"{name}-3")
+    shutil.rmtree(uninterrupted)
+    got, output = _run_example(script, start, resumed)
     assert got == want
-    assert f"resuming from {again / name}-2; skipped: " in said, said[-3000:]
-    assert (again / f"{name}-4" / manifest.MANIFEST).exists()
+    assert f"resuming from {resumed / name}-2; skipped: " in output, output[-3000:]
+    assert (resumed / f"{name}-4" / manifest.MANIFEST).exists()

@@ -1,7 +1,7 @@
-"""The adapters of examples/finetune_lora.py and finetune_qlora.py open in a stock process.
+"""Stock PEFT loads the adapters of examples/finetune_lora.py and finetune_qlora.py.
 
-For QLoRA stock's experts get the values that the 4 bits stand for. Then stock PEFT has the held-out
-loss that the Trainer logged.
+It then has the held-out loss that the Trainer logged. For QLoRA, stock's experts get the values of
+the dequantised 4-bit experts.
 """
 
 import json
@@ -23,8 +23,8 @@ BLOCK, BLOCKS = 64, 32
 FLAGS = ["--ep_size", "2", "--lora_rank", "4", "--block_size", str(BLOCK)]
 FLAGS += ["--eval_blocks", str(BLOCKS), "--use_cpu", "--max_steps", "12", "--logging_steps", "1"]
 FLAGS += ["--learning_rate", "1e-2", "--report_to", "none", "--per_device_train_batch_size"]
-# Blocks of 64 values, of which NF4 makes one scale, divide it.
-OF_BLOCKS = ["--moe_intermediate_size", "192"]
+# NF4 has one scale for each block of 64 values, and 192 is a multiple of 64.
+NF4_SIZES = ["--moe_intermediate_size", "192"]
 
 
 def _train(folder: Path, name: str, ranks: int, model: list[str], printed: str) -> float:
@@ -48,7 +48,7 @@ def _train(folder: Path, name: str, ranks: int, model: list[str], printed: str) 
 
 
 def _held_out_loss(base: Path, adapter: Path, kind: str | None = None) -> float:
-    """The loss in stock PEFT; `kind`: with experts dequantised from that format."""
+    """Return the loss of stock PEFT. `kind` quantises and dequantises the experts of the base."""
     from text_data import pack, split_text
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -68,17 +68,17 @@ def test_lora_has_the_trainers_loss_in_stock_peft(tmp_path: Path) -> None:
     want = _train(tmp_path, "finetune_lora", 4, [], "trainable params")
     start, adapter = tmp_path / "start", tmp_path / "adapter"
     assert abs(_held_out_loss(start, adapter) - want) < 1e-4
-    # What a server would get, and back.
-    served, back = str(tmp_path / "served"), tmp_path / "back"
+    # Convert the adapter to the layout of servers and back again.
+    served, fused = str(tmp_path / "served"), tmp_path / "back"
     assert hf_moe_ep(["export-adapter", str(adapter), served]) == 0
-    assert hf_moe_ep(["export-adapter", served, str(back), "--to", "fused"]) == 0
-    assert _held_out_loss(start, back) == pytest.approx(_held_out_loss(start, adapter), abs=0)
+    assert hf_moe_ep(["export-adapter", served, str(fused), "--to", "fused"]) == 0
+    assert _held_out_loss(start, fused) == pytest.approx(_held_out_loss(start, adapter), abs=0)
 
 
 @pytest.mark.slow
 def test_qlora_has_the_trainers_loss_in_stock_peft(tmp_path: Path) -> None:
-    want = _train(tmp_path, "finetune_qlora", 2, OF_BLOCKS, "held in nf4")
+    want = _train(tmp_path, "finetune_qlora", 2, NF4_SIZES, "held in nf4")
     start, adapter = tmp_path / "start", tmp_path / "adapter"
     assert abs(_held_out_loss(start, adapter, "nf4") - want) < 1e-4
-    # Experts as they lie in the checkpoint are others.
+    # The experts of the checkpoint, which were not quantised, give another loss.
     assert abs(_held_out_loss(start, adapter) - want) > 1e-3

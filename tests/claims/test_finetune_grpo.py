@@ -1,7 +1,7 @@
-"""examples/finetune_grpo.py on four ranks: the reward rises, and stock code opens what it saves.
+"""examples/finetune_grpo.py on four ranks: the reward rises, and stock can load the saved model.
 
-An untrained model answers a sum with a digit in a hundred characters, and after a few steps with
-nothing else; so it does when it is read back by one stock process.
+The reward is the share of digits in the answer to a sum: about 1 % for an untrained model, and
+almost 100 % after a few steps, also in a stock process that loads the saved model.
 """
 
 import json
@@ -26,8 +26,8 @@ FLAGS += " --lr_scheduler_type constant --num_generations 8 --max_completion_len
 FLAGS += " --per_device_train_batch_size 8 --report_to none --disable_tqdm True --save_strategy no"
 
 
-def digits_of(model: Any, folder: Path) -> float:
-    """Share of digits in what a stock model answers greedily to sums that it was not asked."""
+def share_of_digits(model: Any, folder: Path) -> float:
+    """Return the share of digits in a stock model's greedy answers to sums of another seed."""
     from finetune_grpo import in_digits, sums
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -40,11 +40,11 @@ def digits_of(model: Any, folder: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", STEPS)
-def test_its_reward_rises(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_reward_rises(kind: str, tmp_path: Path) -> None:
     start, folder = tmp_path / "start", tmp_path / "out"
     subprocess.run([sys.executable, EXAMPLES / "make_small_model.py", start], check=True)
-    flags = [*FLAGS.split(), "--max_steps", str(STEPS[what]), *["--lora"] * (what == "LoRA")]
+    flags = [*FLAGS.split(), "--max_steps", str(STEPS[kind]), *["--lora"] * (kind == "LoRA")]
     run_script(
         EXAMPLES / "finetune_grpo.py",
         *["--model", os.fspath(start), "--output_dir", os.fspath(folder), *flags],
@@ -54,18 +54,18 @@ def test_its_reward_rises(what: str, tmp_path: Path) -> None:
     )
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     rewards = [entry["rewards/in_digits/mean"] for entry in log if "loss" in entry]
-    assert len(rewards) == STEPS[what]
+    assert len(rewards) == STEPS[kind]
     assert rewards[0] < 0.1 and rewards[-1] > 0.7, rewards
     before = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    assert digits_of(before, start) < 0.1
-    if what == "LoRA":
+    assert share_of_digits(before, start) < 0.1
+    if kind == "LoRA":
         after = PeftModel.from_pretrained(before, folder)
     else:
         after = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert digits_of(after, folder) > 0.7
+    assert share_of_digits(after, folder) > 0.7
 
 
-def test_its_rewards_check_answers() -> None:
+def test_rewards_of_example_answers() -> None:
     from finetune_grpo import in_digits, right, sums
 
     assert right(["12", " 12, or 3", "13", "none", "112"], ["12"] * 5) == [1, 1, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""`generate` of a sharded model: ranks that need different numbers of forwards do not wait."""
+"""`generate` of a sharded model: ranks that need different numbers of forwards do not hang."""
 
 from functools import partial
 from typing import Any
@@ -12,30 +12,30 @@ from support.tiny_models import tiny
 from hf_moe_ep import apply_ep_fsdp2
 
 
-def generates_its_own_text(ep_size: int, options: dict[str, Any], rank: int, world: int) -> None:
+def compare_continuations(ep_size: int, options: dict[str, Any], rank: int, world: int) -> None:
     want = continuations(tiny(seed=0, **options), rank)
     model = apply_ep_fsdp2(tiny(seed=rank, **options), ep_size=ep_size)
     assert_same(f"ep {ep_size}, rank {rank}", continuations(model, rank), want)
     model.train()
     loss = model(input_ids=want["free"], labels=want["free"]).loss
-    loss.backward()  # generate() left nothing behind that training trips over
+    loss.backward()  # training works after generate()
     assert torch.isfinite(loss), f"ep {ep_size}: loss {loss}"
 
 
-# Prompts and new tokens of rank 0 fill 8 positions, those of the others go past them.
+# Prompt and new tokens of rank 0 have 8 positions; those of other ranks have more.
 SHORT = {"max_position_embeddings": 8}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 ON_FOUR_RANKS = {
-    f"ep {ep_size}": partial(generates_its_own_text, ep_size, {}) for ep_size in (1, 2, 4)
+    f"ep {ep_size}": partial(compare_continuations, ep_size, {}) for ep_size in (1, 2, 4)
 }
-PAST_THE_TABLE = {
-    "past the last position on some ranks": partial(generates_its_own_text, 2, SHORT),
-    "the same, a table that grows": partial(generates_its_own_text, 2, SHORT | DYNAMIC),
+PAST_THE_LAST_POSITION = {
+    "past the last position on some ranks": partial(compare_continuations, 2, SHORT),
+    "the same with dynamic rope": partial(compare_continuations, 2, SHORT | DYNAMIC),
 }
 
 
 @pytest.mark.parametrize(
-    "claim", [*on_ranks(4, ON_FOUR_RANKS), *on_ranks(4, PAST_THE_TABLE, slow=True)]
+    "claim", [*on_ranks(4, ON_FOUR_RANKS), *on_ranks(4, PAST_THE_LAST_POSITION, slow=True)]
 )
 def test_every_rank_generates_its_own_text(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

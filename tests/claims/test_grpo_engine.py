@@ -1,9 +1,10 @@
-"""GRPO with an engine: after each of 3 steps on 4 ranks it holds what save_pretrained writes.
+"""GRPO with an engine: after each of 3 steps on 4 ranks, the engine holds the model's weights.
 
-Each byte reaches a rank that lacks it once, LoRA's factors included, and in small parts.
+These are the tensors that save_pretrained writes. In a sync each rank receives every byte that it
+lacks once, in small parts; this includes the factors of LoRA.
 
-The engine is `support.engine`'s stand-in for vLLM, in TRL's colocate mode; its completions are
-drawn from a seed, their tokens are as good as any for a step of the optimizer.
+The engine is `support.engine`'s stand-in for vLLM in TRL's colocate mode. Its completions are
+random tokens, which are enough for steps of the optimizer.
 """
 
 import os
@@ -34,11 +35,11 @@ from hf_moe_ep.lora.factors import pack_factors
 pytest.importorskip("trl", minversion="1.16")
 
 STEPS = 3
-SMALL = 40_000  # bytes at once, of a sync
+MAX_BYTES = 40_000  # the most bytes that a sync sends at once
 LORA = LoraConfig(
     r=4, target_modules=["q_proj", "v_proj"], target_parameters=list(EXPERTS), use_rslora=True
 )
-FP32_MERGED = 1e-6  # one product and one sum in fp32, in another order
+FP32_MERGED = 1e-6  # merging is one product and one sum in fp32, here in another order
 
 
 def _config(folder: str) -> Any:
@@ -66,7 +67,7 @@ def _config(folder: str) -> Any:
 
 
 def _generation_with(engine: Engine, after_sync: Any) -> Any:
-    """TRL's class, its engine replaced, its sync as it is."""
+    """Make a subclass of TRL's class with a stand-in engine; its sync is TRL's own."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     class Generation(VLLMGeneration):
@@ -80,17 +81,17 @@ def _generation_with(engine: Engine, after_sync: Any) -> Any:
 
         def sync_weights(self) -> None:
             engine.begin()
-            small = partial(hub_tensors, max_bytes=SMALL)
-            with mock.patch.object(engines, "hub_tensors", small), Received() as received:
+            in_small_parts = partial(hub_tensors, max_bytes=MAX_BYTES)
+            with mock.patch.object(engines, "hub_tensors", in_small_parts), Received() as received:
                 super().sync_weights()
             assert received.bytes == not_here(self.model.parameters())
-            assert 0 < received.largest <= SMALL
+            assert 0 < received.largest <= MAX_BYTES
             after_sync(self.model)
 
         def generate(self, prompts: Any, images: Any, num_generations: int, **_: Any) -> Any:
             completions = [torch.randint(3, 97, (6,)).tolist() for _ in prompts]
-            chances = [[[-1.0]] * 6 for _ in prompts]
-            return prompts, completions, chances, None
+            logprobs = [[[-1.0]] * 6 for _ in prompts]
+            return prompts, completions, logprobs, None
 
     return Generation
 
@@ -100,38 +101,40 @@ def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
-    """Every sync is exact: all keys, in the values that the last step left."""
+    """Every sync transfers all tensors with the values that the last step gave them."""
     from datasets import Dataset
     from support.jobs.sft import tokenizer
     from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
     engine = Engine.of(tiny(dtype=torch.float32))
-    seen: list[torch.Tensor] = []
+    synced_weights: list[torch.Tensor] = []
 
     def after_sync(model: Any) -> None:
         assert not engine.missing()
-        other = Engine.of(tiny(dtype=torch.float32))
+        expected_engine = Engine.of(tiny(dtype=torch.float32))
         if lora:
-            found = {n: full_tensor(p) for n, p in model.named_parameters()}
+            factors = {n: full_tensor(p) for n, p in model.named_parameters()}
             from peft import get_peft_model
 
             stock = get_peft_model(tiny(dtype=torch.float32), LORA)
-            missing, unexpected = stock.load_state_dict(pack_factors(model, found), strict=False)
+            missing, unexpected = stock.load_state_dict(pack_factors(model, factors), strict=False)
             assert not unexpected and not [n for n in missing if "lora_" in n]
-            other.load_weights(hub_state(stock.merge_and_unload()).items())
-            for key, tensor in other.parameters.items():
+            expected_engine.load_weights(hub_state(stock.merge_and_unload()).items())
+            for key, tensor in expected_engine.parameters.items():
                 assert_close(key, engine.parameters[key], tensor, FP32_MERGED)
         else:
-            place = f"{folder}/{len(seen)}"
-            save_pretrained(model, place)
-            other.load_weights(read_all(Path(place)).items())
-            assert all(torch.equal(engine.parameters[k], t) for k, t in other.parameters.items())
-        seen.append(engine.parameters["model.layers.1.mlp.experts.w13_weight"].clone())
+            saved_folder = f"{folder}/{len(synced_weights)}"
+            save_pretrained(model, saved_folder)
+            expected_engine.load_weights(read_all(Path(saved_folder)).items())
+            assert all(
+                torch.equal(engine.parameters[k], t) for k, t in expected_engine.parameters.items()
+            )
+        synced_weights.append(engine.parameters["model.layers.1.mlp.experts.w13_weight"].clone())
 
     rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
-    made = _generation_with(engine, after_sync)
-    with launched(), mock.patch.object(grpo_trainer, "VLLMGeneration", made):
+    generation = _generation_with(engine, after_sync)
+    with launched(), mock.patch.object(grpo_trainer, "VLLMGeneration", generation):
         model = patch(tiny(dtype=torch.float32), ep_size=2)
         trainer = GRPOTrainer(
             model,
@@ -143,14 +146,14 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
         )
         trainer.train()
         trainer.vllm_generation.sync_weights()
-    assert len(seen) == STEPS + 1
-    assert not any(torch.equal(a, b) for a, b in pairwise(seen))
+    assert len(synced_weights) == STEPS + 1
+    assert not any(torch.equal(a, b) for a, b in pairwise(synced_weights))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "claim", on_ranks(4, {"full": partial(grpo, False), "lora": partial(grpo, True)})
 )
-def test_each_step_reaches_the_engine(found: Found, claim: Check) -> None:
+def test_after_each_step_the_engine_holds_the_weights(found: Found, claim: Check) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found.raise_if_failed(claim)

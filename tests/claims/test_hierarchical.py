@@ -1,6 +1,6 @@
-"""Tokens that cross to a node once: 4 ranks as 2 nodes of 2, against stock in one process, fp64.
+"""The hierarchical dispatcher on 2 nodes of 2 ranks equals stock in one process, in fp64.
 
-Ranks of one machine are called nodes here by `node_size`.
+All ranks run on one machine; `node_size=2` makes the dispatcher treat every two ranks as one node.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ TWO_FORWARDS = {
 
 
 def _nodes(name: str, **changes: Any) -> Case:
-    """Ep 4 over two nodes of two ranks; `config` in addition to that."""
+    """Make a case on two nodes of two ranks, by default with ep 4."""
     config = NODES_OF_2 | changes.pop("config", {})
     return Case(name, 4, changes.pop("ep", 4), config=config, **changes)
 
@@ -54,5 +54,5 @@ FOUR_RANKS = [
 
 
 @pytest.mark.parametrize("claim", on_ranks(FOUR_RANKS, slow=True))
-def test_ranks_on_nodes_equal_one_process(found: Found, claim: Check) -> None:
+def test_ranks_of_two_nodes_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,9 +1,9 @@
-"""Checkpoints that are damaged or hostile run no code, and load no wrong value without a message.
+"""A damaged or hostile checkpoint runs no code, and loads no wrong value without a message.
 
-A corpus drawn at random of what `save_checkpoint` and `accelerator.save_state` write: a byte
-flipped, a file cut short, exchanged with that of another run or deleted, and a pickle that runs
-code at each place where a pickle can lie. An attacker can write a manifest too, so hostile files
-come with a new one, with none, and with the old one.
+The tests take checkpoints of `save_checkpoint` and `accelerator.save_state` and spoil each at
+random: they flip a bit, truncate or delete a file, exchange it with another run's, or insert a
+pickle that runs code at one of the places that hold pickles. An attacker can write a manifest too,
+so a hostile checkpoint has a new manifest, no manifest, or the old one.
 """
 
 import pickle
@@ -67,33 +67,33 @@ class _Run:
         return whole_state(self.model, self.optimizer)
 
 
-def _damage(kind: str, file: Path, other: Path, draw: random.Random) -> None:
+def _damage(kind: str, file: Path, other: Path, generator: random.Random) -> None:
     data = bytearray(file.read_bytes())
     if kind == "deleted":
         file.unlink()
     elif kind == "exchanged":
         shutil.copy(other, file)
     elif kind == "cut":
-        file.write_bytes(data[: draw.randrange(len(data))])
+        file.write_bytes(data[: generator.randrange(len(data))])
     else:
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
         file.write_bytes(data)
 
 
-def _places(folder: Path) -> list[tuple[str, Path]]:
-    """Find the pickles of a checkpoint; `save_checkpoint` writes none."""
-    dcp = sorted({file.parent for file in folder.rglob(".metadata")})
+def _find_pickles(folder: Path) -> list[tuple[str, Path]]:
+    """Find the pickles of a checkpoint as (kind, path). `save_checkpoint` writes none."""
+    dcp_folders = sorted({file.parent for file in folder.rglob(".metadata")})
     return [
-        *(("byte item", one) for one in dcp if _has_byte_items(one)),
-        *(("metadata", one / ".metadata") for one in dcp),
+        *(("byte item", dcp) for dcp in dcp_folders if _has_byte_items(dcp)),
+        *(("metadata", dcp / ".metadata") for dcp in dcp_folders),
         *(("file", file) for file in _files(folder) if file.suffix in (".pkl", ".bin", ".pt")),
     ]
 
 
-def _plant(place: str, path: Path, trace: Path, draw: random.Random) -> None:
-    if place == "byte item":
+def _plant(kind: str, path: Path, trace: Path, generator: random.Random) -> None:
+    if kind == "byte item":
         plant(path, trace)
-    elif place == "metadata" or draw.random() < 0.5:
+    elif kind == "metadata" or generator.random() < 0.5:
         path.write_bytes(pickle.dumps(Shell(trace)))
     else:
         torch.save(Shell(trace), path)
@@ -102,92 +102,100 @@ def _plant(place: str, path: Path, trace: Path, draw: random.Random) -> None:
 def _has_byte_items(folder: Path) -> bool:
     metadata = MetadataReader(folder).read_metadata()
     return any(
-        isinstance(one, BytesStorageMetadata) for one in metadata.state_dict_metadata.values()
+        isinstance(item, BytesStorageMetadata) for item in metadata.state_dict_metadata.values()
     )
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that hold values. Other tests damage the manifest and the marker."""
-    own = ("manifest.json", manifest.STARTED)
-    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in own)
+    """List the files that hold values; other tests damage the manifest and the marker."""
+    excluded = ("manifest.json", manifest.STARTED)
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file for file in files if file.name not in excluded)
 
 
 def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> tuple[str, str]:
-    """Copy a checkpoint and spoil the copy; returns what was done, and to its manifest."""
-    draw = random.Random(number)
+    """Spoil a copy of a checkpoint; return the kind of damage, and which manifest the copy has."""
+    generator = random.Random(number)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved, folder)
-    places = _places(folder)
-    if number % 2 or not places:
-        kind, what = draw.choice(DAMAGES), "old"
+    pickles = _find_pickles(folder)
+    if number % 2 or not pickles:
+        kind, which_manifest = generator.choice(DAMAGES), "old"
         files = [file for file in _files(folder) if file.stat().st_size]
-        file = draw.choice(files)
+        file = generator.choice(files)
         before = file.read_bytes()
-        _damage(kind, file, other / file.relative_to(folder), draw)
+        _damage(kind, file, other / file.relative_to(folder), generator)
         if file.exists() and file.read_bytes() == before:
             kind = "nothing"
-        return kind, what
-    (place, path), what = draw.choice(places), draw.choice(MANIFESTS)
-    _plant(place, path, trace, draw)
-    if what != "old":
+        return kind, which_manifest
+    (kind_of_pickle, path), which_manifest = generator.choice(pickles), generator.choice(MANIFESTS)
+    _plant(kind_of_pickle, path, trace, generator)
+    if which_manifest != "old":
         for file in folder.rglob("*"):
             if file.name in ("manifest.json", manifest.STARTED):
                 file.unlink()
-    return place, what
+    return kind_of_pickle, which_manifest
 
 
-def _corpus(rank: int, world: int, folder: str, numbers: list[int]) -> Counter[str]:
-    """Load all of them; returns how many were refused, warned of, and loaded as they were saved."""
-    found: Counter[str] = Counter()
+def _load_spoiled(rank: int, world: int, folder: str, numbers: list[int]) -> Counter[str]:
+    """Load each spoiled checkpoint, and count how many are refused, cause a warning, or load the
+    saved values.
+    """
+    outcomes: Counter[str] = Counter()
     copy, trace = Path(folder, "copy"), Path(folder, "code ran")
     with launched(**SHARDED):
         run = _Run(rank)
         saved: dict[tuple[str, str], Path] = {}
         run.step()
-        wants: dict[str, Tensor] = {}
+        saved_values: dict[str, Tensor] = {}
         for which in ("first", "second"):
             for way in WAYS:
                 saved[which, way] = Path(folder, which, way)
                 run.save(way, saved[which, way])
             if which == "first":
-                wants = run.values()
+                saved_values = run.values()
                 run.step()
         for number in numbers:
-            way = WAYS[number % 4 != 3]  # the other has no pickles
-            done = [("", "")]
+            way = WAYS[number % 4 != 3]  # mostly save_state, the only one that writes pickles
+            kind_and_manifest = [("", "")]
             if rank == 0:
                 spoiled = (saved["first", way], saved["second", way], copy, trace)
-                done = [_spoil(number, *spoiled)]
-            dist.broadcast_object_list(done)
-            kind, with_manifest = done[0]
-            if with_manifest == "new":
+                kind_and_manifest = [_spoil(number, *spoiled)]
+            dist.broadcast_object_list(kind_and_manifest)
+            kind, which_manifest = kind_and_manifest[0]
+            if which_manifest == "new":
                 manifest.write(copy, {})
-            ended = _load(run, way, copy, wants)
-            assert not trace.exists(), f"{number}: code ran out of {way}, {kind}, {with_manifest}"
-            assert ended != "wrong", f"{number}: {way}, {kind}, {with_manifest}: loaded, not said"
-            found[ended] += 1
+            outcome = _load(run, way, copy, saved_values)
+            assert not trace.exists(), (
+                f"{number}: loading ran code, {way}, {kind}, {which_manifest}"
+            )
+            assert outcome != "wrong", (
+                f"{number}: {way}, {kind}, {which_manifest}: wrong values, no message"
+            )
+            outcomes[outcome] += 1
             dist.barrier()
-    return found
+    return outcomes
 
 
-def _load(run: _Run, way: str, folder: Path, wants: dict[str, Tensor]) -> str:
+def _load(run: _Run, way: str, folder: Path, saved_values: dict[str, Tensor]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ended = _outcome(lambda: run.load(way, folder))
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, ended)
-    assert len({one == "" for one in every}) == 1, f"one rank alone raised: {every}"
-    if ended:
+        own_error = _error_of(lambda: run.load(way, folder))
+    errors: list[Any] = [None, None]
+    dist.all_gather_object(errors, own_error)
+    assert len({error == "" for error in errors}) == 1, f"only one rank raised: {errors}"
+    if own_error:
         return "refused"
-    got = run.values()
-    if all(torch.equal(got[name], want) for name, want in wants.items()):
+    loaded = run.values()
+    if all(torch.equal(loaded[name], value) for name, value in saved_values.items()):
         return "as saved"
-    said: list[Any] = [None, None]
-    dist.all_gather_object(said, [str(one.message) for one in caught])
-    return "warned of" if any("verified" in line for lines in said for line in lines) else "wrong"
+    messages: list[Any] = [None, None]
+    dist.all_gather_object(messages, [str(warning.message) for warning in caught])
+    warned = any("verified" in message for of_rank in messages for message in of_rank)
+    return "warned of" if warned else "wrong"
 
 
-def _outcome(load: Callable[[], None]) -> str:
+def _error_of(load: Callable[[], None]) -> str:
     """Return the error of `load`, if any. Other tests check which error it is."""
     try:
         load()
@@ -197,8 +205,10 @@ def _outcome(load: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_corpus(count: int, tmp_path: Path) -> None:
-    found, _ = run_ranks(_corpus, 2, str(tmp_path), list(range(count)), timeout=900.0)
-    print(dict(found))
-    assert found.total() == count
-    assert found["refused"] > count / 2
+def test_spoiled_checkpoints_run_no_code_and_load_no_wrong_values(
+    count: int, tmp_path: Path
+) -> None:
+    outcomes, _ = run_ranks(_load_spoiled, 2, str(tmp_path), list(range(count)), timeout=900.0)
+    print(dict(outcomes))
+    assert outcomes.total() == count
+    assert outcomes["refused"] > count / 2

@@ -1,4 +1,4 @@
-"""Checkpoints that are not whole, disks that are full, ranks that are killed while they save."""
+"""Loading from damaged checkpoints, saving to a full disk, and ranks killed during a save."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.checkpoints.storage.boxes import whole
-from hf_moe_ep.ranks import together as meet
+from hf_moe_ep.ranks import together as together_module
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
@@ -49,36 +49,39 @@ def _edit_tensors(folder: Path, key: str, edit: Callable[[dict[str, Any]], objec
     save_file(tensors, folder / name)
 
 
-def _cut(folder: Path) -> None:
+def _truncate(folder: Path) -> None:
     path = folder / FIRST
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100)
 
 
-def _no_weights(folder: Path) -> None:
+def _remove_weights(folder: Path) -> None:
     for path in folder.glob("model*"):
         path.unlink()
 
 
-def _replace(tensors: dict[str, Any]) -> None:
+def _reshape_expert(tensors: dict[str, Any]) -> None:
     tensors[EXPERT] = torch.zeros(24, 31)
 
 
-def _odd_dtype(folder: Path) -> None:
+def _set_unknown_dtype(folder: Path) -> None:
     path = folder / FIRST
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F4X"', 1))
 
 
-# What happened to the checkpoint, and the words of the error on every rank.
+# name: (a function that damages the checkpoint, a match of the error that every rank raises)
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (_cut, r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+"),
+    "truncated": (
+        _truncate,
+        r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+",
+    ),
     "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, but {INDEX} names it"),
     "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is no safetensors file"),
     "header damaged": (
         lambda f: (f / FIRST).write_bytes(b"\x10" + bytes(7) + b"{" * 200),
         rf"{FIRST} has a damaged header",
     ),
-    "dtype unknown": (_odd_dtype, rf"{FIRST}: .* has dtype F4X, which is not supported"),
+    "dtype unknown": (_set_unknown_dtype, rf"{FIRST}: .* has dtype F4X, which is not supported"),
     "tensor missing": (
         lambda f: _edit_index(f, lambda places: places.pop(EXPERT)),
         rf"does not fit this Qwen3MoeForCausalLM: missing 1 tensors: {EXPERT}",
@@ -88,31 +91,31 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"{FIRST} has no tensor extra, but {INDEX} says that it has",
     ),
     "misshapen": (
-        lambda f: _edit_tensors(f, EXPERT, _replace),
+        lambda f: _edit_tensors(f, EXPERT, _reshape_expert),
         rf"misshapen 1 tensors: {EXPERT} \(24, 31\) instead of \(24, 32\)",
     ),
-    "no checkpoint": (_no_weights, "holds no safetensors checkpoint"),
+    "no checkpoint": (_remove_weights, "holds no safetensors checkpoint"),
 }
 
 
-def _unexpected(folder: Path) -> None:
+def _add_tensor(folder: Path) -> None:
     name = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
     _edit_tensors(folder, EXPERT, lambda tensors: tensors.update(surplus=torch.zeros(2)))
     _edit_index(folder, lambda places: places.update(surplus=name))
 
 
-def _both_layouts(folder: Path) -> None:
+def _add_stacked_tensor(folder: Path) -> None:
     stacked = "model.layers.0.mlp.experts.down_proj"
     name = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
     _edit_tensors(folder, EXPERT, lambda tensors: tensors.update({stacked: torch.ones(8, 32, 24)}))
     _edit_index(folder, lambda places: places.update({stacked: name}))
 
 
-BROKEN["unexpected"] = (_unexpected, "unexpected 1 tensors: surplus")
-BROKEN["both layouts"] = (_both_layouts, "unexpected 1 tensors: .*0.mlp.experts.down_proj$")
+BROKEN["unexpected"] = (_add_tensor, "unexpected 1 tensors: surplus")
+BROKEN["both layouts"] = (_add_stacked_tensor, "unexpected 1 tensors: .*0.mlp.experts.down_proj$")
 
 
-def _refused(rank: int, world: int, folder: str) -> None:
+def _load_damaged(rank: int, world: int, folder: str) -> None:
     for case, (_, words) in BROKEN.items():
         with pytest.raises(ValueError, match=words):
             from_pretrained(f"{folder}/{case}", ep_size=2)
@@ -129,19 +132,19 @@ def _refused(rank: int, world: int, folder: str) -> None:
             from_pretrained(f"{folder}/whole", **option)
     with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):
         apply_ep_fsdp2(tiny(dtype=torch.float32), weights=f"{folder}/{case}")
-    # Seen by one rank alone.
-    seen = f"{folder}/whole" if rank == 0 else f"{folder}/truncated"
+    # Only rank 1 loads from a damaged folder.
+    own_folder = f"{folder}/whole" if rank == 0 else f"{folder}/truncated"
     with pytest.raises(ValueError, match=FIRST):
-        from_pretrained(seen, ep_size=2)
-    seen = f"{folder}/whole" if rank == 0 else f"{folder}/other"
+        from_pretrained(own_folder, ep_size=2)
+    own_folder = f"{folder}/whole" if rank == 0 else f"{folder}/other"
     with pytest.raises(ValueError, match=r"rank 1 in .*/other, rank 0 in .*/whole; name one fold"):
-        from_pretrained(seen, ep_size=2)
-    # A copy, in other files.
-    seen = f"{folder}/whole" if rank == 0 else f"{folder}/copy"
-    from_pretrained(seen, ep_size=2, output_router_logits=True, trust_remote_code=False)
+        from_pretrained(own_folder, ep_size=2)
+    # The copy holds the same tensors in other files.
+    own_folder = f"{folder}/whole" if rank == 0 else f"{folder}/copy"
+    from_pretrained(own_folder, ep_size=2, output_router_logits=True, trust_remote_code=False)
 
 
-def _tied(rank: int, world: int, folder: str) -> None:
+def _load_tied(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight have different"):
         from_pretrained(f"{folder}/differ", ep_size=2)
     save_pretrained(
@@ -150,35 +153,35 @@ def _tied(rank: int, world: int, folder: str) -> None:
     save_pretrained(from_pretrained(f"{folder}/same", ep_size=2), f"{folder}/tied")
 
 
-def test_tied_weights_that_the_checkpoint_has_twice(tmp_path: Path) -> None:
-    apart, one = tiny(dtype=torch.float32), tiny(dtype=torch.float32)
+def test_a_checkpoint_with_both_names_of_a_tied_weight(tmp_path: Path) -> None:
+    different, equal = tiny(dtype=torch.float32), tiny(dtype=torch.float32)
     with torch.no_grad():
-        one.lm_head.weight.copy_(one.model.embed_tokens.weight)
-    for case, model in (("differ", apart), ("same", one)):
+        equal.lm_head.weight.copy_(equal.model.embed_tokens.weight)
+    for case, model in (("differ", different), ("same", equal)):
         write_hub(tmp_path / case, model)
         config = json.loads((tmp_path / case / "config.json").read_text())
         text = json.dumps(config | {"tie_word_embeddings": True})
         (tmp_path / case / "config.json").write_text(text)
-    run_ranks(_tied, 2, str(tmp_path))
-    assert_equal(read_all(tmp_path / "untied"), hub_state(apart))
-    want = hub_state(one)
+    run_ranks(_load_tied, 2, str(tmp_path))
+    assert_equal(read_all(tmp_path / "untied"), hub_state(different))
+    want = hub_state(equal)
     del want["lm_head.weight"]
     assert_equal(read_all(tmp_path / "tied"), want)
 
 
-def _subfolder(rank: int, world: int, folder: str) -> None:
+def _load_subfolder(rank: int, world: int, folder: str) -> None:
     model = from_pretrained(folder, subfolder="checkpoint-3", ep_size=2)
-    save_pretrained(model, f"{folder}/again")
+    save_pretrained(model, f"{folder}/saved")
 
 
-def test_weights_are_those_of_the_subfolder(tmp_path: Path) -> None:
+def test_subfolder_selects_the_weights(tmp_path: Path) -> None:
     write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
     want = write_hub(tmp_path / "hub" / "checkpoint-3", tiny(dtype=torch.float32, seed=1))
-    run_ranks(_subfolder, 2, str(tmp_path / "hub"))
-    assert_equal(read_all(tmp_path / "hub" / "again"), want)
+    run_ranks(_load_subfolder, 2, str(tmp_path / "hub"))
+    assert_equal(read_all(tmp_path / "hub" / "saved"), want)
 
 
-def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = tiny(dtype=torch.float32)
     write_hub(tmp_path / "whole", model)
     write_hub(tmp_path / "copy", model, files=2)
@@ -186,44 +189,48 @@ def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path
     for case, (damage, _) in BROKEN.items():
         write_hub(tmp_path / case, model)
         damage(tmp_path / case)
-    run_ranks(_refused, 2, str(tmp_path))
+    run_ranks(_load_damaged, 2, str(tmp_path))
 
 
-def test_a_state_dict_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
+def test_an_incomplete_state_dict_overwrites_no_file(tmp_path: Path) -> None:
     model = patch(tiny(dtype=torch.float32, tie_word_embeddings=True))
     save_pretrained(model, tmp_path)
-    want, given = read_all(tmp_path), model.state_dict()
-    checkpoint.save_state_dict(model, tmp_path, given)  # with both names of the tied weight
+    want, complete = read_all(tmp_path), model.state_dict()
+    checkpoint.save_state_dict(model, tmp_path, complete)  # it has both names of the tied weight
     router = "model.layers.1.mlp.gate.weight"
-    lost = {name: tensor for name, tensor in given.items() if name != router}
-    for other, words in (
-        (lost, f"missing 1 tensors: {router}"),
-        (given | {"value_head": torch.ones(2)}, "unexpected 1 tensors: value_head"),
+    without_router = {name: tensor for name, tensor in complete.items() if name != router}
+    for wrong, words in (
+        (without_router, f"missing 1 tensors: {router}"),
+        (complete | {"value_head": torch.ones(2)}, "unexpected 1 tensors: value_head"),
         ({}, "missing 24 tensors"),
     ):
         with pytest.raises(ValueError, match=f"does not fit this Qwen3MoeForCausalLM: {words}"):
-            checkpoint.save_state_dict(model, tmp_path, other)
+            checkpoint.save_state_dict(model, tmp_path, wrong)
         assert_equal(read_all(tmp_path), want)
 
 
-def test_a_save_removes_shards_and_no_file_of_the_user(tmp_path: Path) -> None:
-    kept = ("model-ema.safetensors", "model-of-mine.safetensors", "adapter_model.safetensors")
-    old = ("model-00001-of-00002.safetensors", "model-0a1b2c3d-00001-of-00002.safetensors")
-    for name in (*kept, *old):
+def test_a_save_removes_old_shards_but_no_file_of_the_user(tmp_path: Path) -> None:
+    users_files = (
+        "model-ema.safetensors",
+        "model-of-mine.safetensors",
+        "adapter_model.safetensors",
+    )
+    old_shards = ("model-00001-of-00002.safetensors", "model-0a1b2c3d-00001-of-00002.safetensors")
+    for name in (*users_files, *old_shards):
         save_file({"a": torch.zeros(1)}, tmp_path / name)
     save_pretrained(patch(tiny(dtype=torch.float32)), tmp_path)
-    assert all((tmp_path / name).is_file() for name in kept)
-    assert not any((tmp_path / name).exists() for name in old)
+    assert all((tmp_path / name).is_file() for name in users_files)
+    assert not any((tmp_path / name).exists() for name in old_shards)
 
 
-class Full:
-    """A disk that is full after some bytes."""
+class FullDisk:
+    """A disk that is full after `room` bytes of safetensors files."""
 
     def __init__(self, room: int) -> None:
         self.room = room
 
     def opener(self) -> Callable[..., Any]:
-        """In place of Path.open."""
+        """Return a replacement of Path.open whose files raise "No space left on device"."""
         stock = Path.open
 
         def open_path(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -252,13 +259,13 @@ def _disk_full(rank: int, world: int, folder: str, total: int) -> None:
     before = sorted(os.listdir(folder))
     for room in (10, total // 3, total - 10):
         with (
-            mock.patch.object(safetensors_file.Path, "open", Full(room).opener()),
+            mock.patch.object(safetensors_file.Path, "open", FullDisk(room).opener()),
             pytest.raises(RuntimeError, match=r"rank 0: .*No space left on device"),
         ):
             save_pretrained(model, folder, max_shard_size=40_000)
         dist.barrier()
-        assert sorted(os.listdir(folder)) == before, "the previous checkpoint, and nothing else"
-    model(**batch(model, 2, 9, seed=rank)).loss.backward()  # training goes on
+        assert sorted(os.listdir(folder)) == before, "only the previous checkpoint may be there"
+    model(**batch(model, 2, 9, seed=rank)).loss.backward()  # training can continue
 
 
 def test_a_full_disk_is_an_error_on_every_rank_and_loses_nothing(tmp_path: Path) -> None:
@@ -267,24 +274,24 @@ def test_a_full_disk_is_an_error_on_every_rank_and_loses_nothing(tmp_path: Path)
     assert_equal(read_all(tmp_path), want)
 
 
-def test_a_save_that_fails_leaves_the_config_of_the_weights_that_stay(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_previous_config_with_the_previous_weights(tmp_path: Path) -> None:
     save_pretrained(patch(tiny(dtype=torch.float32)), tmp_path)
     larger = tiny(dtype=torch.float32)
     larger.resize_token_embeddings(101, mean_resizing=False)
     before = sorted(os.listdir(tmp_path))
     with (
-        mock.patch.object(safetensors_file.Path, "open", Full(100_000).opener()),
+        mock.patch.object(safetensors_file.Path, "open", FullDisk(100_000).opener()),
         pytest.raises(RuntimeError, match="No space left on device"),
     ):
         save_pretrained(patch(larger), tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert_equal(hub_state(kept), hub_state(tiny(dtype=torch.float32)))
+    previous = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal(hub_state(previous), hub_state(tiny(dtype=torch.float32)))
     save_pretrained(larger, tmp_path)
     assert_equal(hub_state(AutoModelForCausalLM.from_pretrained(tmp_path)), hub_state(larger))
 
 
-def _saved_otherwise(rank: int, world: int, folder: str) -> None:
+def _save_with_different_arguments(rank: int, world: int, folder: str) -> None:
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     with pytest.raises(ValueError, match=r"values of max_shard_size: .*'5GB', rank 1 with '50KB'"):
         save_pretrained(model, folder, max_shard_size="50KB" if rank else "5GB")
@@ -295,8 +302,8 @@ def _saved_otherwise(rank: int, world: int, folder: str) -> None:
     save_pretrained(model, folder if rank == 0 else f"{folder}/of another rank")
 
 
-def _alone(rank: int, world: int) -> None:
-    """Rank 1 has no memory for what it is to pass on; rank 0 waits for it, not where they meet."""
+def _fail_on_one_rank(rank: int, world: int) -> None:
+    """Rank 1 runs out of memory and raises, while rank 0 is busy and never calls `together`."""
     if rank == 0:
         time.sleep(5)
         return
@@ -305,47 +312,49 @@ def _alone(rank: int, world: int) -> None:
         RuntimeError,
         match=r"^saving failed on rank 1: .*CUDA out of memory; the other",
     ):
-        meet.together("saving", no_memory)
+        together_module.together("saving", no_memory)
 
 
-def test_a_rank_that_fails_alone_says_why() -> None:
-    run_ranks(_alone, 2, group_timeout=3.0)
+def test_a_failed_rank_raises_its_own_error_without_the_others() -> None:
+    run_ranks(_fail_on_one_rank, 2, group_timeout=3.0)
 
 
 def test_ranks_that_save_with_other_arguments_get_an_error(tmp_path: Path) -> None:
-    run_ranks(_saved_otherwise, 2, str(tmp_path), group_timeout=20.0)
+    run_ranks(_save_with_different_arguments, 2, str(tmp_path), group_timeout=20.0)
     assert_equal(read_all(tmp_path), hub_state(tiny(dtype=torch.float32)))
 
 
 def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
-    """A real full disk, where this process is allowed to mount one."""
+    """The test mounts a tmpfs of 1 MiB, if this process has the right to do so."""
     if os.system(f"mount -t tmpfs -o size=1m none {tmp_path} 2> /dev/null") != 0:
         pytest.skip("needs the right to mount a tmpfs of 1 MiB")
     try:
         want = hub_state(tiny(dtype=torch.float32))
         (tmp_path / "filler").write_bytes(bytes(2**20 - 330_000))
-        run_ranks(_saved_over, 2, str(tmp_path))
+        run_ranks(_save_to_full_disk, 2, str(tmp_path))
         assert_equal(read_all(tmp_path), want)
     finally:
         os.system(f"umount {tmp_path}")
 
 
-def _saved_over(rank: int, world: int, folder: str) -> None:
+def _save_to_full_disk(rank: int, world: int, folder: str) -> None:
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     save_pretrained(model, folder)
     with pytest.raises(RuntimeError, match=r"rank 0: .*No space left on device"):
         save_pretrained(model, folder)
 
 
-def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path) -> None:
-    """Rank 0 learns of the death where ranks meet. Files that it has committed before must stay."""
+def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: Path) -> None:
+    """Rank 0 notices the death in the next `together`. Files that it committed before must stay."""
     state = {"a": torch.arange(6.0), "b": torch.arange(3.0)}
     for calls in (1, 2, 3):  # the first file, the second, the commit
-        folder, seen = tmp_path / str(calls), []
+        folder, results = tmp_path / str(calls), []
 
-        def meet(what: str, part: Callable[[], None], calls: int = calls, seen: Any = seen) -> None:
-            seen.append(part())
-            if len(seen) == calls:
+        def fail_at_call(
+            what: str, part: Callable[[], None], calls: int = calls, results: Any = results
+        ) -> None:
+            results.append(part())
+            if len(results) == calls:
                 raise RuntimeError("a rank is gone")
 
         folder.mkdir()
@@ -355,16 +364,16 @@ def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path)
             for key, t in state.items()
         ]
         with pytest.raises(RuntimeError, match="a rank is gone"):
-            write_checkpoint(folder, files, together=meet)
+            write_checkpoint(folder, files, together=fail_at_call)
         if calls == 3:
             assert_equal(read_all(folder), state)
         else:
             assert os.listdir(folder) == ["model.safetensors"]
 
 
-def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
-    """Save one version after the other until a rank is killed."""
-    meet.PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
+def _save_until_killed(rank: int, world: int, folder: str, victim: int, after: float) -> None:
+    """Save weights that are all 0, then all 1, 2, ..., until rank `victim` is killed."""
+    together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
     if rank == victim:
         kill_later(after)
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
@@ -378,24 +387,24 @@ def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after:
 
 
 @pytest.mark.slow
-def test_whoever_is_killed_leaves_one_whole_version(tmp_path: Path) -> None:
+def test_after_a_kill_the_folder_holds_one_complete_version(tmp_path: Path) -> None:
     draw = random.Random(40)
     versions = set()
     for number in range(40):
         folder, victim = tmp_path / str(number), draw.randrange(2)
-        begun = time.monotonic()
+        started = time.monotonic()
         outcomes = run_ranks(
-            _killed_while_saving, 2, str(folder), victim, draw.uniform(1.0, 3.0),
+            _save_until_killed, 2, str(folder), victim, draw.uniform(1.0, 3.0),
             expect_errors=True, group_timeout=20.0,
         )  # fmt: skip
-        assert outcomes[victim][1] == "ProcessDied" and time.monotonic() - begun < 100
+        assert outcomes[victim][1] == "ProcessDied" and time.monotonic() - started < 100
         if not (folder / INDEX).is_file():
-            versions.add(-1)  # killed in front of the first commit
+            versions.add(-1)  # the kill came before the first commit
             continue
         state = read_all(folder)
-        found = {tensor.unique().item() for tensor in state.values()}
-        assert len(found) == 1, f"round {number}: a mixture of versions {found}"
+        values = {tensor.unique().item() for tensor in state.values()}
+        assert len(values) == 1, f"round {number}: a mixture of versions {values}"
         assert state.keys() == hub_state(tiny(dtype=torch.float32)).keys()
         AutoModelForCausalLM.from_pretrained(folder)
-        versions |= found
-    assert len(versions) > 1, "kills come at different moments"
+        versions |= values
+    assert len(versions) > 1, "all kills came at the same version"

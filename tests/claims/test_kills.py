@@ -1,8 +1,8 @@
-"""Ranks killed at random moments of save_checkpoint: what is resumed from is always complete.
+"""After a kill during save_checkpoint, a run resumes from a complete checkpoint.
 
-Each round: two ranks resume from the folder (or start), take steps and save after each, in the
-background or not; at a random moment one of them is killed (SIGKILL), mostly while it saves. The
-next round's first loss must be that of the uninterrupted run at that step.
+In each round two ranks resume from the folder, or start. They save after each step, in some rounds
+in the background. One rank is killed (SIGKILL) at a random moment, mostly during a save. Every loss
+must equal that of an uninterrupted run at the same step.
 """
 
 import os
@@ -22,28 +22,29 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
-from hf_moe_ep.ranks import together as meet
+from hf_moe_ep.ranks import together as together_module
 from hf_moe_ep.ranks.background import SaveHandle
 
 LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
 SMALL = {"num_hidden_layers": 1}
 MODULES = {"folder": training_folder, "manifest": manifest}
-# Which rank dies, when (seconds into a save, or the call of a function), in which save of a round.
+# (rank that dies, seconds after the start of a save or the function in which it dies, number of the
+# save in the round)
 Kill = tuple[int, float | str, int]
-BUDGET = 1e-9  # fp32 logits in transformers' loss, summed by other ranks
+BUDGET = 1e-9  # transformers' loss has fp32 logits, and another layout sums in another order
 
 
 def _folders(root: Path) -> list[Path]:
     return list(root.glob("step-*"))
 
 
-def _reference(rank: int, world: int, steps: int) -> list[float]:
+def _reference_losses(rank: int, world: int, steps: int) -> list[float]:
     run = start("full", LAYOUTS[0], **SMALL)
     return [step(run, number) for number in range(steps)]
 
 
-def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
-    """Resume, note every loss, save every step; rank `kill[0]` dies `kill[1]` s into a save."""
+def _resume_and_die(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
+    """Resume, write every loss to a file and save after every step, until the kill."""
     victim, moment, after = kill
     run = start("full", LAYOUTS[round_ % 2], seed=50 + round_, **SMALL)
     asynchronous, first = round_ % 3 != 0, 0
@@ -51,8 +52,8 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
         first = load_checkpoint(root, run.model, run.optimizer, run.scheduler)["step"]
     else:
         run = start("full", LAYOUTS[round_ % 2], **SMALL)
-    meet.PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
-    handle = SaveHandle(Path(root))  # of no save
+    together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
+    handle = SaveHandle(Path(root))  # a handle without a save, so that wait() returns at once
     for number in range(first, first + 4):
         loss = step(run, number)
         if rank == 0:
@@ -60,8 +61,8 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
                 log.write(f"{number} {loss!r} {round_}\n")
         if rank == victim and number == first + after:
             if isinstance(moment, str):
-                handle.wait()  # not in the save before, which may still run
-            _die(moment)
+                handle.wait()  # the previous save may still run, and must not be the one to fail
+            _schedule_kill(moment)
         handle = save_checkpoint(
             f"{root}/step-{number + 1}",
             run.model,
@@ -74,8 +75,8 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
     time.sleep(0.2)
 
 
-def _die(moment: float | str) -> None:
-    """In so many seconds, whatever runs then; or when a function is called."""
+def _schedule_kill(moment: float | str) -> None:
+    """Kill this process after `moment` seconds, or when the function `moment` is called."""
     if isinstance(moment, str):
         module, _, name = moment.rpartition(".")
         setattr(MODULES[module], name, lambda *args, **kw: os.kill(os.getpid(), signal.SIGKILL))
@@ -83,42 +84,42 @@ def _die(moment: float | str) -> None:
     kill_later(moment)
 
 
-def _rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
-    seen = {"died": 0, "torn": 0, "resumed": 0}
+def _run_rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
+    counts = {"died": 0, "torn": 0, "resumed": 0}
     root.mkdir()
     for round_, kill in enumerate(kills):
         before = {path.name for path in _folders(root) if (path / "manifest.json").exists()}
         try:
-            run_ranks(_go_on, 2, str(root), round_, kill, timeout=90)
+            run_ranks(_resume_and_die, 2, str(root), round_, kill, timeout=90)
         except RankError as error:
             assert f"rank {kill[0]} of 2 raised ProcessDied" in str(error), error
             wrong = ("raised ValueError", "raised AssertionError")
             assert not any(text in str(error) for text in wrong), error
-            seen["died"] += 1
+            counts["died"] += 1
         torn = [path for path in _folders(root) if not (path / "manifest.json").exists()]
-        seen["torn"] += bool(torn)
-        seen["resumed"] += bool(before)
+        counts["torn"] += bool(torn)
+        counts["resumed"] += bool(before)
         complete = {path.name for path in _folders(root)} - {path.name for path in torn}
-        assert before <= complete, "what was complete stays so"
+        assert before <= complete, "a complete checkpoint must stay complete"
         for name in complete:
-            manifest.check(root / name)  # a manifest means every byte
+            manifest.check(root / name)  # a folder with a manifest has to hold every byte
         if complete:
             newest = max(complete, key=lambda name: int(name.partition("-")[2]))
             assert manifest.newest_complete(root).name == newest
             for name in sorted(complete - {newest})[:-1]:
                 shutil.rmtree(root / name)
-    return seen
+    return counts
 
 
-def _check(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
-    seen = _rounds(root, kills)
+def _check_losses(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
+    counts = _run_rounds(root, kills)
     lines = [line.split() for line in (root / "losses").read_text().splitlines()]
     last = max(int(number) for number, *_ in lines)
-    want = run_ranks(_reference, 2, last + 1)[0]
+    want = run_ranks(_reference_losses, 2, last + 1)[0]
     for number, loss, round_ in lines:
         got = float(loss)
         assert abs(got - want[int(number)]) <= BUDGET * want[int(number)], (number, loss, round_)
-    return seen, last
+    return counts, last
 
 
 @pytest.mark.parametrize(
@@ -131,13 +132,13 @@ def _check(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
         ),
     ],
 )
-def test_kills_between_the_parts_of_a_save(points: tuple[str, ...], tmp_path: Path) -> None:
+def test_kills_between_the_steps_of_a_save(points: tuple[str, ...], tmp_path: Path) -> None:
     """Each kill leaves a torn folder."""
     kills: list[Kill] = [(index % 2, point, 1) for index, point in enumerate(points)]
-    seen, last = _check(tmp_path / "run", kills)
-    count = len(points)
-    assert seen == {"died": count, "torn": count, "resumed": count - 1}, (seen, last)
-    assert last >= count
+    counts, last = _check_losses(tmp_path / "run", kills)
+    num_kills = len(points)
+    assert counts == {"died": num_kills, "torn": num_kills, "resumed": num_kills - 1}, last
+    assert last >= num_kills
 
 
 @pytest.mark.slow
@@ -146,6 +147,6 @@ def test_forty_kills(tmp_path: Path) -> None:
     kills: list[Kill] = [
         (rng.randrange(2), 10 ** rng.uniform(-3.0, -0.8), rng.randrange(4)) for _ in range(40)
     ]
-    seen, last = _check(tmp_path / "run", kills)
-    print(seen, last)
-    assert seen["died"] == 40 and seen["torn"] >= 10 and seen["resumed"] >= 35, (seen, last)
+    counts, last = _check_losses(tmp_path / "run", kills)
+    print(counts, last)
+    assert counts["died"] == 40 and counts["torn"] >= 10 and counts["resumed"] >= 35, (counts, last)

@@ -1,4 +1,4 @@
-"""LoRA on stacked experts: what a step may not allocate, gather or keep, and what is refused."""
+"""LoRA on stacked experts: limits on what a step allocates and gathers, and refused calls."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
-from hf_moe_ep.ranks import together as meet
+from hf_moe_ep.ranks import together as together_module
 
 
 def _largest_of_a_step(model: nn.Module) -> int:
@@ -29,8 +29,8 @@ def _largest_of_a_step(model: nn.Module) -> int:
     return largest.elements
 
 
-def test_no_tensor_of_the_size_of_the_experts() -> None:
-    """A step makes neither merged weights nor their gradients. Stock PEFT makes both."""
+def test_a_step_makes_no_tensor_as_large_as_the_experts() -> None:
+    """Stock PEFT makes merged weights and their gradients; a patched model makes neither."""
     sizes = {"num_experts": 16, "moe_intermediate_size": 64}
     stock = with_lora(tiny(dtype=torch.float32, **sizes), r=2)
     experts = stock.get_base_model().model.layers[0].mlp.experts.get_base_layer()
@@ -40,8 +40,8 @@ def test_no_tensor_of_the_size_of_the_experts() -> None:
     assert _largest_of_a_step(model) < smallest
 
 
-def backward_gathers_only_what_gradients_pass(rank: int, world: int) -> None:
-    """Units gathered in backward: those that gradients pass, once, and none below them."""
+def backward_gathers_only_units_with_gradients(rank: int, world: int) -> None:
+    """Backward gathers each unit through which gradients flow once, and no layer below these."""
     layers = {name: [f"{name}", f"{name}.mlp.experts"] for name in ("layers.0", "layers.1")}
     for trained in (("layers.0", "layers.1"), ("layers.1",)):
         model = with_lora(tiny(dtype=torch.float32), r=2)
@@ -57,7 +57,7 @@ def backward_gathers_only_what_gradients_pass(rank: int, world: int) -> None:
 
 
 def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> None:
-    """PEFT's parametrization, which merges, is never there; AdamW's state is of shards alone."""
+    """PEFT's parametrization would merge weights, and is not used. AdamW has moments of shards."""
     torch.manual_seed(0)
     model = with_lora(tiny(dtype=torch.float32), r=2)
     apply_ep_fsdp2(model, ep_size=world)
@@ -73,11 +73,11 @@ def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> N
     optimizer.step()
     moments = [state["exp_avg"].to_local().numel() for state in optimizer.state.values()]
     assert sum(moments) == sum(p.to_local().numel() for p in trained)
-    whole = sum(p.numel() for p in trained)
-    assert sum(moments) < 0.6 * whole, "each of two ranks has about a half"
+    num_trained = sum(p.numel() for p in trained)
+    assert sum(moments) < 0.6 * num_trained, "each of two ranks has about a half"
 
 
-def what_would_not_do_what_it_says_is_refused_when_sharded(rank: int, world: int) -> None:
+def calls_that_cannot_work_on_a_sharded_model_are_refused(rank: int, world: int) -> None:
     model: Any = with_lora(tiny(dtype=torch.float32), r=2)
     apply_ep_fsdp2(model, ep_size=world)
     with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
@@ -87,18 +87,18 @@ def what_would_not_do_what_it_says_is_refused_when_sharded(rank: int, world: int
             call()
     with pytest.raises(ValueError, match="sharded over 2 ranks; load out/adapter before"):
         model.load_adapter("out/adapter", "default")
-    model(**batch(model, 2, 9)).loss.backward()  # nothing is left half done
+    model(**batch(model, 2, 9)).loss.backward()  # the refused calls have not changed the model
     plain = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=world)
     with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
         with_lora(plain)
 
 
-def trained_parameters_of_two_dtypes_are_an_error_that_says_so(rank: int, world: int) -> None:
+def trained_parameters_of_two_dtypes_are_an_error(rank: int, world: int) -> None:
     """PEFT makes fp32 factors, and copies modules_to_save in the model's dtype."""
-    for saved in (["post_attention_layernorm"], None):
-        model = with_lora(tiny(dtype=torch.bfloat16), modules_to_save=saved)
+    for modules_to_save in (["post_attention_layernorm"], None):
+        model = with_lora(tiny(dtype=torch.bfloat16), modules_to_save=modules_to_save)
         with launched():
-            if saved is None:
+            if modules_to_save is None:
                 prepared(model, ep_size=world)
                 continue
             with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*needs one"):
@@ -110,7 +110,9 @@ def trained_parameters_of_two_dtypes_are_an_error_that_says_so(rank: int, world:
     [{"lora_dropout": 0.1}, {"use_dora": True}, {"bias": "lora_only", "lora_bias": True}],
 )
 @pytest.mark.parametrize("prepare", [lambda model: model, patch])
-def test_what_peft_forbids_raises_pefts_error(prepare: Callable, options: dict[str, Any]) -> None:
+def test_options_that_peft_refuses_raise_its_error(
+    prepare: Callable, options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match="ParamWrapper does not work with"):
         with_lora(prepare(tiny()), modules=(), **options)
 
@@ -124,8 +126,8 @@ def test_quantised_experts_are_refused() -> None:
         patch(model)
 
 
-def experts_that_a_quantization_left_trainable_are_refused(rank: int, world: int) -> None:
-    """bitsandbytes packs linear layers and leaves experts as they were."""
+def unquantised_experts_of_a_quantised_model_must_be_frozen(rank: int, world: int) -> None:
+    """bitsandbytes quantises linear layers, but not experts, which would then be trained."""
     model = tiny(dtype=torch.bfloat16)
     model.is_quantized = True
     with pytest.raises(ValueError, match="4 weights of its experts are not quantized"):
@@ -133,26 +135,26 @@ def experts_that_a_quantization_left_trainable_are_refused(rank: int, world: int
     apply_ep_fsdp2(with_lora(model), ep_size=world)
 
 
-def saving_on_one_rank_is_an_error_and_no_hang(rank: int, world: int, folder: str) -> None:
-    """A plain collective would wait for the process group's timeout."""
+def saving_on_one_rank_raises_instead_of_hanging(rank: int, world: int, folder: str) -> None:
+    """Without a check, the first collective would wait for the process group's timeout."""
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
-    with mock.patch.object(meet, "PATIENCE", timedelta(seconds=2)):
+    with mock.patch.object(together_module, "PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             for save in (model.save_pretrained, partial(save_pretrained, model)):
                 with pytest.raises(RuntimeError, match=r"called on only 1 of 2 ranks.*every rank"):
                     save(folder)
     dist.barrier()
-    for _ in range(2):  # the failed ones are forgotten
+    for _ in range(2):  # the failed saves do not affect later saves
         save_pretrained(model, folder)
 
 
 ON_TWO_RANKS = [
-    backward_gathers_only_what_gradients_pass,
+    backward_gathers_only_units_with_gradients,
     a_step_with_a_frozen_base_makes_no_merged_weight,
-    what_would_not_do_what_it_says_is_refused_when_sharded,
-    trained_parameters_of_two_dtypes_are_an_error_that_says_so,
-    experts_that_a_quantization_left_trainable_are_refused,
-    saving_on_one_rank_is_an_error_and_no_hang,
+    calls_that_cannot_work_on_a_sharded_model_are_refused,
+    trained_parameters_of_two_dtypes_are_an_error,
+    unquantised_experts_of_a_quantised_model_must_be_frozen,
+    saving_on_one_rank_raises_instead_of_hanging,
 ]
 
 

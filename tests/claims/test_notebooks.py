@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and the numbers they arrive at are right."""
+"""Every notebook runs from top to bottom, and its results are right."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def _run(name: str, folder: Path, *expressions: str) -> dict[str, Any]:
     assert not stored, f"{name} is committed with outputs"
     pairs = ", ".join(f"{expression!r}: {expression}" for expression in expressions)
     notebook.cells.append(nbformat.v4.new_code_cell(f"import json\nprint(json.dumps({{{pairs}}}))"))
-    # One thread, as every test; and the checkout, where it is not installed.
+    # Use one thread, as every test does, and the checkout if the package is not installed.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -52,11 +52,11 @@ def test_quickstart(tmp_path: Path) -> None:
     )
     stock, patched = values["stock_losses"], values["patched_losses"]
     assert len(stock) == len(patched) == 50
-    # A fresh model is close to uniform over 256 bytes: ln 256 = 5.545.
+    # An untrained model predicts 256 bytes almost uniformly: ln 256 = 5.545.
     assert abs(patched[0] - 5.545) < 0.1
     assert patched[-1] < 0.6 * patched[0]
     assert values["loss.item()"] < 0.6 * patched[0]  # unpatched, with the trained weights
-    # fp64 but for the cross-entropy, whose fp32 rounding a last bit of the logits may flip.
+    # The model is fp64, but a last bit of the logits may change how the loss rounds to fp32.
     assert max(abs(a - b) for a, b in zip(stock, patched)) < 1e-5
     assert 0 < values["weights"] < 1e-5  # 0 would mean that stock's own code ran twice
     assert "ep_size=2" in values["refusal"]
@@ -65,9 +65,9 @@ def test_quickstart(tmp_path: Path) -> None:
     for per_expert, per_rank in small + published:
         assert 0 < per_rank <= per_expert <= 8
     assert small[0][1] < small[0][0]
-    assert small[-1][0] == small[-1][1]  # one expert a rank: nothing to save
-    # A uniform router's top-8 of 128 over 8 ranks: 8 * 7 / 8 experts elsewhere, and of 7 ranks
-    # those that none of 8 draws without replacement missed: C(112, 8) / C(128, 8) = 0.3328.
+    assert small[-1][0] == small[-1][1]  # one expert per rank: both counts are equal
+    # A uniform router chooses 8 of 128 experts on 8 ranks: 8 * 7 / 8 = 7 on other ranks. A rank has
+    # 16 experts, and none of them is chosen with probability C(112, 8) / C(128, 8) = 0.3328.
     assert abs(published[1][0] - 7) < 0.1  # 4096 tokens: a standard error of 0.014
     assert abs(published[1][1] - 7 * (1 - 0.3328)) < 0.1
 
@@ -90,11 +90,11 @@ def test_will_it_fit(tmp_path: Path) -> None:
     for bars in (small, large):
         for (ranks, bar), (twice, half) in pairwise(bars):
             assert twice == 2 * ranks
-            # Up to what uneven cuts pad: norms and routers over many ranks.
+            # The tolerance is for padding: many ranks shard norms and routers unevenly.
             for kind in ("parameters", "gradients", "optimizer"):
                 assert bar[kind] / half[kind] == pytest.approx(2, rel=2e-3)
             assert bar["gathered"] == pytest.approx(half["gathered"], rel=2e-3)
-    # 30.53 billion parameters in fp32 over 64 ranks, and twice that of moments.
+    # 64 ranks shard 30.53 billion fp32 parameters, and moments that are twice as large.
     assert small[-1][0] == 64
     assert small[-1][1]["parameters"] == pytest.approx(30.532e9 * 4 / 64 / 2**30, rel=1e-3)
     assert small[-1][1]["optimizer"] == pytest.approx(2 * small[-1][1]["gradients"], rel=1e-3)
@@ -113,7 +113,7 @@ def test_will_it_fit(tmp_path: Path) -> None:
 def test_own_loop(tmp_path: Path) -> None:
     values = _run("2_own_loop.ipynb", tmp_path, "differences", "runs", "weights", "done.stdout")
     two_ranks = values["differences"]["ep 2 on two ranks"]
-    assert two_ranks["norms"] < 1e-10  # fp64, other orders of summation
+    assert two_ranks["norms"] < 1e-10  # fp64 sums in another order
     assert two_ranks["losses"] < 1e-6  # Transformers computes the loss in fp32
     assert 0 < values["weights"] < 1e-10
     mistaken = values["differences"]["mean per rank"]
@@ -139,7 +139,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     )
     returncode, exit_codes = values["[done.returncode, exit_codes]"]
     assert returncode != 0
-    assert exit_codes == [0, 2, 0]  # verify the whole one, the torn one; convert
+    assert exit_codes == [0, 2, 0]  # verify a complete and a torn checkpoint, convert
     assert values["[os.path.exists(f'out/step-{step}/manifest.json') for step in (6, 8)]"] == [
         True,
         False,
@@ -148,9 +148,9 @@ def test_checkpoints(tmp_path: Path) -> None:
 
     killed, resumed, undisturbed = values["[killed, resumed, undisturbed]"]
     assert len(killed) == 8 and len(resumed) == 8 and len(undisturbed) == 14
-    # The loss is fp32; weights are fp64 and differ by the order of sums.
-    for found, want in ((killed, undisturbed[:8]), (resumed, undisturbed[6:])):
-        assert max(abs(a - b) / b for a, b in zip(found, want)) < 1e-6
+    # The loss is fp32. Weights are fp64, and their sums have another order.
+    for losses, want in ((killed, undisturbed[:8]), (resumed, undisturbed[6:])):
+        assert max(abs(a - b) / b for a, b in zip(losses, want)) < 1e-6
     assert 0 < values["weights"] < 1e-10
     assert undisturbed[-1] < undisturbed[0] - 0.5
 
@@ -158,7 +158,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert victim in refusal and "has changed since it was written" in refusal
     difference, identical, number = values["[difference, identical, len(saved)]"]
     assert difference < 1e-10 and identical
-    # Per layer 8 experts of 3 matrices, a router, attention (4 and 2 norms), 2 norms; 3 outside.
+    # Each of 2 layers has 8 experts with 3 matrices, a router, 4 matrices and 2 norms of attention,
+    # and 2 norms. The model has 3 more tensors.
     assert number == 2 * (8 * 3 + 1 + 4 + 2 + 2) + 3
 
 
@@ -184,11 +185,11 @@ def test_lora(tmp_path: Path) -> None:
     whole, on_rank_0 = values["[whole, on_rank_0]"]
     assert 2 * on_rank_0 == whole
     same, effect = values["[same, effect]"]
-    assert same < 1e-10 and effect > 0.1  # fp64; the adapter does something
+    assert same < 1e-10 and effect > 0.1  # fp64; the adapter has an effect
     assert values["exit_code"] == 0
 
     stacked, single = values["[stacked, single]"]
-    # Rank 4 on 8 experts of a layer: factors of (8 * 4) rows or columns, then of 4 for each.
+    # With rank 4 and 8 experts, stacked factors have 8 * 4 rows or columns, single factors have 4.
     experts = [key for key in stacked if ".experts." in key]
     assert len(experts) == 2 * 2 * 2 and all(32 in stacked[key] for key in experts)
     experts = [key for key in single if ".experts." in key]
@@ -222,8 +223,8 @@ def test_new_architecture(tmp_path: Path) -> None:
     assert "(grouped), patched by hf_moe_ep; plan given" in given
     assert "sp group [0, 1]" in shared
     for name in ("derived", "given", "shared"):
-        assert values["differences"][name]["norms"] < 1e-10  # fp64, other orders of summation
-        assert values["differences"][name]["losses"] < 1e-6  # Transformers computes it in fp32
+        assert values["differences"][name]["norms"] < 1e-10  # fp64 sums in another order
+        assert values["differences"][name]["losses"] < 1e-6  # Transformers' loss is fp32
     assert all(0 < difference < 1e-10 for difference in values["weights"].values())
     for run in values["[stock_run, grouped_run]"]:
         assert sum(run["losses"][-5:]) < 0.8 * sum(run["losses"][:5])
@@ -240,15 +241,16 @@ def test_new_architecture(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_routing(tmp_path: Path) -> None:
     values = _run("7_routing.ipynb", tmp_path, "found", "agreement", "mismatch", "str(loads[-1])")
-    found = values["found"]  # worst layer, all layers added up, held-out loss
+    # name: (maximum over mean of the worst layer, of the sum over layers, held-out loss)
+    results = values["found"]
     for name in ("Qwen3-MoE, none", "GLM-4-MoE, none"):
-        assert found[name][0] > 1.5
-    # Stock's formula evens out the sum of layers; the others every layer.
-    assert found["Qwen3-MoE, aux loss"][1] < 1.2 < found["Qwen3-MoE, aux loss"][0]
+        assert results[name][0] > 1.5
+    # Stock's aux loss balances only the sum over layers; the other methods balance every layer.
+    assert results["Qwen3-MoE, aux loss"][1] < 1.2 < results["Qwen3-MoE, aux loss"][0]
     for name in ("Qwen3-MoE, per layer", "GLM-4-MoE, bias"):
-        worst, _, loss = found[name]
+        worst, _, loss = results[name]
         assert worst < 1.5
-        assert loss < found[f"{name.split(',')[0]}, none"][2] + 0.05
+        assert loss < results[f"{name.split(',')[0]}, none"][2] + 0.05
     assert "expert load of 3 layers of 8 experts" in values["str(loads[-1])"]
 
     assert all(0.9 < share < 1 for share in values["agreement"].values())

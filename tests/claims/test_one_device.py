@@ -1,7 +1,7 @@
 """One process loads, trains, saves and resumes: on a GPU with NCCL, and on the CPU.
 
-Other files use many CPU ranks. This one checks the device: its own generators, copies to the host,
-gloo and NCCL together, offloaded parameters.
+Other tests run several ranks on the CPU. This test is about the device: its random generators,
+copies to the host, gloo and NCCL together, and offloaded parameters.
 """
 
 from pathlib import Path
@@ -29,9 +29,9 @@ from hf_moe_ep import (
     save_pretrained,
 )
 
-# Sizes that the Triton kernels take; dropout draws from the generator of the device.
+# The Triton kernels support these sizes. Dropout uses the random generator of the device.
 SIZES: dict[str, Any] = {"moe_intermediate_size": 32, "attention_dropout": 0.2}
-TOLERANCE = 1e-4  # fp32, sums in another order
+TOLERANCE = 1e-4  # fp32 sums in another order
 State = dict[str, Tensor]
 
 
@@ -59,11 +59,11 @@ def _load(folder: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, _adamw(model)
 
 
-def _resumed(folder: str, where: str, device: str) -> tuple[float, State, State]:
-    """The loss of the next step of a run that goes on from there; values before and after it."""
+def _resume(folder: str, name: str, device: str) -> tuple[float, State, State]:
+    """Resume from checkpoint `name`, take a step; return its loss, and values before and after."""
     model, optimizer = _load(folder, device)
     torch.manual_seed(17)
-    load_checkpoint(f"{folder}/{where}", model, optimizer)
+    load_checkpoint(f"{folder}/{name}", model, optimizer)
     before = _values(model)
     return _step(model, optimizer, device, seed=1), before, _values(model)
 
@@ -80,24 +80,24 @@ def _train_save_resume(folder: str, device: str) -> None:
     saved = _values(model)
     save_checkpoint(f"{folder}/now", model, optimizer)
     handle = save_checkpoint(f"{folder}/behind", model, optimizer, asynchronous=True)
-    loss = _step(model, optimizer, device, seed=1)  # while that is written
+    loss = _step(model, optimizer, device, seed=1)  # during the asynchronous save
     after = _values(model)
     handle.wait()
-    for where in ("now", "behind"):
-        again, before, then = _resumed(folder, where, device)
-        assert_equal(before, saved)
-        assert abs(again - loss) < TOLERANCE, f"{where}: {again} instead of {loss}"
-        _assert_close(then, after)
+    for name in ("now", "behind"):
+        resumed_loss, loaded, resumed_after = _resume(folder, name, device)
+        assert_equal(loaded, saved)
+        assert abs(resumed_loss - loss) < TOLERANCE, f"{name}: {resumed_loss} instead of {loss}"
+        _assert_close(resumed_after, after)
     save_pretrained(model, f"{folder}/out")
     stock = AutoModelForCausalLM.from_pretrained(f"{folder}/out").to(device).eval()
     _assert_close(_values(stock), after)
     inputs = {key: tensor.to(device) for key, tensor in batch(model, 2, 9, seed=2).items()}
     with torch.no_grad():
         got, want = model.eval()(**inputs).logits, stock(**inputs).logits
-    assert_close("logits", got.cpu(), want.cpu(), 10 * TOLERANCE)  # through all layers
+    assert_close("logits", got.cpu(), want.cpu(), 10 * TOLERANCE)  # differences grow over layers
 
 
-def _adapters(folder: str, device: str) -> None:
+def _train_adapters(folder: str, device: str) -> None:
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32, **SIZES), seed=3))
     optimizer = _adamw(model)
     _step(model, optimizer, device, seed=0)
@@ -109,8 +109,8 @@ def _adapters(folder: str, device: str) -> None:
     assert abs(_step(model, optimizer, device, seed=1) - loss) < TOLERANCE
 
 
-def _offloaded(folder: str) -> None:
-    """Parameters and moments on the host, the step on the GPU."""
+def _train_offloaded(folder: str) -> None:
+    """Parameters and moments are on the host; forward and backward run on the GPU."""
     model = from_pretrained(f"{folder}/hub", offload_policy=CPUOffloadPolicy()).train()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     optimizer = _adamw(model)
@@ -132,9 +132,9 @@ def _one_process(rank: int, world: int, folder: str, device: str) -> None:
     save_pretrained(from_pretrained(f"{folder}/hub"), f"{folder}/copy")
     assert_equal(read_all(Path(folder, "copy")), hub_state(base))
     _train_save_resume(folder, device)
-    _adapters(folder, device)
+    _train_adapters(folder, device)
     if device == "cuda":
-        _offloaded(folder)
+        _train_offloaded(folder)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

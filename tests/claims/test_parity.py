@@ -1,7 +1,7 @@
-"""Gradients, norm and parameters of N ranks are those of stock in one process, in fp64.
+"""Gradients, gradient norms and parameters of N ranks equal those of stock in one process, in fp64.
 
-The budget is that of fp64 where the number of ranks is a power of two; else the loss factor rounds
-in fp32, because transformers casts logits to fp32 for the loss.
+If the number of ranks is a power of two, the budget is that of fp64. Otherwise the division of the
+loss by that number rounds in fp32, because transformers computes the loss of fp32 logits.
 """
 
 from functools import partial

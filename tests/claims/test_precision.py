@@ -1,4 +1,4 @@
-"""bf16 compute with fp32 masters is at most twice as far from the truth as stock's own bf16."""
+"""Gradients of bf16 compute with fp32 masters have at most twice the error of stock's bf16."""
 
 import torch
 from support.parity import Batch, full_tensor, uneven_batches
@@ -27,14 +27,14 @@ def _errors_of_rank(rank: int, world: int) -> tuple[dict[str, float], dict[str, 
     model = _model()
     apply_ep_fsdp2(model, ep_size=2)
     assert "stored float32; compute bfloat16; gradients reduced float32" in describe(model)
-    mine = batches[rank]
-    assert global_token_count(model, mine["labels"]) == num_tokens
-    loss = model(**mine, num_items_in_batch=num_tokens).loss
+    own_batch = batches[rank]
+    assert global_token_count(model, own_batch["labels"]) == num_tokens
+    loss = model(**own_batch, num_items_in_batch=num_tokens).loss
     assert loss.dtype == torch.float32
     (loss * world).backward()
     ours = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
     assert all(grad.dtype == torch.float32 for grad in ours.values())
-    return _errors(ours, truth), _errors(stock, truth)
+    return _relative_errors(ours, truth), _relative_errors(stock, truth)
 
 
 def _model() -> torch.nn.Module:
@@ -48,8 +48,8 @@ def _stock_grads(dtype: torch.dtype, batches: list[Batch], num_tokens: Tensor) -
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Relative error in the 2-norm: one rounding more or less on one element says nothing."""
+def _relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Compute relative errors in the 2-norm, to which a single rounded element adds little."""
     return {
         name: (torch.dist(got[name].double(), want) / want.norm()).item()
         for name, want in truth.items()

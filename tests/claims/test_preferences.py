@@ -1,9 +1,9 @@
-"""DPO, KTO, GRPO and GKD of TRL on 4 ranks log what stock logs, with any kind of reference.
+"""DPO, KTO, GRPO and GKD of TRL on 4 ranks log the same as stock, for each kind of reference.
 
-Stock is one process with the batch of all ranks and a reference of the same weights, or as many
-processes where TRL averages the results of each rank's own batch. Each case is a script of a TRL
-user plus `patch`. KTO is compared with a loss without KL term, because TRL computes that term from
-a rank's batch, so stock on 4 ranks differs from stock in one process as well.
+Stock is one process with the batch of all ranks and the same reference weights. Where TRL averages
+results of each rank's own batch, stock runs as many processes. Each case is a TRL user's script
+plus `patch`. KTO is compared without its KL term, which TRL computes from a rank's batch: there,
+stock on 4 ranks differs from stock in one process as well.
 """
 
 import pytest
@@ -24,5 +24,5 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 @pytest.mark.filterwarnings("default::FutureWarning")
 @pytest.mark.parametrize("claim", checks(PREFERENCES))
-def test_a_reference_gives_stocks_losses(found: Found, stock: Stock, claim: Check) -> None:
+def test_losses_with_a_reference_equal_stock(found: Found, stock: Stock, claim: Check) -> None:
     assert_equals_stock(CASES[claim.name], found.values(claim)[0], stock)

@@ -1,11 +1,12 @@
-"""A load that quantises experts needs one matrix of one expert more memory than one that does not.
+"""Quantising experts during a load needs memory for one additional expert matrix at a time.
 
-The limit is the memory of a load that quantises nothing, plus one matrix, its bytes and scales, and
-the buffers for quantising some of its rows.
+The limit is the memory of a load that quantises nothing, plus one matrix, its quantised bytes and
+scales, and the buffers for quantising some of its rows.
 
-Measured is the peak of resident memory of each of two ranks (ep 2). A matrix of an expert has 8 MiB
-in bf16, and those of a layer on a rank have 32 MiB. The test also shows that worse code takes more:
-keeping the previous matrix while the next is read, and reading a layer's matrices together.
+The test measures the peak of resident memory of two ranks (ep 2). A matrix of an expert has 8 MiB
+in bf16, and the matrices of one layer on a rank have 32 MiB. Two worse implementations exceed the
+limit: the first keeps the previous matrix while it reads the next, the second reads all matrices of
+a layer at once.
 """
 
 from collections.abc import Iterator
@@ -42,8 +43,8 @@ SIZES = {
     "head_dim": 16,
 }
 MATRIX = 2 * 1024 * 2048 * 2
-# Some rows are quantised at a time, and take 20 bytes for each of their values meanwhile.
-SOME_ROWS = 20 * _VALUES
+# quantise_stack processes _VALUES values at a time, with buffers of 20 bytes per value.
+ROW_BUFFERS = 20 * _VALUES
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"experts_dtype": "nf4"},
     "nested": {"experts_dtype": "nf4", "experts_double_quant": True},
@@ -53,20 +54,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _write(folder: Path) -> None:
-    with mock.patch.object(nn.init, "normal_", _repeated):
+    with mock.patch.object(nn.init, "normal_", _fill_with_ramp):
         model = tiny(dtype=torch.bfloat16, **SIZES)
     write_hub(folder / "bf16", model)
     write_fp8(folder / "fp8", model)
 
 
-def _repeated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Values are of little matter here, and random ones take long."""
+def _fill_with_ramp(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replace nn.init.normal_, because random values take long and are not needed here."""
     with torch.no_grad():
         return tensor.copy_(torch.linspace(-0.1, 0.1, tensor.shape[-1]).expand_as(tensor))
 
 
-def _beyond_what_is_held(files: Path, kind: str) -> int:
-    """Bytes that a load takes at its peak, less those that stay."""
+def _temporary_bytes(files: Path, kind: str) -> int:
+    """Return the peak of a load's memory, without the bytes of the loaded parameters."""
     dist.barrier()
     lora = LoraConfig(r=2, target_modules=list(ATTENTION))
     with Resident() as resident:
@@ -75,66 +76,68 @@ def _beyond_what_is_held(files: Path, kind: str) -> int:
     return resident.grown - sum(held)
 
 
-def _one_matrix(kind: str) -> int:
-    """Bytes and scales of one matrix, before they are copied to their place."""
+def _bytes_of_quantised_matrix(kind: str) -> int:
+    """Return the bytes of the quantised values and scales of one matrix."""
     held = Quantisation("fp8" if kind == "fp8" else "nf4")
     tensors = empty_stack((1, 2048, 2048), held, "meta").by_name("").values()
     return sum(tensor.nbytes for tensor in tensors)
 
 
 @contextmanager
-def _the_matrix_before_is_alive() -> Iterator[None]:
-    kept: list[Tensor] = []
+def _keep_previous_matrix() -> Iterator[None]:
+    previous: list[Tensor] = []
     read = InFiles.read_into
 
     def read_into(self: InFiles, target: Tensor, box: Any, reader: Reader) -> None:
-        kept.append(target.clone())
-        del kept[:-1]
+        previous.append(target.clone())
+        del previous[:-1]
         read(self, target, box, reader)
 
     with mock.patch.object(InFiles, "read_into", read_into):
         yield
 
 
-def _at_once(self: HeldAsBytes, stored: InFiles, reader: Reader, device: torch.device) -> None:
+def _read_layer_at_once(
+    self: HeldAsBytes, stored: InFiles, reader: Reader, device: torch.device
+) -> None:
     box = (self.boxes[0][0], (0, self.shape_OI[0]), (0, self.shape_OI[1]))
     layer = torch.empty([stop - start for start, stop in box], dtype=stored.dtype)
     stored.read_into(layer, box, reader)
     quantise_stack(layer, self.quantisation).copy_into(self.local)
 
 
-def loads(rank: int, world: int, folder: str) -> None:
-    """bf16 and FP8 files into all formats; FP8 into FP8 without any matrix."""
+def peak_memory_of_loads(rank: int, world: int, folder: str) -> None:
+    """Load bf16 and FP8 files in all formats. FP8 files into FP8 need not even one matrix."""
     return_what_is_freed()
     if rank == 0:
         _write(Path(folder))
     dist.barrier()
     cases = [(files, kind) for files in ("bf16", "fp8") for kind in KINDS]
-    # The least of three: the first pays for imports, and on a busy machine the system takes back
-    # late what is freed.
-    takes: dict[tuple[str, str], int] = {}
+    # Take the minimum of three loads: the first one also imports modules, and on a busy machine the
+    # system reclaims freed memory late.
+    peaks: dict[tuple[str, str], int] = {}
     for files, kind in 3 * cases:
-        taken = _beyond_what_is_held(Path(folder, files), kind)
-        takes[files, kind] = min(taken, takes.get((files, kind), taken))
-    with _the_matrix_before_is_alive():
-        two = _beyond_what_is_held(Path(folder, "bf16"), "nf4")
-    with mock.patch.object(HeldAsBytes, "read", _at_once):
-        layer = _beyond_what_is_held(Path(folder, "bf16"), "nf4")
-    seen = {str(case): f"{taken / MIB:.1f}" for case, taken in takes.items()}
-    seen |= {"matrix before": f"{two / MIB:.1f}", "layer": f"{layer / MIB:.1f}"}
-    # What is read of a file at a time, objects of Python, buffers of gloo, headers of files, and
-    # what glibc's heap keeps of blocks below 1 MiB: a load takes these that quantises nothing.
-    plain = {files: takes.pop((files, "as they are")) for files in ("bf16", "fp8")}
-    assert takes.pop(("fp8", "fp8")) < MATRIX, seen
+        peak = _temporary_bytes(Path(folder, files), kind)
+        peaks[files, kind] = min(peak, peaks.get((files, kind), peak))
+    with _keep_previous_matrix():
+        two_matrices = _temporary_bytes(Path(folder, "bf16"), "nf4")
+    with mock.patch.object(HeldAsBytes, "read", _read_layer_at_once):
+        layer = _temporary_bytes(Path(folder, "bf16"), "nf4")
+    in_mib = {str(case): f"{peak / MIB:.1f}" for case, peak in peaks.items()}
+    in_mib |= {"two matrices": f"{two_matrices / MIB:.1f}", "layer": f"{layer / MIB:.1f}"}
+    # Every load needs memory for the part of a file that is read at a time, headers of files,
+    # objects of Python, buffers of gloo, and blocks below 1 MiB that glibc does not return.
+    plain = {files: peaks.pop((files, "as they are")) for files in ("bf16", "fp8")}
+    assert peaks.pop(("fp8", "fp8")) < MATRIX, in_mib
     limits = {
-        (files, kind): plain[files] + MATRIX + _one_matrix(kind) + SOME_ROWS
-        for files, kind in takes
+        (files, kind): plain[files] + MATRIX + _bytes_of_quantised_matrix(kind) + ROW_BUFFERS
+        for files, kind in peaks
     }
-    over = {case: limits[case] / MIB for case, taken in takes.items() if taken > limits[case]}
-    assert not over, (over, seen)
-    assert limits["bf16", "nf4"] < two < layer, (over, seen)
+    over = {case: limits[case] / MIB for case, peak in peaks.items() if peak > limits[case]}
+    assert not over, (over, in_mib)
+    assert limits["bf16", "nf4"] < two_matrices < layer, (over, in_mib)
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, loads, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(2, peak_memory_of_loads, slow=True))
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,4 +1,4 @@
-"""Splitting a sequence divides its activations by sp: one that is too long alone then fits."""
+"""Sequence parallelism divides activations by sp, so that a longer sequence fits in memory."""
 
 import resource
 from pathlib import Path
@@ -10,24 +10,24 @@ from support.ranks import run_ranks
 
 SHORT = bench.Sizes(seq=512, layers=2, steps=1)
 LONG = bench.Sizes(seq=4096, layers=4)
-# Activations of LONG take 317 MiB whole, and 83 MiB split over 4 ranks; beside them there are
-# buffers of collectives, the more the later other ranks are.
+# LONG has 317 MiB of activations on one rank and 83 MiB if it is split over 4 ranks. Buffers of
+# collectives need memory too, and need more if other ranks are late.
 CAP_MIB = 280
 
 
-def _activations(rank: int, world: int) -> dict[int, int]:
-    return {sp: one.activations for sp, one in bench.measure_rank(rank, SHORT).items()}
+def _measure_activations(rank: int, world: int) -> dict[int, int]:
+    return {sp: result.activations for sp, result in bench.measure_rank(rank, SHORT).items()}
 
 
 @pytest.mark.slow
-def test_activations_fall_as_the_sequence_is_split() -> None:
-    for saved in run_ranks(_activations, bench.WORLD):
+def test_activations_are_divided_by_sp() -> None:
+    for saved in run_ranks(_measure_activations, bench.WORLD):
         for sp in (2, 4):
             assert 0.85 < saved[sp] * sp / saved[1] < 1.15, f"sp {sp}: {saved}"
 
 
 def _capped_step(rank: int, world: int, sp: int) -> float:
-    """The loss of one step in which this process may allocate CAP_MIB more than it has."""
+    """Return the loss of one step in which this process may allocate CAP_MIB more memory."""
     model, batch = bench.build(LONG, sp), bench.make_batch(LONG, sp)
     status = Path("/proc/self/status").read_text()
     used = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
@@ -39,9 +39,9 @@ def _capped_step(rank: int, world: int, sp: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_sequence_over_the_cap_trains_when_it_is_split() -> None:
-    whole = run_ranks(_capped_step, bench.WORLD, 1, expect_errors=True, group_timeout=30.0)
-    assert any("can't allocate memory" in outcome[2] for outcome in whole if outcome[0] != "ok")
-    assert not any(outcome[0] == "ok" for outcome in whole)
+def test_a_sequence_that_exceeds_memory_trains_if_it_is_split() -> None:
+    outcomes = run_ranks(_capped_step, bench.WORLD, 1, expect_errors=True, group_timeout=30.0)
+    assert any("can't allocate memory" in outcome[2] for outcome in outcomes if outcome[0] != "ok")
+    assert not any(outcome[0] == "ok" for outcome in outcomes)
     losses = run_ranks(_capped_step, bench.WORLD, 4)
     assert len(set(losses)) == 1 and torch.tensor(losses).isfinite().all()

@@ -1,7 +1,7 @@
-"""The batch files of examples/slurm/ run here unchanged, with stand-ins for srun and scontrol.
+"""The batch files of examples/slurm/, run unchanged with stand-ins for srun and scontrol.
 
-Two agents with two ranks each stand for two machines. Whatever dies, the job goes on without help,
-and every loss is that of an undisturbed run.
+Two agents with two ranks each stand for two machines. After the death of a rank or an agent, the
+job resumes by itself, and every loss equals that of an undisturbed run.
 """
 
 import re
@@ -26,22 +26,22 @@ def _arguments(way: str, folder: Path) -> list[str]:
 
 
 def _losses(folder: Path) -> list[str]:
-    """Return the loss of each step. A step that was taken again must have had the same loss."""
-    found = read_losses(folder)
-    assert sorted(found) == list(range(STEPS)), found
-    assert all(len(losses) == 1 for losses in found.values()), found
-    return [min(found[number]) for number in range(STEPS)]
+    """Return the loss of each step. A repeated step must have the same loss."""
+    by_step = read_losses(folder)
+    assert sorted(by_step) == list(range(STEPS)), by_step
+    assert all(len(losses) == 1 for losses in by_step.values()), by_step
+    return [min(by_step[number]) for number in range(STEPS)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
-    """A rank dies at step 1. Another one stalls at step 2; the others name it at the timeout of the
-    process group, and torchrun restarts the ranks. An agent dies at step 3: srun ends the others
-    and starts again.
+def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -> None:
+    """A rank dies at step 1. Another rank stalls at step 2: at the timeout of the process group, an
+    error names it, and torchrun restarts the ranks. An agent dies at step 3: srun ends the other
+    agent and starts both again.
     """
     file = SLURM / f"{way}.sbatch"
-    said = {}
+    outputs = {}
     for name in ("whole", "dying"):
         folder = tmp_path / name
         folder.mkdir()
@@ -50,37 +50,37 @@ def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
             (folder / "die-2-2").write_text("stall")
             (folder / "die-1-3").write_text("agent")
         code = run_sbatch(file, *_arguments(way, folder), folder=folder, CONFIG=str(CPU_4))
-        said[name] = (folder / "output").read_text()
-        assert code == 0, said[name][-6000:]
+        outputs[name] = (folder / "output").read_text()
+        assert code == 0, outputs[name][-6000:]
     assert _losses(tmp_path / "dying") == _losses(tmp_path / "whole")
-    # None twice: a run that begins anew has the same losses.
+    # No step was repeated. The losses alone would not show a restart from the beginning.
     assert steps_taken(tmp_path / "dying") == list(range(STEPS))
     assert all((tmp_path / "dying" / f"done-{at}").exists() for at in ("3-1", "2-2", "1-3"))
-    assert re.search(r"MoE layer 0 .* could not be exchanged; rank 2 stopped", said["dying"])
-    assert "start 1 ended with an error" in said["dying"], said["dying"][-6000:]
-    assert "start 2 ended" not in said["dying"] and "ended with an error" not in said["whole"]
+    assert re.search(r"MoE layer 0 .* could not be exchanged; rank 2 stopped", outputs["dying"])
+    assert "start 1 ended with an error" in outputs["dying"], outputs["dying"][-6000:]
+    assert "start 2 ended" not in outputs["dying"] and "ended with an error" not in outputs["whole"]
 
 
 @pytest.mark.slow
-def test_the_end_of_a_jobs_time(tmp_path: Path) -> None:
-    """Slurm's signal puts the job back into the queue, and the restarted job goes on."""
+def test_a_job_whose_time_is_up_is_requeued_and_resumes(tmp_path: Path) -> None:
+    """Slurm sends a signal before the time limit, and the batch file then requeues its job."""
     file = SLURM / "torchrun.sbatch"
 
-    def time_is_up(shell: subprocess.Popen[bytes]) -> None:
-        patience = time.monotonic() + 300
+    def signal_after_step_2(shell: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 300
         while not list(tmp_path.glob("step-2/manifest.json")):
-            assert time.monotonic() < patience and shell.poll() is None
+            assert time.monotonic() < deadline and shell.poll() is None
             time.sleep(0.1)
         shell.send_signal(signal.SIGUSR1)
 
     arguments = [str(JOB), str(tmp_path), "--steps", "100"]
-    assert run_sbatch(file, *arguments, folder=tmp_path, meanwhile=time_is_up) == 0
+    assert run_sbatch(file, *arguments, folder=tmp_path, meanwhile=signal_after_step_2) == 0
     assert (tmp_path / "requeued").exists()
     before = max(read_losses(tmp_path))
     assert 1 <= before < 99
     arguments = [str(JOB), str(tmp_path), "--steps", str(before + 2)]
     assert run_sbatch(file, *arguments, folder=tmp_path) == 0
-    found = read_losses(tmp_path)
-    assert sorted(found) == list(range(before + 2))
+    by_step = read_losses(tmp_path)
+    assert sorted(by_step) == list(range(before + 2))
     assert steps_taken(tmp_path).count(0) == 1
-    assert all(len(losses) == 1 for losses in found.values()), found
+    assert all(len(losses) == 1 for losses in by_step.values()), by_step

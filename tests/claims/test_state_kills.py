@@ -1,8 +1,9 @@
-"""Ranks killed at random moments of `accelerator.save_state`: one state, whole, or an error.
+"""After a kill during `accelerator.save_state`, a load gives one complete state or an error.
 
-Each round saves state A, takes a step to state B and saves again, into the folder of A or into the
-next one of Accelerate's own names; a rank is killed (SIGKILL) in that save. Two new ranks then load
-A or B to the bit, or an error says that the folder is torn: never a mixture of the two.
+Each round saves state A, takes a step to state B and saves again, in the folder of A or in the next
+folder of Accelerate's automatic naming. A rank is killed (SIGKILL) during the second save. Two new
+ranks then load A or B bit by bit, or raise an error because the folder is torn; they never load a
+mixture of A and B.
 """
 
 import random
@@ -69,18 +70,19 @@ def _load(rank: int, world: int, root: str, automatic: bool) -> str:
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_no_kill_leaves_a_mixture(rounds: int, tmp_path: Path) -> None:
-    draw, found = random.Random(rounds), Counter[str]()
+def test_after_a_kill_no_mixture_is_loaded(rounds: int, tmp_path: Path) -> None:
+    generator, outcomes = random.Random(rounds), Counter[str]()
     for number in range(rounds):
         root = tmp_path / str(number)
         root.mkdir()
         automatic = bool(number % 2)
-        arguments = (str(root), automatic, draw.randrange(WORLD), draw.uniform(0.0, 0.12))
+        victim, seconds = generator.randrange(WORLD), generator.uniform(0.0, 0.12)
+        arguments = (str(root), automatic, victim, seconds)
         run_ranks(_save_twice, WORLD, *arguments, expect_errors=True, group_timeout=10.0)
-        ends = run_ranks(_load, WORLD, str(root), automatic)
-        assert len({end.partition(":")[0] for end in ends}) == 1, ends
-        found[ends[0].partition(":")[0]] += 1
-        if automatic:  # the older folder is whole
-            assert ends[0] in ("A", "B"), ends
-    print(dict(found))
-    assert not found["a mixture"], found
+        loaded = run_ranks(_load, WORLD, str(root), automatic)
+        assert len({outcome.partition(":")[0] for outcome in loaded}) == 1, loaded
+        outcomes[loaded[0].partition(":")[0]] += 1
+        if automatic:  # the folder of A is complete
+            assert loaded[0] in ("A", "B"), loaded
+    print(dict(outcomes))
+    assert not outcomes["a mixture"], outcomes

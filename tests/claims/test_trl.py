@@ -1,9 +1,9 @@
-"""SFT and reward models of TRL, full and LoRA: 4 ranks log what one stock process logs.
+"""SFT and reward models of TRL, full and LoRA: 4 ranks log the same numbers as one stock process.
 
-Completions alone, chats, packed rows; and a script under `accelerate launch` at ep 2, sp 2. TRL
-packs by "bfd": whole documents into rows of at most max_length, the rows of a batch into one long
-row without a mask, and position_ids that start again tell documents apart. That needs
-use_cache=False, which TRL passes; with a cache stock would let documents see each other.
+The data are completions, chats and packed rows. One script runs under `accelerate launch` with
+ep 2, sp 2. To pack ("bfd"), TRL joins whole documents to rows of at most max_length tokens, and the
+rows of a batch to one long row without a mask; position_ids restart at 0 in each document. This
+needs use_cache=False, which TRL passes: with a cache, stock's documents would attend to each other.
 """
 
 import json
@@ -20,7 +20,7 @@ from support.scripts import CPU_4, run_script
 from support.tiny_models import tiny
 from support.trl_cases import REWARD, SFT
 
-# Since 1.15 its loss reads the backbone's states and the head's weight, never logits.
+# Since 1.15, TRL computes the loss from hidden states and the head's weight, without logits.
 pytest.importorskip("trl", minversion="1.15")
 
 from support.trl_runs import Stock, assert_equals_stock, checks
@@ -28,7 +28,7 @@ from support.trl_runs import Stock, assert_equals_stock, checks
 CASES = {case.name: case for case in [*SFT, *REWARD]}
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "sft.py"
 STEPS = 4
-FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 4 AdamW steps; a wrong factor is off by 2
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 4 AdamW steps; a wrong loss factor is off by 2x
 
 
 def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
@@ -39,7 +39,7 @@ def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
     return json.loads((folder / "run.json").read_text())
 
 
-def series(run: Any, key: str) -> torch.Tensor:
+def logged(run: Any, key: str) -> torch.Tensor:
     values = torch.tensor([entry[key] for entry in run["log"] if "loss" in entry])
     assert len(values) == STEPS
     return values
@@ -51,30 +51,30 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
     want = run_job(tmp_path / "stock", None, "--batch", "2")
     got = run_job(tmp_path / "ranks", CPU_4, "--batch", "1", "--parallel")
 
-    # Packed at all, and rows of odd length among them, which sp 2 does not divide.
+    # Rows hold several documents, and some rows have an odd length, which sp 2 does not divide.
     assert got["rows"] == want["rows"] and min(map(len, want["rows"])) > 1
     assert {sum(row) % 2 for row in want["rows"]} == {0, 1}
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy"):
-        for step, pair in enumerate(zip(series(got, key), series(want, key), strict=True), start=1):
+        for step, pair in enumerate(zip(logged(got, key), logged(want, key), strict=True), start=1):
             assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
     for key in ("num_tokens", "epoch", "learning_rate"):
-        assert torch.equal(series(got, key), series(want, key)), key
-    assert series(want, "loss")[-1] < series(want, "loss")[0]
-    assert series(want, "mean_token_accuracy")[-1] > series(want, "mean_token_accuracy")[0]
+        assert torch.equal(logged(got, key), logged(want, key)), key
+    assert logged(want, "loss")[-1] < logged(want, "loss")[0]
+    assert logged(want, "mean_token_accuracy")[-1] > logged(want, "mean_token_accuracy")[0]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """On the same ranks the rest of the run is equal bit by bit."""
-    always = ("--batch", "1", "--parallel", "--save")
-    whole = run_job(tmp_path / "whole", CPU_4, *always)
+def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    """With the same number of ranks, the resumed steps are equal bit by bit."""
+    options = ("--batch", "1", "--parallel", "--save")
+    uninterrupted = run_job(tmp_path / "whole", CPU_4, *options)
     with pytest.raises(AssertionError, match="exit code 1 "):
-        run_job(tmp_path / "killed", CPU_4, *always, "--die-at", "3")
+        run_job(tmp_path / "killed", CPU_4, *options, "--die-at", "3")
     assert not (tmp_path / "killed" / "model").exists()
-    rest = run_job(tmp_path / "killed", CPU_4, *always, "--resume")
-    assert (whole["steps"], rest["steps"]) == (STEPS, STEPS - 2)
+    resumed = run_job(tmp_path / "killed", CPU_4, *options, "--resume")
+    assert (uninterrupted["steps"], resumed["steps"]) == (STEPS, STEPS - 2)
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy", "learning_rate"):
-        assert torch.equal(series(rest, key), series(whole, key)), key
+        assert torch.equal(logged(resumed, key), logged(uninterrupted, key)), key
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "killed"))
     assert_equal(got, want)
     router = "model.layers.0.mlp.gate.weight"
@@ -88,5 +88,5 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 @pytest.mark.filterwarnings("default::FutureWarning")
 @pytest.mark.parametrize("claim", checks([*SFT, *REWARD]))
-def test_a_trainer_logs_what_stock_logs(found: Found, stock: Stock, claim: Check) -> None:
+def test_logs_of_trainers_equal_stock(found: Found, stock: Stock, claim: Check) -> None:
     assert_equals_stock(CASES[claim.name], found.values(claim)[0], stock)

@@ -1,8 +1,8 @@
 """The wheel holds the whole package, and its declared requirements are enough to train with it.
 
-It is built from a copy of the checkout and installed into environments that have nothing but what
-its metadata asks for: links to those packages of the running environment. No network, no checkout
-on the path.
+It is built from a copy of the checkout and installed into new virtual environments. These contain
+only the packages that the wheel's metadata requires, as links to the running environment. The tests
+need no network, and the checkout is not on the path.
 """
 
 import email
@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
-# The notebook draws; matplotlib is none of its requirements.
+# The notebook imports matplotlib to draw, but the wheel does not require it.
 NO_DRAWING = """
 import sys
 from unittest.mock import MagicMock
@@ -63,19 +63,19 @@ def train(change, folder):
 
 stock, patched = train(lambda model: model, "stock"), train(patch, "adapter")
 assert stock[-1] < stock[0], stock
-# The loss itself is computed in fp32 by transformers.
+# transformers computes the loss in fp32.
 assert max(abs(a - b) for a, b in zip(stock, patched)) < 1e-5, (stock, patched)
 """
-MISSING = """
+ASSERT_MISSING = """
 import importlib.util
 found = [n for n in {names!r} if importlib.util.find_spec(n) is not None]
-assert not found, f"not asked for, and there: {{found}}"
+assert not found, f"installed, but not required: {{found}}"
 """
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `pip wheel .` does, of a copy: setuptools writes into what it builds."""
+    """Run `pip wheel .` on a copy of the checkout, because setuptools writes into the source."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
     _run(
@@ -83,8 +83,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         + ["--disable-pip-version-check", "--no-index", "-w", os.fspath(folder)],
         folder / "source",
     )
-    (built,) = folder.glob("*.whl")
-    return built
+    (file,) = folder.glob("*.whl")
+    return file
 
 
 def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
@@ -92,15 +92,15 @@ def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
         names = set(file.namelist())
         scripts = next(name for name in names if name.endswith("entry_points.txt"))
         assert "hf-moe-ep = hf_moe_ep.cli.main:main" in file.read(scripts).decode()
-    own = {name for name in names if ".dist-info/" not in name}
+    package_files = {name for name in names if ".dist-info/" not in name}
     want = {
-        (Path("hf_moe_ep") / path.relative_to(above)).as_posix()
-        for above, package in ((ROOT / "hf_moe_ep", "."), (ROOT, "model_patches"))
-        for path in (above / package).rglob("*")
+        (Path("hf_moe_ep") / path.relative_to(root)).as_posix()
+        for root, package in ((ROOT / "hf_moe_ep", "."), (ROOT, "model_patches"))
+        for path in (root / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert own == want
-    data = {name for name in own if not name.endswith(".py")}
+    assert package_files == want
+    data = {name for name in package_files if not name.endswith(".py")}
     assert data == {
         "hf_moe_ep/py.typed",
         "hf_moe_ep/planner/published_models.json",
@@ -110,7 +110,7 @@ def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel and what it requires, and a folder to work in."""
+    """A virtual environment with the wheel and its requirements, and a working folder."""
 
     python: Path
     work: Path
@@ -137,14 +137,14 @@ def test_the_quickstart_runs_from_the_wheel(plain: Installed) -> None:
     (notebook,) = (ROOT / "notebooks").glob("*quickstart.ipynb")
     cells = json.loads(notebook.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    script = [NO_DRAWING, MISSING.format(names=["peft", "trl", "pytest", "ruff"]), *code]
+    script = [NO_DRAWING, ASSERT_MISSING.format(names=["peft", "trl", "pytest", "ruff"]), *code]
     script.append("import hf_moe_ep, json")
     script.append("print(json.dumps([hf_moe_ep.__file__, stock_losses, patched_losses]))")
     (plain.work / "quickstart.py").write_text("\n\n".join(script))
     where, stock, patched = json.loads(plain.run("python", "quickstart.py").splitlines()[-1])
     assert Path(where).is_relative_to(plain.python.parents[1]), where
     assert patched[-1] < 0.6 * patched[0]
-    # fp64 but for the cross-entropy, whose fp32 rounding a last bit of the logits may flip.
+    # The model is fp64, but a last bit of the logits may change how the loss rounds to fp32.
     assert max(abs(a - b) for a, b in zip(stock, patched)) < 1e-5
 
 
@@ -159,8 +159,8 @@ def test_the_doctor_runs_from_the_wheel(plain: Installed) -> None:
 
 @pytest.mark.slow
 def test_the_extra_peft_is_enough_for_lora(with_peft: Installed) -> None:
-    others = ["trl", "matplotlib", "sklearn", "pytest", "ruff"]
-    (with_peft.work / "lora.py").write_text(MISSING.format(names=others) + LORA)
+    not_required = ["trl", "matplotlib", "sklearn", "pytest", "ruff"]
+    (with_peft.work / "lora.py").write_text(ASSERT_MISSING.format(names=not_required) + LORA)
     with_peft.run("python", "lora.py")
     text = with_peft.run("hf-moe-ep", "export-adapter", "adapter", "single")
     assert "single: 2 layers, 4 experts each" in text
@@ -183,7 +183,7 @@ def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
 
 
 def _install(wheel: Path, extra: str, folder: Path) -> Installed:
-    """A virtual environment with the wheel, and links to what it requires with `extra`."""
+    """Make a virtual environment with the wheel, and links to its requirements with `extra`."""
     _run([sys.executable, "-m", "venv", "--without-pip", os.fspath(folder / "venv")], folder)
     python = folder / "venv" / "bin" / "python"
     _run(
@@ -194,9 +194,9 @@ def _install(wheel: Path, extra: str, folder: Path) -> Installed:
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     for distribution in _required(_requirements(wheel), extra):
         for entry in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
-            there = Path(str(distribution.locate_file(entry)))
+            target = Path(str(distribution.locate_file(entry)))
             if entry != "__pycache__" and not (site / entry).exists():
-                (site / entry).symlink_to(there, target_is_directory=there.is_dir())
+                (site / entry).symlink_to(target, target_is_directory=target.is_dir())
     (folder / "work").mkdir()
     return Installed(python, folder / "work")
 
@@ -208,27 +208,27 @@ def _requirements(wheel: Path) -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-def _required(wanted: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
-    """Return the installed distributions that pip would install for `wanted`, transitively."""
-    todo = [(requirement, frozenset({extra})) for requirement in wanted]
-    found: dict[str, metadata.Distribution] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
+def _required(requirements: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
+    """Find the installed distributions that pip would install for `requirements`, transitively."""
+    todo = [(requirement, frozenset({extra})) for requirement in requirements]
+    distributions: dict[str, metadata.Distribution] = {}
+    visited: set[tuple[str, frozenset[str]]] = set()
     while todo:
         requirement, extras = todo.pop()
         marker = requirement.marker
         if marker and not any(marker.evaluate({"extra": extra}) for extra in {"", *extras}):
             continue
-        name, asked = canonicalize_name(requirement.name), frozenset(requirement.extras)
-        if (name, asked) in seen:
+        name, its_extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, its_extras) in visited:
             continue
-        seen.add((name, asked))
-        found[name] = metadata.distribution(name)
-        todo += [(Requirement(line), asked) for line in found[name].requires or ()]
-    return list(found.values())
+        visited.add((name, its_extras))
+        distributions[name] = metadata.distribution(name)
+        todo += [(Requirement(line), its_extras) for line in distributions[name].requires or ()]
+    return list(distributions.values())
 
 
 def _run(command: list[str], folder: Path, code: int = 0) -> str:
-    """Run without a checkout on the path; raise with all output where the exit code differs."""
+    """Run a command without the checkout on its path; assert its exit code, and return stdout."""
     dropped = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": os.fspath(folder / "home")}

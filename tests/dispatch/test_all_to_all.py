@@ -1,4 +1,4 @@
-"""Tokens to their experts' ranks and back, on 2 and 4 ranks: indices, adjoints, errors."""
+"""Dispatch and combine by all-to-all on 2 and 4 ranks: indices, gradients and errors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
 
 HIDDEN, FFN = 5, 3
-HERE = Header(
+HEADER = Header(
     forward=3,
     layer=1,
     training=True,
@@ -38,7 +38,7 @@ Group = dist.ProcessGroup
 
 
 class Arrived(NamedTuple):
-    """The rows of one exchange, without any overlap."""
+    """A finished exchange of one chunk: its plan, its rows and the counts of local experts."""
 
     exchange: AllToAllExchange
     rows: DispatchedRows
@@ -48,7 +48,7 @@ class Arrived(NamedTuple):
 def dispatch(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
 ) -> tuple[Tensor, Tensor, Tensor, Arrived]:
-    """Rows, ids and weights of this rank's experts; one chunk."""
+    """Dispatch one chunk; return the received rows, their ids and weights, and the exchange."""
     (exchange,) = AllToAll(group, num_experts).plan(ids_TK, header)
     arriving = exchange.start(x_TH, w_TK, ids_TK)
     rows_RH, w_RK, ids_RK = arriving.finish()
@@ -61,7 +61,7 @@ def combine(rows_RH: Tensor, arrived: Arrived, group: Group) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` per rank; `only` restricts routing to these experts."""
+    """A random routing: `tokens` by rank, and `only` restricts it to these experts."""
 
     name: str
     world: int
@@ -101,25 +101,25 @@ CASES = [
 ]
 
 
-def _by_hand(rank: int, group: Group) -> None:
-    """The example of all_to_all.py; rank 1 has one token for experts 1 and 2."""
+def _check_example(rank: int, group: Group) -> None:
+    """Check the example of all_to_all.py, with a token for experts 1 and 2 on rank 1."""
     ids_TK = torch.tensor([[[0, 3], [2, 3]], [[1, 2]]][rank] if rank == 0 else [[1, 2]])
     x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] if rank == 0 else [[7.0, 8.0, 9.0]])
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else [[8.0, 16.0]])
-    rows, ids, weights, state = dispatch(
-        x_TH, ids_TK, w_TK, num_experts=4, group=group, header=HERE
+    rows, ids, weights, arrived = dispatch(
+        x_TH, ids_TK, w_TK, num_experts=4, group=group, header=HEADER
     )
     sent = (
-        state.exchange.token_of_row_N.tolist(),
-        state.exchange.slots_TJ.tolist(),
-        state.exchange.send_counts,
-        state.exchange.num_own,
+        arrived.exchange.token_of_row_N.tolist(),
+        arrived.exchange.slots_TJ.tolist(),
+        arrived.exchange.send_counts,
+        arrived.exchange.num_own,
     )
-    received = (state.exchange.recv_counts, state.counts_L)
+    received = (arrived.exchange.recv_counts, arrived.counts_L)
     if rank == 0:
         assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
         assert received == ([0, 1], [1, 1])
-        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # own rows last
+        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # rows that stayed come last
         assert ids.tolist() == [[1, 2], [0, 2]]  # 2 = "not on this rank"
         assert weights.tolist() == [[8, 16], [0.5, 0.25]]
     else:
@@ -128,22 +128,21 @@ def _by_hand(rank: int, group: Group) -> None:
         assert rows.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
         assert ids.tolist() == [[2, 1], [0, 1], [2, 0]]
         assert weights.tolist() == [[0.5, 0.25], [2, 4], [8, 16]]
-    back = combine(rows * (10 ** (rank + 1)), state, group)
+    combined = combine(rows * (10 ** (rank + 1)), arrived, group)
     want = [[110, 220, 330], [400, 500, 600]] if rank == 0 else [[770, 880, 990]]
-    assert back.tolist() == want
+    assert combined.tolist() == want
 
 
-def test_the_rows_of_the_example_in_order() -> None:
-    """The table of `Order`'s docstring."""
+def test_order_rows_gives_the_table_of_its_docstring() -> None:
     sends_DT = torch.tensor([[True, False], [True, True]])
     order = order_rows(sends_DT, rank=0, num_slots=2)
     assert order.token_X.tolist()[:3] == [0, 1, 0]
     assert order.slots_TJ.tolist() == [[0, 2], [1, 3]]
-    # If rank 1 had those tokens: place 0 is rank 0, so (0, t1) is the cell that is no row.
+    # If rank 1 had these tokens, t1 would have no row for rank 0, and its slot is 3 ("no row").
     order = order_rows(sends_DT, rank=1, num_slots=2)
     assert order.token_X.tolist()[:3] == [0, 0, 1]
     assert order.slots_TJ.tolist() == [[0, 1], [3, 2]]
-    # Three ranks, two rows a token at most: what is no row stands last.
+    # With three ranks and at most two rows per token, a slot without a row comes last.
     sends_DT = torch.tensor([[True, False], [False, True], [True, False]])
     order = order_rows(sends_DT, rank=1, num_slots=2)
     assert order.token_X.tolist()[:3] == [0, 0, 1]
@@ -152,7 +151,7 @@ def test_the_rows_of_the_example_in_order() -> None:
 
 @contextmanager
 def _counting_rows() -> Iterator[list[tuple[int, int]]]:
-    """(rows sent, bytes per row) of every all-to-all."""
+    """Yield a list of (rows sent, bytes per row), one entry for each all-to-all in the block."""
     calls: list[tuple[int, int]] = []
     original = dist.all_to_all_single
 
@@ -171,77 +170,78 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     ranks, local = dist.get_world_size(group), case.experts // dist.get_world_size(group)
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     with _counting_rows() as calls:
-        rows_RH, ids_RK, w_RK, state = dispatch(
-            x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HERE
+        rows_RH, ids_RK, w_RK, arrived = dispatch(
+            x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HEADER
         )
-        back_TH = combine(rows_RH, state, group)
-        back_TH.sum().backward()
-    # Distinct (token, rank) pairs, counted one token at a time.
+        out_TH = combine(rows_RH, arrived, group)
+        out_TH.sum().backward()
+    # Count the distinct (token, rank) pairs one token at a time.
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
-    distinct = [sum(other in seen for seen in visits) for other in range(ranks)]
-    assert state.exchange.num_own == distinct[rank], case.name
+    distinct = [sum(other in ranks_of_token for ranks_of_token in visits) for other in range(ranks)]
+    assert arrived.exchange.num_own == distinct[rank], case.name
     distinct[rank] = 0
-    assert state.exchange.send_counts == distinct, case.name
-    # Rows and routing there, rows back; then all three again the other way. None to oneself.
-    sent, received = sum(distinct), rows_RH.shape[0] - state.exchange.num_own
+    assert arrived.exchange.send_counts == distinct, case.name
+    # Forward sends rows, their routing, and results back; backward sends the gradients of all three
+    # the other way, in reverse order. A rank sends no rows to itself.
+    sent, received = sum(distinct), rows_RH.shape[0] - arrived.exchange.num_own
     moved = [rows for rows, _ in calls]
     assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
-    visits_T = torch.tensor([len(seen) for seen in visits], dtype=torch.float64)
-    assert_close("identity experts", back_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
+    visits_T = torch.tensor([len(ranks_of_token) for ranks_of_token in visits], dtype=torch.float64)
+    assert_close("identity experts", out_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
     assert x_TH.grad is not None
     assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
-    # What arrived: ids of this rank's experts or the sentinel, none of a row all sentinel.
-    assert ids_RK.shape == (received + state.exchange.num_own, case.top_k)
+    # A received id is a local expert or the sentinel, and each row has at least one local expert.
+    assert ids_RK.shape == (received + arrived.exchange.num_own, case.top_k)
     assert ids_RK.dtype == torch.int64
     assert ((ids_RK >= 0) & (ids_RK <= local)).all() and (ids_RK < local).any(1).all()
-    assert count_pairs(ids_RK, local + 1)[:local].tolist() == state.counts_L
+    assert count_pairs(ids_RK, local + 1)[:local].tolist() == arrived.counts_L
     assert w_RK.dtype == torch.float64
 
 
 def _check_gradients(case: Case, rank: int, group: Group) -> None:
-    """Output and all gradients against the experts of all ranks in one place."""
+    """Compare the output and all gradients with one process that holds all experts."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((case.experts, 2 * FFN, HIDDEN), (case.experts, HIDDEN, FFN))
-    whole = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    all_weights = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
     local = case.experts // dist.get_world_size(group)
-    mine = slice(rank * local, (rank + 1) * local)
-    weights = [w[mine].clone().requires_grad_() for w in whole]
+    local_experts = slice(rank * local, (rank + 1) * local)
+    weights = [w[local_experts].clone().requires_grad_() for w in all_weights]
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
-    rows, ids_RK, w_RK, state = dispatch(
-        x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HERE
+    rows, ids_RK, w_RK, arrived = dispatch(
+        x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HEADER
     )
     experts, formula = ExpertWeights(weights[0], None, weights[1], None), ExpertFormula()
-    rows = expert_mlp(rows, ids_RK, w_RK, experts, formula, counts_L=state.counts_L)
-    out_TH = combine(rows, state, group)
+    rows = expert_mlp(rows, ids_RK, w_RK, experts, formula, counts_L=arrived.counts_L)
+    out_TH = combine(rows, arrived, group)
     (out_TH * (x_TH.detach() + rank)).sum().backward()
 
-    whole = [w.requires_grad_() for w in whole]
-    for other, tokens in enumerate(case.tokens):
+    all_weights = [w.requires_grad_() for w in all_weights]
+    for source, tokens in enumerate(case.tokens):
         if not tokens:
             continue
-        x, w = case.inputs(other)
-        all_experts = ExpertWeights(whole[0], None, whole[1], None)
-        want = reference.expert_mlp(x, case.ids_TK(other), w, all_experts, formula)
-        (want * (x.detach() + other)).sum().backward()
-        if other == rank:
+        x, w = case.inputs(source)
+        all_experts = ExpertWeights(all_weights[0], None, all_weights[1], None)
+        want = reference.expert_mlp(x, case.ids_TK(source), w, all_experts, formula)
+        (want * (x.detach() + source)).sum().backward()
+        if source == rank:
             assert_close(f"{case.name}: out", out_TH, want, 1e-12)
             assert_close(f"{case.name}: grad of x", x_TH.grad, x.grad, 1e-12)
             assert_close(f"{case.name}: grad of weights", w_TK.grad, w.grad, 1e-12)
-    for name, got, want in zip(("gate_up", "down"), weights, whole):
+    for name, got, want in zip(("gate_up", "down"), weights, all_weights):
         want_grad = torch.zeros_like(want) if want.grad is None else want.grad
-        assert_close(f"{case.name}: grad of {name}", got.grad, want_grad[mine], 1e-12)
+        assert_close(f"{case.name}: grad of {name}", got.grad, want_grad[local_experts], 1e-12)
 
 
 def _check_frozen(case: Case, rank: int, group: Group) -> None:
-    """Only x, only the weights, or nothing needs a gradient."""
+    """Only x, only the weights, or neither needs a gradient."""
     for x_needs, w_needs in ((True, False), (False, True), (False, False)):
         x_TH, w_TK = (t.detach() for t in case.inputs(rank))
         x_TH.requires_grad_(x_needs)
         w_TK.requires_grad_(w_needs)
-        rows_RH, _, w_RK, state = dispatch(
-            x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
+        rows_RH, _, w_RK, arrived = dispatch(
+            x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HEADER
         )
-        out_TH = combine(rows_RH * w_RK.sum(1, keepdim=True), state, group)
+        out_TH = combine(rows_RH * w_RK.sum(1, keepdim=True), arrived, group)
         assert out_TH.requires_grad == (x_needs or w_needs)
         if out_TH.requires_grad:
             out_TH.sum().backward()
@@ -249,31 +249,30 @@ def _check_frozen(case: Case, rank: int, group: Group) -> None:
 
 
 def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
-    """bf16 tokens stay bf16; weights travel in fp32 or wider, unrounded; ids come out exact."""
+    """bf16 rows are sent in bf16. Weights are sent in fp32 and are not rounded."""
     for weights_dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
         x_TH, w_TK = case.inputs(rank, torch.bfloat16)
         w_TK = w_TK.detach().to(weights_dtype).requires_grad_()
         with _counting_rows() as calls:
-            rows_RH, ids_RK, w_RK, state = dispatch(
-                x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
+            rows_RH, _, w_RK, arrived = dispatch(
+                x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HEADER
             )
         assert rows_RH.dtype == torch.bfloat16 and w_RK.dtype == wide
         if calls[0][0]:
             assert [size for _, size in calls] == [2 * HIDDEN, 2 * case.top_k * 4]
-        pairs = [torch.cat([ids_RK.double(), w_RK.detach().double()], 1)]
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (pairs[0], w_TK.detach()), group=group)
-        sent = {float(w) for _, theirs in everyone for w in theirs.double().flatten()}
+        weights_of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(weights_of_ranks, w_TK.detach(), group=group)
+        sent = {float(w) for weights in weights_of_ranks for w in weights.double().flatten()}
         assert {float(w) for w in w_RK.detach().double().flatten()} <= sent
         combine(
-            rows_RH * w_RK.sum(1, keepdim=True).to(rows_RH.dtype), state, group
+            rows_RH * w_RK.sum(1, keepdim=True).to(rows_RH.dtype), arrived, group
         ).sum().backward()
         assert x_TH.grad is not None and x_TH.grad.dtype == torch.bfloat16
         assert w_TK.grad is not None and w_TK.grad.dtype == weights_dtype
 
 
 def _check_headers(rank: int, group: Group) -> None:
-    """Each field alone: every rank raises, and its message names both places."""
+    """If the last rank differs in one field, every rank raises an error naming both positions."""
     last = dist.get_world_size(group) - 1
     ids_TK, w_TK = torch.tensor([[0, 3]]), torch.ones(1, 2)
     table = {
@@ -287,18 +286,18 @@ def _check_headers(rank: int, group: Group) -> None:
         "itemsize": (2, "MoE layer 1 of forward 3 (training; top-2, 2 bytes"),
     }
     ranks = dist.get_process_group_ranks(group)
-    for field, (value, text) in table.items():
-        header = replace(HERE, **{field: value}) if rank == last else HERE
+    for field, (value, position) in table.items():
+        header = replace(HEADER, **{field: value}) if rank == last else HEADER
         with pytest.raises(RuntimeError) as caught:
             dispatch(torch.ones(1, 3), ids_TK, w_TK, num_experts=4, group=group, header=header)
         message = str(caught.value)
-        assert f"rank {ranks[last]}: {text}" in message, message
+        assert f"rank {ranks[last]}: {position}" in message, message
         assert f"rank {ranks[0]}: MoE layer 1 of forward 3 (training;" in message, message
         dist.barrier(group)
 
 
 Run = Callable[[Case, int, Group], None]
-OF_EVERY_CASE: dict[str, Run] = {
+CHECKS_OF_EVERY_CASE: dict[str, Run] = {
     "rows": _check_case,
     "gradients": _check_gradients,
     "frozen": _check_frozen,
@@ -306,23 +305,23 @@ OF_EVERY_CASE: dict[str, Run] = {
 }
 
 
-def _of_case(check: Run, case: Case, rank: int, world: int) -> None:
+def _run_check(check: Run, case: Case, rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
     check(case, rank, dist.group.WORLD)
 
 
-def the_example_of_the_docstring(rank: int, world: int) -> None:
+def example_of_the_docstring(rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
-    _by_hand(rank, dist.group.WORLD)
+    _check_example(rank, dist.group.WORLD)
 
 
-def ranks_at_different_places(rank: int, world: int) -> None:
+def ranks_at_different_positions(rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
     _check_headers(rank, dist.group.WORLD)
 
 
-class _UntilRowsLeave(TorchDispatchMode):
-    """Operations on the device from the end of the host's wait to the first rows' transfer."""
+class _OperatorsBeforeTransfer(TorchDispatchMode):
+    """List the operators launched between the arrival of counts and the first transfer of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,61 +332,61 @@ class _UntilRowsLeave(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.counting &= "alltoall" not in str(func)
-        # `fill_` is the tests' own: it poisons new memory.
-        asks_nothing = func.is_view or "empty" in str(func) or "fill_" in str(func)
-        if self.counting and not asks_nothing:
+        # Views and `empty` launch no kernel. `fill_` comes from support/poison.py.
+        launches_nothing = func.is_view or "empty" in str(func) or "fill_" in str(func)
+        if self.counting and not launches_nothing:
             self.operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def what_stands_between_counts_and_rows(rank: int, world: int) -> None:
-    """The rows are cut out, nothing else: whatever can wait is done while they travel."""
+def one_operator_between_counts_and_rows(rank: int, world: int) -> None:
+    """Once the counts are known, the device only selects the rows before their transfer starts."""
     assert dist.group.WORLD is not None
     case = CASES[0]
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     w_TK = w_TK.bfloat16()
-    read_off = AllToAll._exchange
-    with _UntilRowsLeave() as mode, pytest.MonkeyPatch.context() as patches:
+    original = AllToAll._exchange
+    with _OperatorsBeforeTransfer() as mode, pytest.MonkeyPatch.context() as patches:
 
-        def counts_are_there(*args: Any, **kwargs: Any) -> AllToAllExchange:
+        def start_counting(*args: Any, **kwargs: Any) -> AllToAllExchange:
             mode.counting = True
-            return read_off(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        patches.setattr(AllToAll, "_exchange", counts_are_there)
-        dispatch(x_TH, ids_TK, w_TK, num_experts=6, group=dist.group.WORLD, header=HERE)
+        patches.setattr(AllToAll, "_exchange", start_counting)
+        dispatch(x_TH, ids_TK, w_TK, num_experts=6, group=dist.group.WORLD, header=HEADER)
     assert mode.operations == ["aten.index_select.default"], mode.operations
 
 
-def what_an_exchange_keeps(rank: int, world: int) -> None:
-    """Two numbers of 4 bytes for each row that a token can have, and no larger tensor's view."""
+def memory_of_an_exchange(rank: int, world: int) -> None:
+    """An exchange holds two int32 for each possible row, and no view of a larger tensor."""
     assert dist.group.WORLD is not None
     tokens, top_k, experts = 1000, 2, 12
     case = Case("many tokens", world, (tokens,) * world, experts, top_k)
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     *_, arrived = dispatch(
-        x_TH, ids_TK, w_TK, num_experts=experts, group=dist.group.WORLD, header=HERE
+        x_TH, ids_TK, w_TK, num_experts=experts, group=dist.group.WORLD, header=HEADER
     )
-    kept = [value for value in vars(arrived.exchange).values() if isinstance(value, Tensor)]
-    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept)
+    tensors = [value for value in vars(arrived.exchange).values() if isinstance(value, Tensor)]
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     assert num_bytes == 2 * 4 * tokens * top_k + 4 + 8 * experts, num_bytes
 
 
 def _in_groups(grid: list[list[int]], rank: int, world: int) -> None:
-    """Ranks of a group count from its own first one."""
+    """Run the checks in two groups, in which ranks are numbered from 0."""
     groups = [dist.new_group(ranks) for ranks in grid]
-    mine = next(index for index, ranks in enumerate(grid) if rank in ranks)
-    inside = dist.get_rank(groups[mine])
-    _by_hand(inside, groups[mine])
-    _check_gradients(CASES[0], inside, groups[mine])
-    _check_headers(inside, groups[mine])
+    group = next(group for group, ranks in zip(groups, grid, strict=True) if rank in ranks)
+    group_rank = dist.get_rank(group)
+    _check_example(group_rank, group)
+    _check_gradients(CASES[0], group_rank, group)
+    _check_headers(group_rank, group)
 
 
-def _of_cases(world: int) -> dict[str, Callable[..., None]]:
+def _checks_of_cases(world: int) -> dict[str, Callable[..., None]]:
     return {
-        f"{case.name}: {name}": partial(_of_case, check, case)
+        f"{case.name}: {name}": partial(_run_check, check, case)
         for case in CASES
         if case.world == world
-        for name, check in OF_EVERY_CASE.items()
+        for name, check in CHECKS_OF_EVERY_CASE.items()
     }
 
 
@@ -397,12 +396,14 @@ GROUPS = {
 }
 TWO_RANKS = on_ranks(
     2,
-    the_example_of_the_docstring,
-    ranks_at_different_places,
-    what_stands_between_counts_and_rows,
-    _of_cases(2),
+    example_of_the_docstring,
+    ranks_at_different_positions,
+    one_operator_between_counts_and_rows,
+    _checks_of_cases(2),
 )
-FOUR_RANKS = on_ranks(4, ranks_at_different_places, what_an_exchange_keeps, GROUPS, _of_cases(4))
+FOUR_RANKS = on_ranks(
+    4, ranks_at_different_positions, memory_of_an_exchange, GROUPS, _checks_of_cases(4)
+)
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS + FOUR_RANKS)

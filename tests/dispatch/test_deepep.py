@@ -1,7 +1,7 @@
-"""DeepEP as a dispatcher: against plain dispatch, on 2 and 4 ranks, by a stand-in.
+"""The DeepEP dispatcher, compared with all-to-all dispatch on 2 and 4 ranks.
 
-support/fakes/deepep.py plays the package `deep_ep`. Plain dispatch is the truth: the same rows with
-the same ids and weights at the same ranks, the same output, the same gradients.
+support/fakes/deepep.py stands in for the package `deep_ep`. Both dispatchers must deliver the same
+rows, ids and weights to each rank, and give the same output and gradients.
 """
 
 import copy
@@ -33,9 +33,9 @@ from hf_moe_ep.state import STATE
 
 HIDDEN = 48
 BYTES = 2 * HIDDEN
-# Both sides round the same fp32 sum to bf16 once, each at most half an eps away from it.
+# Both dispatchers round the same fp32 sum to bf16 once, with an error of at most eps / 2 each.
 BF16_SUMS = torch.finfo(torch.bfloat16).eps
-HERE = Header(
+HEADER = Header(
     forward=1,
     layer=0,
     training=True,
@@ -51,7 +51,7 @@ Exchanges = Sequence[Exchange]
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` per rank; `only` restricts routing to these experts."""
+    """A random routing: `tokens` by rank, and `only` restricts it to these experts."""
 
     name: str
     tokens: tuple[int, ...]
@@ -88,30 +88,30 @@ CASES = [
 
 
 def _column_major(tensor: Tensor) -> Tensor:
-    """The same numbers in an order that DeepEP refuses."""
+    """Return the same values in a column-major layout, which DeepEP's kernels refuse."""
     return tensor.t().contiguous().t()
 
 
-def _exchanges(
+def _plan_exchanges(
     case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chunks: int
 ) -> Exchanges:
     ids_TK, experts = case.ids_TK(rank), case.experts
     if buffer is None:
-        return AllToAll(group, experts, chunks).plan(ids_TK, HERE)
-    return DeepEP(buffer, experts, chunks).plan(ids_TK, HERE, hidden_bytes=BYTES)
+        return AllToAll(group, experts, chunks).plan(ids_TK, HEADER)
+    return DeepEP(buffer, experts, chunks).plan(ids_TK, HEADER, hidden_bytes=BYTES)
 
 
-def _layer(
-    exchanges: Exchanges, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, sees: list[Any]
+def _run_layer(
+    exchanges: Exchanges, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, received: list[Any]
 ) -> Tensor:
-    """The layer's loop, with experts that read everything; `sees` takes what arrives."""
+    """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
     with WayHome() as home:
         for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
-            sees.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))
-            # DeepEP's weights of experts elsewhere are 0 and take no gradient: it needs no mask.
+            received.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))
+            # DeepEP delivers weights of other ranks' experts as 0, so only all-to-all needs a mask.
             if isinstance(exchanges[0], AllToAllExchange):
                 w_RK = w_RK.masked_fill(ids_RK == local, 0)
             scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
@@ -120,9 +120,9 @@ def _layer(
     return home.finish()
 
 
-def _sorted_rows(seen: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[float]]:
-    """One list per row: hidden states, ids, weights of experts that are here; in any order."""
-    rows_RH, w_RK, ids_RK, counts_L = seen
+def _sorted_rows(received: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[float]]:
+    """Sort rows of hidden states, ids and local weights, as each dispatcher has another order."""
+    rows_RH, w_RK, ids_RK, counts_L = received
     w_RK = w_RK.masked_fill(ids_RK == len(counts_L), 0)
     return sorted(torch.cat([rows_RH.double(), ids_RK.double(), w_RK.double()], 1).tolist())
 
@@ -130,35 +130,37 @@ def _sorted_rows(seen: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[fl
 def _check_case(rank: int, group: Group, buffer: GroupBuffer, case: Case, chunks: int) -> None:
     name, ids_TK = f"{case.name}, {chunks} chunks", case.ids_TK(rank)
     runs = []
-    for there in (None, buffer):
+    for deepep_buffer in (None, buffer):
         x_TH, w_TK = case.inputs(rank)
-        sees: list[Any] = []
-        out_TH = _layer(_exchanges(case, rank, group, there, chunks), x_TH, w_TK, ids_TK, sees)
+        received: list[Any] = []
+        out_TH = _run_layer(
+            _plan_exchanges(case, rank, group, deepep_buffer, chunks), x_TH, w_TK, ids_TK, received
+        )
         generator = torch.Generator().manual_seed(30 + rank)
         out_TH.backward(torch.randn(out_TH.shape, generator=generator).bfloat16())
-        runs.append((sees, out_TH, x_TH.grad, w_TK.grad))
-    (want_sees, *want), (got_sees, *got) = runs
-    assert len(got_sees) == len(want_sees) == chunks, name
-    for got_seen, want_seen in zip(got_sees, want_sees):
-        assert got_seen[0].dtype == torch.bfloat16, name
-        assert got_seen[1].dtype == torch.float32 and got_seen[2].dtype == torch.int64, name
-        assert got_seen[3] == want_seen[3], f"{name}: counts {got_seen[3]}, want {want_seen[3]}"
-        assert _sorted_rows(got_seen) == _sorted_rows(want_seen), name
+        runs.append((received, out_TH, x_TH.grad, w_TK.grad))
+    (want_received, *want), (got_received, *got) = runs
+    assert len(got_received) == len(want_received) == chunks, name
+    for got_chunk, want_chunk in zip(got_received, want_received):
+        assert got_chunk[0].dtype == torch.bfloat16, name
+        assert got_chunk[1].dtype == torch.float32 and got_chunk[2].dtype == torch.int64, name
+        assert got_chunk[3] == want_chunk[3], f"{name}: counts {got_chunk[3]}, want {want_chunk[3]}"
+        assert _sorted_rows(got_chunk) == _sorted_rows(want_chunk), name
     assert_close(f"{name}: out", got[0], want[0], BF16_SUMS)
     assert_close(f"{name}: grad of x", got[1], want[1], BF16_SUMS)
-    # Every weight is used at one rank and all sums over ranks are exact; a row's own sum over
-    # HIDDEN fp32 products may be split elsewhere where the row lies elsewhere.
+    # Each weight is used on one rank, so no sum over ranks rounds. A row's sum over HIDDEN fp32
+    # products may have another order, because its position in memory differs.
     assert_close(f"{name}: grad of weights", got[2], want[2], HIDDEN * torch.finfo(torch.float).eps)
     assert got[1].dtype == torch.bfloat16 and got[2].dtype == torch.float32
     assert fake_deepep.Buffer.under_way == 0, name
 
 
-def _by_hand(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """The example of deepep.py."""
+def _check_example(rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """Check the example of the docstring of deepep.py."""
     ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else []).view(-1, 2).long()
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else []).view(-1, 2)
     x_TH = torch.tensor([1.0, 2.0] if rank == 0 else []).bfloat16().unsqueeze(1).repeat(1, HIDDEN)
-    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HERE, hidden_bytes=BYTES)
+    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HEADER, hidden_bytes=BYTES)
     arriving = exchange.start(x_TH, w_TK, ids_TK)
     rows_RH, w_RK, ids_RK = arriving.finish()
     got = (rows_RH[:, 0].tolist(), ids_RK.tolist(), w_RK.tolist(), arriving.counts_L)
@@ -171,40 +173,43 @@ def _by_hand(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 
 def _check_recompute(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """An exchange started twice brings the same rows; checkpointed, gradients are the same."""
-    exchanges, ids_TK = _exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
+    """A recomputed layer starts its exchanges twice: it gets the same rows and gradients."""
+    exchanges, ids_TK = _plan_exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
     runs = []
     for recompute in (False, True):
         x_TH, w_TK = case.inputs(rank)
-        sees: list[Any] = []
-        inputs = (exchanges, x_TH, w_TK, ids_TK, sees)
-        out_TH = checkpoint(_layer, *inputs, use_reentrant=False) if recompute else _layer(*inputs)
+        received: list[Any] = []
+        inputs = (exchanges, x_TH, w_TK, ids_TK, received)
+        run: Callable[..., Tensor] = _run_layer
+        if recompute:
+            run = partial(checkpoint, _run_layer, use_reentrant=False)
+        out_TH = run(*inputs)
         out_TH.square().sum().backward()
-        assert len(sees) == (4 if recompute else 2)
-        runs.append((out_TH, x_TH.grad, w_TK.grad, *(t for seen in sees for t in seen[:3])))
-        counts = [seen[3] for seen in sees]
+        assert len(received) == (4 if recompute else 2)
+        runs.append((out_TH, x_TH.grad, w_TK.grad, *(t for chunk in received for t in chunk[:3])))
+        counts = [chunk[3] for chunk in received]
         assert counts[:2] == counts[-2:]
     first, second = runs
     assert all(torch.equal(a, b) for a, b in zip(first, second[:9], strict=True)), case.name
     assert all(torch.equal(a, b) for a, b in zip(first[3:], second[9:], strict=True)), case.name
-    # The second run ends where backward has what it needs: chunk 0 was on its way home by then,
-    # and was waited for.
+    # A recompute stops as soon as backward has its tensors, here while the results of chunk 0 are
+    # being sent. The layer has to wait for this transfer.
     assert fake_deepep.Buffer.under_way == 0, case.name
 
 
 def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """Only x, only the weights, or nothing needs a gradient; the others get none."""
+    """Only x, only the weights, or neither needs a gradient; nothing else gets one."""
     ids_TK = case.ids_TK(rank)
     for needs in ((True, False), (False, True), (False, False)):
         grads = []
-        for there in (None, buffer):
+        for deepep_buffer in (None, buffer):
             x_TH, w_TK = (t.detach() for t in case.inputs(rank))
             x_TH.requires_grad_(needs[0])
             w_TK.requires_grad_(needs[1])
-            exchanges = _exchanges(case, rank, group, there, 1)
+            exchanges = _plan_exchanges(case, rank, group, deepep_buffer, 1)
             rows_RH, w_RK, _ = exchanges[0].start(x_TH, w_TK, ids_TK).finish()
             assert (rows_RH.requires_grad, w_RK.requires_grad) == needs
-            out_TH = _layer(exchanges, x_TH, w_TK, ids_TK, [])
+            out_TH = _run_layer(exchanges, x_TH, w_TK, ids_TK, [])
             assert out_TH.requires_grad == any(needs)
             if any(needs):
                 out_TH.sum().backward()
@@ -216,33 +221,35 @@ def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> N
 
 
 def _check_weight_dtypes(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """bf16 weights travel as fp32; their gradient comes back in bf16."""
+    """bf16 weights are sent as fp32, and their gradient is bf16 again."""
     x_TH, w_TK = case.inputs(rank)
     w_TK = w_TK.detach().bfloat16().requires_grad_()
-    _layer(
-        _exchanges(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []
+    _run_layer(
+        _plan_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []
     ).sum().backward()
     assert w_TK.grad is not None and w_TK.grad.dtype == torch.bfloat16
     assert w_TK.grad.isfinite().all() and (w_TK.grad != 0).any()
 
 
 def _check_order(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """A chunk is sent before the previous chunk is waited for, in backward as well."""
+    """The next chunk is sent before the layer waits for the previous one, in backward as well."""
     log = fake_deepep.Buffer.log
     x_TH, w_TK = case.inputs(rank)
-    exchanges = _exchanges(case, rank, group, buffer, 2)
+    exchanges = _plan_exchanges(case, rank, group, buffer, 2)
     log.clear()
-    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
-    out, back = "dispatch", "combine"
+    out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
+    dispatch, combine = "dispatch", "combine"
     start, wait = "start {}".format, "wait {}".format
-    chunk = [wait(out), start(back)]
-    assert log == [start(out), start(out), *chunk, *chunk, wait(back), wait(back)]
+    chunk = [wait(dispatch), start(combine)]
+    assert log == [start(dispatch), start(dispatch), *chunk, *chunk, wait(combine), wait(combine)]
     log.clear()
     out_TH.sum().backward()
-    assert log == [start(out), start(out), *chunk, *chunk, wait(back), wait(back)]
+    assert log == [start(dispatch), start(dispatch), *chunk, *chunk, wait(combine), wait(combine)]
 
 
-def _raises(error: type[Exception], match: str, call: Callable[[], Any], group: Group) -> None:
+def _assert_raises(
+    error: type[Exception], match: str, call: Callable[[], Any], group: Group
+) -> None:
     with pytest.raises(error, match=match):
         call()
     dist.barrier(group)
@@ -250,21 +257,21 @@ def _raises(error: type[Exception], match: str, call: Callable[[], Any], group: 
 
 def _check_errors(rank: int, group: Group, buffer: GroupBuffer) -> None:
     ids_TK, w_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
-    plan = partial(DeepEP(buffer, 4).plan, header=HERE, hidden_bytes=BYTES)
-    (here,) = plan(ids_TK)
+    plan = partial(DeepEP(buffer, 4).plan, header=HEADER, hidden_bytes=BYTES)
+    (exchange,) = plan(ids_TK)
     for dtype in (torch.float32, torch.float16, torch.float64):
         x_TH = torch.ones(1, HIDDEN, dtype=dtype)
         match = f'torch.bfloat16 only, got {dtype}.*use dispatcher="all_to_all"'
-        _raises(ValueError, match, lambda x=x_TH: here.start(x, w_TK, ids_TK), group)
+        _assert_raises(ValueError, match, lambda x=x_TH: exchange.start(x, w_TK, ids_TK), group)
     for hidden, match in ((24, "multiple of 16, got 24; try 32"), (64, "128 bytes.*_bytes=96;")):
         x_TH = torch.ones(1, hidden, dtype=torch.bfloat16)
-        _raises(ValueError, match, lambda x=x_TH: here.start(x, w_TK, ids_TK), group)
-    arrived = here.start(torch.ones(1, HIDDEN, dtype=torch.bfloat16), w_TK, ids_TK)
+        _assert_raises(ValueError, match, lambda x=x_TH: exchange.start(x, w_TK, ids_TK), group)
+    arrived = exchange.start(torch.ones(1, HIDDEN, dtype=torch.bfloat16), w_TK, ids_TK)
     rows_RH, _, _ = arrived.finish()
     wide = rows_RH.float()
-    _raises(ValueError, "got torch.float32", lambda: arrived.start_combine(wide), group)
+    _assert_raises(ValueError, "got torch.float32", lambda: arrived.start_combine(wide), group)
     many = torch.arange(33).unsqueeze(0)
-    _raises(
+    _assert_raises(
         ValueError,
         "at most 32 experts per token, but this router chooses 33",
         lambda: plan(many),
@@ -272,41 +279,41 @@ def _check_errors(rank: int, group: Group, buffer: GroupBuffer) -> None:
     )
     for num_sms in (23, 0, -2):
         match = f"even and >= 2, got {num_sms}"
-        _raises(ValueError, match, lambda n=num_sms: GroupBuffer(group, num_sms=n), group)
+        _assert_raises(ValueError, match, lambda n=num_sms: GroupBuffer(group, num_sms=n), group)
 
 
 def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """Every rank raises, before a row travels, naming the one that would get too many."""
+    """Every rank raises before any row is sent, and names the rank that would get too many rows."""
     ranks = dist.get_world_size(group)
-    worst = ranks - 1
-    ids_TK = torch.full((3, 1), worst)  # one expert per rank
+    busiest = ranks - 1
+    ids_TK = torch.full((3, 1), busiest)  # one expert per rank
     log = fake_deepep.Buffer.log
     for chunks in (1, 2):
         log.clear()
         match = (
-            f"MoE layer 0 of forward 1 .*: rank {dist.get_process_group_ranks(group)[worst]} "
+            f"MoE layer 0 of forward 1 .*: rank {dist.get_process_group_ranks(group)[busiest]} "
             f"would get {3 * ranks} rows, more than max_tokens_per_rank={3 * ranks - 1} "
         )
         limited = DeepEP(buffer, ranks, chunks, 3 * ranks - 1)
-        plan = partial(limited.plan, ids_TK, HERE, hidden_bytes=BYTES)
-        _raises(RuntimeError, match, plan, group)
+        plan = partial(limited.plan, ids_TK, HEADER, hidden_bytes=BYTES)
+        _assert_raises(RuntimeError, match, plan, group)
         assert not log
         enough = DeepEP(buffer, ranks, chunks, 3 * ranks)
-        assert len(enough.plan(ids_TK, HERE, hidden_bytes=BYTES)) == chunks
+        assert len(enough.plan(ids_TK, HEADER, hidden_bytes=BYTES)) == chunks
 
 
-def _check_life(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """Made when it is needed, grown between forward and backward, freed when asked."""
+def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
+    """A buffer is made on first use, may be replaced between forward and backward, and is freed."""
     made = fake_deepep.Buffer.made
     buffer = GroupBuffer(group, num_sms=8)
     assert fake_deepep.Buffer.made == made
     x_TH, w_TK = case.inputs(rank)
-    exchanges = _exchanges(case, rank, group, buffer, 1)
+    exchanges = _plan_exchanges(case, rank, group, buffer, 1)
     small = buffer.alive
-    _exchanges(case, rank, group, buffer, 1)
+    _plan_exchanges(case, rank, group, buffer, 1)
     assert fake_deepep.Buffer.made == made + 1 and buffer.alive is small
-    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
-    # Another model's choice must not change the configs of rows under way.
+    out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
+    # Another model sets its number of SMs, which must not affect exchanges already planned here.
     fake_deepep.Buffer.set_num_sms(24)
     buffer.reserve(4 * BYTES)
     assert fake_deepep.Buffer.made == made + 2 and buffer.alive is not small
@@ -314,20 +321,23 @@ def _check_life(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> Non
     out_TH.sum().backward()
     assert x_TH.grad is not None and x_TH.grad.isfinite().all()
     large = buffer.alive
-    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     buffer.free()
     buffer.free()
     assert large.destroyed
-    _raises(RuntimeError, "buffer was freed", lambda: out_TH.sum().backward(), group)
+    _assert_raises(RuntimeError, "buffer was freed", lambda: out_TH.sum().backward(), group)
     x, w, ids = x_TH.detach(), w_TK.detach(), case.ids_TK(rank)
-    _raises(RuntimeError, "^this ep group's DeepEP", lambda: exchanges[0].start(x, w, ids), group)
-    _layer(_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
+    _assert_raises(
+        RuntimeError, "^this ep group's DeepEP", lambda: exchanges[0].start(x, w, ids), group
+    )
+    _run_layer(_plan_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
     assert fake_deepep.Buffer.made == made + 3
     buffer.free()
 
 
 def _check_group_size(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """3 ranks, for which DeepEP has no settings; every rank takes part in making the group."""
+    """DeepEP has no settings for 3 ranks."""
+    # All 4 ranks have to call new_group, although rank 3 is not in the group.
     group = dist.new_group([0, 1, 2])
     if rank < 3:
         with pytest.raises(ValueError, match="no settings for ep_size=3; try 2, 4, 8"):
@@ -335,9 +345,9 @@ def _check_group_size(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 
 def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """DeepEP's time-out names the place."""
+    """The error of DeepEP's time-out names the position in the model."""
     ids_TK = torch.tensor([[0, 1]])
-    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HERE, hidden_bytes=BYTES)
+    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HEADER, hidden_bytes=BYTES)
     x_TH = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
 
     def timeout(*_: Any, **__: Any) -> None:
@@ -345,12 +355,16 @@ def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
     original, buffer.alive.dispatch = buffer.alive.dispatch, timeout
     match = "MoE layer 0 of forward 1 .*: .*never reached this layer.*CPU recv timeout"
-    _raises(RuntimeError, match, lambda: exchange.start(x_TH, torch.ones(1, 2), ids_TK), group)
+    _assert_raises(
+        RuntimeError, match, lambda: exchange.start(x_TH, torch.ones(1, 2), ids_TK), group
+    )
     buffer.alive.dispatch = original
 
 
 def _model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
-    """A bf16 model with a checkpointed backward, live or replayed; the gradients, gathered."""
+    """Train a checkpointed bf16 model for one step, with live or replayed routes; gather its
+    gradients.
+    """
     model = tiny(dtype=torch.bfloat16)
     parity.checkpointing(model, False)
     apply_ep_fsdp2(model, ep_size=2, **config)
@@ -368,14 +382,14 @@ def _model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
 
 
 def _check_model(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """The option of patch(): whole models with both dispatchers, in bf16, 2 chunks."""
+    """Compare a whole bf16 model with dispatcher="deepep" and 2 chunks to all_to_all."""
     for replays in (False, True):
         want = _model_grads(replays, dispatcher="all_to_all")
         calls = len(fake_deepep.Buffer.log)
         got = _model_grads(replays, dispatcher="deepep", deepep_num_sms=6, dispatch_chunks=2)
         assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
         for name, grad in got.items():
-            # Roundings of bf16 (2 ** -8), in another order of addition, through two layers.
+            # The dispatchers add rows in another order, and bf16 (eps 2**-8) rounds in two layers.
             assert_close(f"{name}, {replays}", grad, want[name], 16 * 2**-8)
 
 
@@ -389,18 +403,18 @@ def _with_buffer(check: Callable[..., None], rank: int, world: int) -> None:
 
 
 def _in_groups_of_every_other_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """Ranks of a group count from its own first one."""
+    """Run checks in groups of ranks 0 2 and 1 3, in which ranks are numbered from 0."""
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    mine, inside = groups[rank % 2], rank // 2
-    inner = GroupBuffer(mine, num_sms=4)
-    _by_hand(inside, mine, inner)
-    _check_case(inside, mine, inner, case=CASES[0], chunks=2)
-    _check_max_rows(inside, mine, inner)
-    inner.free()
+    group, group_rank = groups[rank % 2], rank // 2
+    group_buffer = GroupBuffer(group, num_sms=4)
+    _check_example(group_rank, group, group_buffer)
+    _check_case(group_rank, group, group_buffer, case=CASES[0], chunks=2)
+    _check_max_rows(group_rank, group, group_buffer)
+    group_buffer.free()
 
 
 def _checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., None]]:
-    """By name: those of every case, those that one case is enough for, and `more`."""
+    """Name the checks of every case, the checks that need only one case, and `more`."""
     checks: dict[str, Callable[..., None]] = {}
     cases = [case for case in CASES if len(case.tokens) == world]
     for case in cases:
@@ -414,13 +428,13 @@ def _checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., 
         "errors": _check_errors,
         "max_tokens_per_rank": _check_max_rows,
         "a lost rank": _check_lost_rank,
-        "life of a buffer": partial(_check_life, case=cases[0]),
+        "lifetime of a buffer": partial(_check_lifetime, case=cases[0]),
         **more,
     }
     return {name: partial(_with_buffer, check) for name, check in checks.items()}
 
 
-TWO_RANKS = on_ranks(2, _checks(2, example=_by_hand, model=_check_model))
+TWO_RANKS = on_ranks(2, _checks(2, example=_check_example, model=_check_model))
 FOUR_RANKS = on_ranks(
     4, _checks(4, group_size=_check_group_size, groups=_in_groups_of_every_other_rank), slow=True
 )

@@ -1,7 +1,7 @@
-"""The hierarchical dispatcher on threads of one process: rows that arrive, cross nodes and return.
+"""The hierarchical dispatcher with random routing over grids of nodes and ranks.
 
-Random routing over grids of nodes and ranks. The expected numbers come from a formula: each expert
-multiplies a token by its own number.
+The ranks are threads of one process (support/threaded_ranks.py), which counts the bytes of every
+link. Expert e multiplies a token by its own factor, so the expected results are one formula.
 """
 
 import random
@@ -22,14 +22,14 @@ from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
 from hf_moe_ep.moe.dispatch.overlap import WayHome
 
-HIDDEN = 29  # wider than 2 K, and odd: rows and routing differ in bytes
-HERE = Header(1, 0, True, True, False, False, 2, 8)
+HIDDEN = 29  # odd, so that a row never has as many bytes as its routing (2 K columns)
+HEADER = Header(1, 0, True, True, False, False, 2, 8)
 GRIDS = [(2, 2), (2, 4), (4, 2), (3, 2), (2, 3)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` by rank; each token's experts are drawn from `groups_drawn` of `groups` groups."""
+    """A random routing: `tokens` by rank. A token's experts lie in `groups_drawn` of `groups`."""
 
     seed: int
     nodes: int
@@ -67,7 +67,7 @@ class Case:
         tokens = self.tokens[rank]
         x_TH = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=generator)
         w_TK = torch.rand(tokens, self.top_k, dtype=torch.float64, generator=generator) + 0.1
-        # What a row says of its token, for who counts what arrives.
+        # The first two columns hold the rank and number of the token, so that arrivals are known.
         x_TH[:, 0], x_TH[:, 1] = rank, torch.arange(tokens)
         return x_TH.requires_grad_(), w_TK.requires_grad_()
 
@@ -75,7 +75,7 @@ class Case:
         return torch.linspace(0.5, 2.5, self.experts, dtype=torch.float64)
 
     def visits(self, rank: int) -> list[set[int]]:
-        """The ranks of each token's experts."""
+        """List the ranks of each token's experts."""
         return [{expert // self.local for expert in ids} for ids in self.ids_TK(rank).tolist()]
 
 
@@ -91,15 +91,15 @@ def _random_case(seed: int) -> Case:
     return Case(seed, nodes, places, experts, top_k, rng.randint(1, 3), tuple(tokens))
 
 
-# Every 7th of them is in the fast suite, no multiple of the 4 after which k = E comes round.
+# The fast tests take every 7th case: 7 is no multiple of 3 or 4, so they have all kinds of cases.
 CASES = [_random_case(seed) for seed in range(40)]
-# As DeepSeek-V3's router: 2 of 4 groups a token, and no group lies on two nodes.
+# Like DeepSeek-V3's router: each token uses 2 of 4 groups of experts, one group per node.
 LIMITED = Case(0, 4, 2, 16, 4, 2, (30,) * 8, groups=4, groups_drawn=2)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found. `arrived` holds (sender, token, expert) of its rows."""
+    """The results of one rank. `arrived` holds (sender, token, expert) for each received pair."""
 
     arrived: list[tuple[int, int, int]]
     weights: list[float]
@@ -113,28 +113,28 @@ def _dispatcher(kind: str, case: Case, network: Network, rank: int, **options: A
     options = {"num_chunks": case.chunks, **options}
     if kind == "all_to_all":
         return AllToAll(group, case.experts, **options)
-    first = rank - rank % case.places
-    inside: Any = network.group(range(first, first + case.places), rank)
+    first_of_node = rank - rank % case.places
+    inside: Any = network.group(range(first_of_node, first_of_node + case.places), rank)
     between: Any = network.group(range(rank % case.places, case.world, case.places), rank)
     return Hierarchical(group, between, inside, case.experts, **options)
 
 
-def _run(kind: str, case: Case, network: Network, rank: int, *, again: bool = False) -> Result:
-    """There and back on one rank, in chunks, and backward; `again` starts exchanges twice."""
+def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool = False) -> Result:
+    """Run a layer forward and backward on one rank; `recompute` runs its exchanges twice."""
     dispatcher = _dispatcher(kind, case, network, rank)
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     factors_E = case.factors_E().requires_grad_()
     factors_L = factors_E[rank * case.local : (rank + 1) * case.local]
-    exchanges = dispatcher.plan(ids_TK, HERE, hidden_bytes=8 * HIDDEN)
+    exchanges = dispatcher.plan(ids_TK, HEADER, hidden_bytes=8 * HIDDEN)
     arrived, weights, counts = [], [], torch.zeros(case.local, dtype=torch.int64)
-    for _ in range(2 if again else 1):
+    for _ in range(2 if recompute else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
         with WayHome() as home:
             for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
-                here = (ids_RK < case.local).nonzero().tolist()
-                for row, slot in here:
+                local_pairs = (ids_RK < case.local).nonzero().tolist()
+                for row, slot in local_pairs:
                     sender, token = rows_RH[row, :2].tolist()
                     expert = rank * case.local + int(ids_RK[row, slot])
                     arrived.append((int(sender), int(token), expert))
@@ -148,7 +148,7 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, again: bool = Fa
     return Result(arrived, weights, counts.tolist(), out_TH.detach(), grads)
 
 
-def _on_all(kind: str, case: Case, **options: Any) -> tuple[list[Result], Network]:
+def _run_all_ranks(kind: str, case: Case, **options: Any) -> tuple[list[Result], Network]:
     network = Network(case.world)
     return network.run(partial(_run, kind, case, network, **options)), network
 
@@ -156,17 +156,17 @@ def _on_all(kind: str, case: Case, **options: Any) -> tuple[list[Result], Networ
 def _check_arrivals(case: Case, results: list[Result]) -> None:
     """Every (token, expert) pair reaches its expert's rank once, with its weight."""
     for rank, result in enumerate(results):
-        first, weight_of = rank * case.local, {}
+        first_expert, expected = rank * case.local, {}
         for sender in range(case.world):
             weights = case.inputs(sender)[1].tolist()
             for token, experts in enumerate(case.ids_TK(sender).tolist()):
                 for slot, expert in enumerate(experts):
-                    if first <= expert < first + case.local:
-                        weight_of[sender, token, expert] = weights[token][slot]
-        got = dict(zip(result.arrived, result.weights, strict=True))
-        assert len(result.arrived) == len(got), f"{case}: a pair came twice"
-        assert got == weight_of, case
-        counts = Counter(expert - first for *_, expert in got)
+                    if first_expert <= expert < first_expert + case.local:
+                        expected[sender, token, expert] = weights[token][slot]
+        received = dict(zip(result.arrived, result.weights, strict=True))
+        assert len(result.arrived) == len(received), f"{case}: a pair arrived twice"
+        assert received == expected, case
+        counts = Counter(expert - first_expert for *_, expert in received)
         assert result.counts_L == [counts[expert] for expert in range(case.local)], case
 
 
@@ -187,15 +187,15 @@ def _check_numbers(case: Case, results: list[Result]) -> None:
     assert_close(f"{case}: grad of the experts", total_E, factors_E.grad, 1e-12)
 
 
-def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
-    """Bytes by sender, receiver and row, counted one token at a time."""
+def _expected_bytes(case: Case) -> Counter[tuple[int, int, int]]:
+    """Count the bytes by (sender, receiver, bytes of a row), one token at a time."""
     rows: Counter[tuple[int, int]] = Counter()
     for sender in range(case.world):
-        home, place = case.node_of(sender), sender % case.places
+        sender_node, place = case.node_of(sender), sender % case.places
         for ranks in case.visits(sender):
             for node in {case.node_of(rank) for rank in ranks}:
                 relay = node * case.places + place
-                if node != home:
+                if node != sender_node:
                     rows[sender, relay] += 1
                 for rank in ranks:
                     if case.node_of(rank) == node and rank != relay:
@@ -203,9 +203,9 @@ def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
     sent: Counter[tuple[int, int, int]] = Counter()
     for (sender, receiver), number in rows.items():
         for a, b in ((sender, receiver), (receiver, sender)):
-            # Tokens one way and results the other, then gradients of both.
+            # Tokens go one way and results the other; their gradients double both.
             sent[a, b, 8 * HIDDEN] += 2 * number * 8 * HIDDEN
-        # Weights and ids, then the weights' gradient.
+        # Weights and ids are sent with the tokens; only the weights have a gradient.
         sent[sender, receiver, 16 * case.top_k] += number * 16 * case.top_k
         sent[receiver, sender, 8 * case.top_k] += number * 8 * case.top_k
     return sent
@@ -213,17 +213,17 @@ def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
-    """Compares pairs, weights, counts, results and the bytes of every link."""
+    """Pairs, weights, counts, results and the bytes of every link are compared."""
     for case in CASES[::every]:
-        results, network = _on_all("hierarchical", case)
+        results, network = _run_all_ranks("hierarchical", case)
         _check_arrivals(case, results)
         _check_numbers(case, results)
-        assert +network.sent == +_want_sent(case), case
+        assert +network.sent == +_expected_bytes(case), case
         assert set(network.gathered.values()) == {1}, case
 
 
-def _crossing(case: Case, network: Network) -> int:
-    """Bytes of hidden states between nodes."""
+def _bytes_between_nodes(case: Case, network: Network) -> int:
+    """Sum the bytes of hidden states that were sent between nodes."""
     return sum(
         number
         for (a, b, size), number in network.sent.items()
@@ -231,12 +231,12 @@ def _crossing(case: Case, network: Network) -> int:
     )
 
 
-def test_a_router_limited_to_groups_crosses_to_no_more_nodes() -> None:
-    """DeepSeek's routers choose from few groups of experts, so a token meets at most as many nodes.
-    The bytes between nodes are those of the remaining pairs. One of two drawn nodes is the token's
-    own in half of the cases.
+def test_a_router_limited_to_groups_sends_fewer_bytes_between_nodes() -> None:
+    """A DeepSeek router chooses from few groups of experts, so a token is sent to at most as many
+    nodes. Here each token draws 2 of 4 nodes. Its own node, for which nothing crosses the network,
+    is one of them in half of the draws.
     """
-    results, network = _on_all("hierarchical", LIMITED)
+    results, network = _run_all_ranks("hierarchical", LIMITED)
     _check_arrivals(LIMITED, results)
     nodes = [
         {LIMITED.node_of(rank) for rank in ranks} - {LIMITED.node_of(sender)}
@@ -245,60 +245,60 @@ def test_a_router_limited_to_groups_crosses_to_no_more_nodes() -> None:
     ]
     assert max(map(len, nodes)) <= LIMITED.groups_drawn
     pairs = sum(map(len, nodes))
-    assert _crossing(LIMITED, network) == 4 * pairs * 8 * HIDDEN
-    free = replace(LIMITED, groups=1, groups_drawn=1)
-    _, network_of_free = _on_all("hierarchical", free)
-    assert _crossing(LIMITED, network) < 0.75 * _crossing(free, network_of_free)
-    # Rank by rank, as many rows as there are ranks of experts: more than nodes.
-    _, network_of_ranks = _on_all("all_to_all", LIMITED)
-    assert _crossing(LIMITED, network) < 0.75 * _crossing(LIMITED, network_of_ranks)
+    limited_bytes = _bytes_between_nodes(LIMITED, network)
+    assert limited_bytes == 4 * pairs * 8 * HIDDEN
+    unlimited = replace(LIMITED, groups=1, groups_drawn=1)
+    _, network = _run_all_ranks("hierarchical", unlimited)
+    assert limited_bytes < 0.75 * _bytes_between_nodes(unlimited, network)
+    # all_to_all sends a token once to each rank with one of its experts, and so more rows.
+    _, network = _run_all_ranks("all_to_all", LIMITED)
+    assert limited_bytes < 0.75 * _bytes_between_nodes(LIMITED, network)
 
 
-def test_an_exchange_started_again_sends_the_same() -> None:
-    """A checkpoint's second run starts it again without exchanging counts."""
+def test_a_recompute_sends_the_same_rows_without_new_counts() -> None:
     case = CASES[1]
-    once, network = _on_all("hierarchical", case)
-    twice, network_of_two = _on_all("hierarchical", case, again=True)
-    for one, two in zip(once, twice, strict=True):
-        assert one.arrived == two.arrived and torch.equal(one.out_TH, two.out_TH)
-        assert all(torch.equal(a, b) for a, b in zip(one.grads, two.grads, strict=True))
-    assert network.gathered == network_of_two.gathered
+    once, network = _run_all_ranks("hierarchical", case)
+    twice, network_of_twice = _run_all_ranks("hierarchical", case, recompute=True)
+    for first, second in zip(once, twice, strict=True):
+        assert first.arrived == second.arrived and torch.equal(first.out_TH, second.out_TH)
+        assert all(torch.equal(a, b) for a, b in zip(first.grads, second.grads, strict=True))
+    assert network.gathered == network_of_twice.gathered
 
 
-class _Asking(TorchDispatchMode):
-    """Operations whose outcome the host waits for."""
+class _HostSyncs(TorchDispatchMode):
+    """List the operators for whose result the host has to wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = str(func)
-        # As `x[mask]` does, or `int(x)`.
+        # `x[mask]` and `int(x)` call such operators.
         if any(word in name for word in ("local_scalar", "nonzero", "masked_select", "unique")):
-            self.asked.append(name)
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_asks_the_device_once_a_layer() -> None:
-    """It asks for the counts, and neither in the second leg nor in backward."""
+def test_one_host_sync_per_layer() -> None:
+    """The host reads the counts. Neither the exchange within nodes nor backward needs a sync."""
     case = CASES[1]
     lists: list[Any] = []
     tolist = Tensor.tolist
 
-    def there_and_back(rank: int) -> list[str]:
+    def run_layer(rank: int) -> list[str]:
         dispatcher = _dispatcher("hierarchical", case, network, rank)
         ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
-        with _Asking() as mode:
-            exchanges = dispatcher.plan(ids_TK, HERE, hidden_bytes=0)
+        with _HostSyncs() as syncs:
+            exchanges = dispatcher.plan(ids_TK, HEADER, hidden_bytes=0)
             with WayHome() as home:
                 for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
                     rows_RH, w_RK, _ = arriving.finish()
                     home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
             home.finish().sum().backward()
-        return mode.asked
+        return syncs.names
 
     def counted(tensor: Tensor) -> Any:
         lists.append(tensor.shape)
@@ -307,37 +307,37 @@ def test_the_host_asks_the_device_once_a_layer() -> None:
     network = Network(case.world)
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Tensor, "tolist", counted)
-        assert network.run(there_and_back) == [[]] * case.world
+        assert network.run(run_layer) == [[]] * case.world
     numbers = case.nodes + case.world + case.experts
     assert lists == [(case.chunks * numbers,)] * case.world
 
 
 def test_sums_repeat_bit_for_bit() -> None:
     for case in (CASES[2], LIMITED):
-        first, second = (_on_all("hierarchical", case)[0] for _ in range(2))
-        for one, two in zip(first, second, strict=True):
-            assert torch.equal(one.out_TH, two.out_TH)
-            assert all(torch.equal(a, b) for a, b in zip(one.grads, two.grads, strict=True))
+        runs = [_run_all_ranks("hierarchical", case)[0] for _ in range(2)]
+        for first, second in zip(*runs, strict=True):
+            assert torch.equal(first.out_TH, second.out_TH)
+            assert all(torch.equal(a, b) for a, b in zip(first.grads, second.grads, strict=True))
 
 
 def test_the_example_of_the_docstring() -> None:
-    """Two rows leave node {0 1}. Three would leave it with one row per rank."""
+    """Two rows leave the node of ranks 0 and 1. all_to_all would send three."""
     case = Case(0, 2, 2, 4, 2, 1, (2, 0, 0, 0))
     ids_TK = torch.tensor([[2, 3], [1, 3]])
     rows: dict[str, Counter[tuple[int, int]]] = {}
     for kind in ("hierarchical", "all_to_all"):
         network = Network(4)
 
-        def there(rank: int, kind: str = kind, network: Network = network) -> list[int]:
+        def dispatch(rank: int, kind: str = kind, network: Network = network) -> list[int]:
             (exchange,) = _dispatcher(kind, case, network, rank).plan(
-                ids_TK if rank == 0 else ids_TK[:0], HERE, hidden_bytes=0
+                ids_TK if rank == 0 else ids_TK[:0], HEADER, hidden_bytes=0
             )
             x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[: exchange.num_tokens]
             w_TK = torch.ones(exchange.num_tokens, 2)
             ids = ids_TK[: exchange.num_tokens]
             return exchange.start(x_TH, w_TK, ids).finish()[0][:, 0].tolist()
 
-        assert network.run(there) == [[], [4.0], [1.0], [1.0, 4.0]]
+        assert network.run(dispatch) == [[], [4.0], [1.0], [1.0, 4.0]]
         rows[kind] = Counter()
         for (sender, receiver, size), number in network.sent.items():
             if size == 3 * 4:
@@ -346,15 +346,15 @@ def test_the_example_of_the_docstring() -> None:
     assert +rows["all_to_all"] == Counter({(0, 1): 1, (0, 2): 1, (0, 3): 2})
 
 
-def test_max_rows_counts_those_of_a_ranks_experts() -> None:
-    """As with all_to_all, rows that a rank passes on are not counted, and every rank raises."""
+def test_max_rows_counts_only_rows_for_the_ranks_own_experts() -> None:
+    """Rows that a rank passes on to others of its node do not count. Every rank raises."""
     case = Case(0, 2, 2, 4, 1, 2, (2, 3, 0, 4))
-    only_1 = torch.ones(4, 1, dtype=torch.int64)
+    ids_of_expert_1 = torch.ones(4, 1, dtype=torch.int64)
 
     def plan(kind: str, limit: int, network: Network, rank: int) -> str:
         dispatcher = _dispatcher(kind, case, network, rank, max_rows=limit)
         try:
-            dispatcher.plan(only_1[: case.tokens[rank]], HERE, hidden_bytes=0)
+            dispatcher.plan(ids_of_expert_1[: case.tokens[rank]], HEADER, hidden_bytes=0)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -363,8 +363,8 @@ def test_max_rows_counts_those_of_a_ranks_experts() -> None:
         network = Network(4)
         assert network.run(partial(plan, kind, 9, network)) == [""] * 4
         network = Network(4)
-        for said in network.run(partial(plan, kind, 8, network)):
-            assert "rank 1 would get 9 rows, more than max_tokens_per_rank=8 " in said
+        for message in network.run(partial(plan, kind, 8, network)):
+            assert "rank 1 would get 9 rows, more than max_tokens_per_rank=8 " in message
 
 
 def test_cases_reach_the_edges() -> None:

@@ -1,7 +1,7 @@
-"""An ep group of one rank: every step of a dispatch runs, and no row leaves.
+"""Dispatch in an ep group of one rank: every step runs, and no row is sent.
 
-On a GPU it is NCCL's only test that needs a single card: zero-sized transfers, the pinned header,
-the kernel that adds rows up.
+With NCCL, this test needs a single GPU only. It covers transfers of size 0, the header in pinned
+memory and the kernel that adds rows.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.sharding.options import default_device
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 50, 32, 16, 6, 3
-HERE = Header(1, 0, True, True, False, False, TOP_K, 4)
+HEADER = Header(1, 0, True, True, False, False, TOP_K, 4)
 
 
-def _there_and_back(rank: int, world: int, folder: str, device: str) -> None:
+def _compare_with_reference(rank: int, world: int, folder: str, device: str) -> None:
     if device == "cuda":
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/store", 1)
@@ -37,7 +37,7 @@ def _there_and_back(rank: int, world: int, folder: str, device: str) -> None:
     truth = {name: torch.randn(shape).to(device).double() for name, shape in shapes.items()}
     inputs = {name: tensor.float().requires_grad_() for name, tensor in truth.items()}
     formula = ExpertFormula()
-    (exchange,) = AllToAll(dist.group.WORLD, EXPERTS).plan(ids_TK, HERE)
+    (exchange,) = AllToAll(dist.group.WORLD, EXPERTS).plan(ids_TK, HEADER)
     arriving = exchange.start(inputs["x"], inputs["w"], ids_TK)
     rows_RH, w_RK, ids_RK = arriving.finish()
     experts = ExpertWeights(inputs["up"], None, inputs["down"], None)
@@ -60,5 +60,5 @@ def _there_and_back(rank: int, world: int, folder: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_dispatch_of_one_rank(tmp_path: Path, device: str) -> None:
-    run_ranks(_there_and_back, 1, str(tmp_path), device)
+def test_dispatch_on_one_rank(tmp_path: Path, device: str) -> None:
+    run_ranks(_compare_with_reference, 1, str(tmp_path), device)

@@ -1,8 +1,8 @@
-"""Rows arrive as late as possible: code that reads them too early gets NaN.
+"""Dispatch must not read a received tensor, or modify a sent one, before the transfer has ended.
 
-Nothing is sent here before a rank waits for it, and until then the receiving memory is NaN. A read
-before the wait, or a change of a tensor that is being sent, gives a wrong number every time and not
-only on a busy machine.
+In these tests a transfer starts only when a rank waits for it, and until then the receiving memory
+is NaN. A read or write that is too early therefore gives wrong numbers in every run, and not only
+on a busy machine.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from hf_moe_ep.ranks.collectives import start_all_to_all
 
 
 @dataclass
-class _Late:
-    """The handle that `start_all_to_all` returns, before the transfer."""
+class _LateTransfer:
+    """A handle like that of `start_all_to_all`, which starts the transfer in wait()."""
 
     received_RX: Tensor
     rows_NX: Tensor
@@ -39,28 +39,28 @@ class _Late:
             start_all_to_all(self.received_RX, self.rows_NX, **self.options).wait()
 
 
-def _with_late_rows(case: Case, rank: int, world: int) -> None:
-    transfers: list[_Late] = []
+def _run_with_late_rows(case: Case, rank: int, world: int) -> None:
+    transfers: list[_LateTransfer] = []
 
-    def promise(received_RX: Tensor, rows_NX: Tensor, **options: Any) -> _Late:
+    def start_late(received_RX: Tensor, rows_NX: Tensor, **options: Any) -> _LateTransfer:
         received_RX.fill_(float("nan"))
-        transfers.append(_Late(received_RX, rows_NX, options))
+        transfers.append(_LateTransfer(received_RX, rows_NX, options))
         return transfers[-1]
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(all_to_all, "start_all_to_all", promise)
+        patches.setattr(all_to_all, "start_all_to_all", start_late)
         parity.run_case(case, rank, world)
     assert transfers and all(transfer.waited for transfer in transfers)
 
 
-def _fail(error: type[BaseException]) -> Any:
+def _failing_with(error: type[BaseException]) -> Any:
     def failing(*_: Any, **__: Any) -> Any:
         raise error("in the middle of a layer")
 
     return failing
 
 
-def _fail_at_call(number: int, function: Any) -> Any:
+def _failing_at_call(number: int, function: Any) -> Any:
     calls = iter(range(1, 1000))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -71,57 +71,58 @@ def _fail_at_call(number: int, function: Any) -> Any:
     return failing
 
 
-def _fails_on_all_ranks(name: str, rank: int, world: int) -> None:
-    """Every transfer that a rank has started is waited for, and the model trains on."""
+def _fail_on_all_ranks(name: str, rank: int, world: int) -> None:
+    """After an error, the layer waits for all transfers that it started; the model stays usable."""
     model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=3)
     inputs = batch(model, 2, 9, seed=rank)
     want = model(**inputs).loss
-    transfers: list[_Late] = []
+    transfers: list[_LateTransfer] = []
 
-    def promise(received_RX: Tensor, rows_NX: Tensor, **options: Any) -> _Late:
-        transfers.append(_Late(received_RX, rows_NX, options))
+    def start_late(received_RX: Tensor, rows_NX: Tensor, **options: Any) -> _LateTransfer:
+        transfers.append(_LateTransfer(received_RX, rows_NX, options))
         return transfers[-1]
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(all_to_all, "start_all_to_all", promise)
-        place, broken, error, started = FAILURES[name](promise)
-        patches.setattr(place, broken[0], broken[1])
+        patches.setattr(all_to_all, "start_all_to_all", start_late)
+        module, replaced, error, num_started = FAILURES[name](start_late)
+        patches.setattr(module, *replaced)
         with pytest.raises(error):
             model(**inputs)
-    assert [transfer.waited for transfer in transfers] == [True] * started
+    assert [transfer.waited for transfer in transfers] == [True] * num_started
     assert torch.equal(model(**inputs).loss, want)
 
 
-# Where it fails: the module, (the name, what stands there), the error, transfers begun until then.
-# Rows and routing of a chunk are two transfers; the chunk behind it is on its way by then.
+# name: (a module, the name of its function that fails and the replacement, the error, the number of
+# transfers that were started before). Rows and routing of a chunk are two transfers, and the next
+# chunk is started before the experts compute the current one.
 FAILURES: dict[str, Any] = {
     "in the gather of weights": lambda _: (
         layer,
-        ("local_weights", _fail(torch.OutOfMemoryError)),
+        ("local_weights", _failing_with(torch.OutOfMemoryError)),
         torch.OutOfMemoryError,
         4,
     ),
     "in the experts": lambda _: (
         layer,
-        ("run_experts", _fail(KeyboardInterrupt)),
+        ("run_experts", _failing_with(KeyboardInterrupt)),
         KeyboardInterrupt,
         4,
     ),
     "in the experts of the second chunk": lambda _: (
         layer,
-        ("run_experts", _fail_at_call(2, layer.run_experts)),
+        ("run_experts", _failing_at_call(2, layer.run_experts)),
         torch.OutOfMemoryError,
         7,
     ),
-    "between rows and routing": lambda promise: (
+    "between rows and routing": lambda start_late: (
         all_to_all,
-        ("start_all_to_all", _fail_at_call(4, promise)),
+        ("start_all_to_all", _failing_at_call(4, start_late)),
         torch.OutOfMemoryError,
         3,
     ),
     "in the sum of a chunk": lambda _: (
         all_to_all,
-        ("add_rows", _fail_at_call(1, all_to_all.add_rows)),
+        ("add_rows", _failing_at_call(1, all_to_all.add_rows)),
         torch.OutOfMemoryError,
         9,
     ),
@@ -129,9 +130,9 @@ FAILURES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(2, {name: partial(_fails_on_all_ranks, name) for name in FAILURES})
+    "claim", on_ranks(2, {name: partial(_fail_on_all_ranks, name) for name in FAILURES})
 )
-def test_an_error_leaves_no_rows_on_their_way(found: Found, claim: Check) -> None:
+def test_after_an_error_no_transfer_is_running(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
@@ -139,16 +140,16 @@ def _checkpoint(use_reentrant: bool) -> Any:
     return partial(parity.checkpointing, use_reentrant=use_reentrant)
 
 
-THREE = {"dispatch_chunks": 3}
+THREE_CHUNKS = {"dispatch_chunks": 3}
 CASES = [
     Case("1 chunk", 2, 2),
-    Case("3 chunks, checkpoint", 2, 2, config=THREE, prepare=_checkpoint(False)),
+    Case("3 chunks, checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_checkpoint(False)),
 ]
 MORE_CASES = [
-    Case("3 chunks", 2, 2, config=THREE),
+    Case("3 chunks", 2, 2, config=THREE_CHUNKS),
     Case("1 chunk, checkpoint", 2, 2, prepare=_checkpoint(False)),
-    Case("3 chunks, reentrant checkpoint", 2, 2, config=THREE, prepare=_checkpoint(True)),
-    Case("3 chunks, two forwards, checkpoint", 2, 2, config=THREE).with_(
+    Case("3 chunks, reentrant checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_checkpoint(True)),
+    Case("3 chunks, two forwards, checkpoint", 2, 2, config=THREE_CHUNKS).with_(
         prepare=_checkpoint(False),
         micro_batches=parity.three_micro_batches,
         backward=parity.two_forwards_backward,
@@ -157,12 +158,18 @@ MORE_CASES = [
 NODES = {"dispatcher": "hierarchical", "node_size": 2}
 CASES_ON_NODES = [
     Case("2 nodes", 4, 4, config=NODES),
-    Case("2 nodes, 3 chunks, checkpoint", 4, 4, config=NODES | THREE, prepare=_checkpoint(False)),
+    Case(
+        "2 nodes, 3 chunks, checkpoint",
+        4,
+        4,
+        config=NODES | THREE_CHUNKS,
+        prepare=_checkpoint(False),
+    ),
 ]
 
 
 def _checks(cases: list[Case], world: int = 2, **options: Any) -> list[Any]:
-    named = {case.name: partial(_with_late_rows, case) for case in cases}
+    named = {case.name: partial(_run_with_late_rows, case) for case in cases}
     return on_ranks(world, named, **options)
 
 
@@ -170,5 +177,5 @@ SLOW = _checks(MORE_CASES, slow=True) + _checks(CASES_ON_NODES, 4, slow=True)
 
 
 @pytest.mark.parametrize("claim", _checks(CASES) + SLOW)
-def test_late_rows_change_nothing(found: Found, claim: Check) -> None:
+def test_late_rows_do_not_change_the_results(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

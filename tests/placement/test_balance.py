@@ -1,8 +1,8 @@
-"""Experts that were moved give the same numbers, files and resumed runs as experts that were not.
+"""`balance_experts` changes neither the numbers, nor the saved files, nor a resumed run.
 
-Two models have the same values on the same ranks. One of them is balanced between its steps, with
-random loads, so that experts of all ranks move. Moved values are bit-equal. After a step, sums over
-the tokens of an expert have another order, and the tolerance is 1e-10.
+Two models start with the same values. One of them, `model`, is balanced between its steps by random
+loads, so that experts of all ranks move; its twin never moves an expert. A move keeps every bit.
+After a step, the sums over an expert's tokens have another order, and the tolerance is 1e-10.
 """
 
 import json
@@ -51,13 +51,13 @@ from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import stock_name
 
 AdamW = partial(torch.optim.AdamW, lr=1e-3)
-FIRST = 1
+FIRST_SEED = 1
 Numbers = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and what is done to the model before it is sharded; Qwen3-MoE without a type."""
+    """One layout and model (Qwen3-MoE if `model_type` is empty); `wrap` adds adapters."""
 
     name: str
     world: int
@@ -111,7 +111,7 @@ def checks() -> list[Any]:
     ]
 
 
-def _made(case: Case, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build(case: Case, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     build = partial(tiny_of, case.model_type) if case.model_type else tiny
     model: nn.Module = build(seed=seed, **case.model)
     if case.wrap:
@@ -135,25 +135,26 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Te
     return loss.detach()
 
 
-def _numbers(model: nn.Module, optimizer: Any) -> Numbers:
-    """Everything by name, whole and in hub order: parameters, gradients, moments."""
+def _in_hub_order(model: nn.Module, optimizer: Any) -> Numbers:
+    """Like _in_slot_order, with row e of an expert tensor for expert e of the hub's checkpoint."""
     with experts_in_hub_order(model, optimizer):
-        return _as_they_lie(model, optimizer)
+        return _in_slot_order(model, optimizer)
 
 
-def _as_they_lie(model: nn.Module, optimizer: Any) -> Numbers:
-    found: Numbers = {}
+def _in_slot_order(model: nn.Module, optimizer: Any) -> Numbers:
+    """Gather parameters, gradients, moments and buffers, with experts where the ranks hold them."""
+    numbers: Numbers = {}
     for name, parameter in model.named_parameters():
-        found[name] = parameter.detach()
+        numbers[name] = parameter.detach()
         if parameter.grad is not None:
-            found[f"grad {name}"] = parameter.grad
+            numbers[f"grad {name}"] = parameter.grad
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{key} {name}"] = value
-    found |= dict(persistent_buffers(model))
-    return {name: full_tensor(value).clone() for name, value in found.items()}
+            numbers[f"{key} {name}"] = value
+    numbers |= dict(persistent_buffers(model))
+    return {name: full_tensor(value).clone() for name, value in numbers.items()}
 
 
-def _close(where: str, got: Numbers, want: Numbers) -> None:
+def _check_close(where: str, got: Numbers, want: Numbers) -> None:
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         if tensor.dtype.itemsize > 1:
@@ -164,61 +165,61 @@ def _close(where: str, got: Numbers, want: Numbers) -> None:
 
 def _random_load(model: nn.Module, seed: int) -> ExpertLoad:
     state = patched_state(model)
-    chance, experts = random.Random(seed), state.num_experts
-    counts = [[chance.randrange(1000) for _ in range(experts)] for _ in state.moe_layers]
-    if seed == FIRST:
-        # Uneven in hub order, however few they are.
-        counts = [sorted(of_layer) for of_layer in counts]
+    generator, experts = random.Random(seed), state.num_experts
+    counts = [[generator.randrange(1000) for _ in range(experts)] for _ in state.moe_layers]
+    if seed == FIRST_SEED:
+        # Sorted counts are uneven over the ranks in hub order, so every layer has to move experts.
+        counts = [sorted(layer_counts) for layer_counts in counts]
     names = tuple(map(str, range(len(counts))))
     return ExpertLoad(torch.tensor(counts), names)
 
 
 def _balance(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
-    """Move experts by a load that is drawn, at FIRST of each layer; where they lie then, [L, E]."""
+    """Move experts by a random load; return the new slots [L, E]. FIRST_SEED moves every layer."""
     load = _random_load(model, seed)
-    reached = balance_experts(model, optimizer, load)
-    assert reached.slots is not None
+    balanced = balance_experts(model, optimizer, load)
+    assert balanced.slots is not None
     hub_order = torch.arange(load.counts.shape[1])
-    for slots in reached.slots:
+    for slots in balanced.slots:
         assert torch.equal(slots.sort().values, hub_order)
-        assert seed != FIRST or not torch.equal(slots, hub_order)
-    return reached.slots
+        assert seed != FIRST_SEED or not torch.equal(slots, hub_order)
+    return balanced.slots
 
 
 def _run(case: Case, rank: int, world: int, folder: str) -> None:
-    model, optimizer = _made(case, seed=rank)
-    twin, of_twin = _made(case, seed=rank)
-    losses = _step(model, optimizer, 0), _step(twin, of_twin, 0)
+    model, optimizer = _build(case, seed=rank)
+    twin, twin_optimizer = _build(case, seed=rank)
+    losses = _step(model, optimizer, 0), _step(twin, twin_optimizer, 0)
     assert torch.equal(*losses)
 
-    before, base = _as_they_lie(model, optimizer), describe_base(model)
-    slots = _balance(model, optimizer, FIRST)
-    assert_equal(_numbers(model, optimizer), before)
+    before, base = _in_slot_order(model, optimizer), describe_base(model)
+    slots = _balance(model, optimizer, FIRST_SEED)
+    assert_equal(_in_hub_order(model, optimizer), before)
     assert describe_base(model) == base
-    _check_lies(model, optimizer, before, slots)
+    _check_slots(model, optimizer, before, slots)
 
     for number in (1, 2):
-        losses = _step(model, optimizer, number), _step(twin, of_twin, number)
+        losses = _step(model, optimizer, number), _step(twin, twin_optimizer, number)
         assert_close(f"loss of step {number}", *losses, FP64_MODEL)
-        numbers = _numbers(model, optimizer)
-        _close(f"step {number}", numbers, _numbers(twin, of_twin))
-        _balance(model, optimizer, FIRST + number)
-        assert_equal(_numbers(model, optimizer), numbers)
-    _check_files(case, model, optimizer, twin, of_twin, Path(folder))
+        numbers = _in_hub_order(model, optimizer)
+        _check_close(f"step {number}", numbers, _in_hub_order(twin, twin_optimizer))
+        _balance(model, optimizer, FIRST_SEED + number)
+        assert_equal(_in_hub_order(model, optimizer), numbers)
+    _check_files(case, model, optimizer, twin, twin_optimizer, Path(folder))
     _check_refusals(model, optimizer)
 
 
-def _check_lies(model: nn.Module, optimizer: Any, before: Numbers, slots: Tensor) -> None:
-    """Row s of what an experts module has is the expert whose slot is s, moments too."""
+def _check_slots(model: nn.Module, optimizer: Any, before: Numbers, slots: Tensor) -> None:
+    """Expert e of `before` (in hub order) is now row slots[e] of every expert tensor and moment."""
     layers = {
         stock_name(name): vars(module)[STATE].index
         for name, module in model.named_modules()
         if isinstance(vars(module).get(STATE), MoELayer)
     }
     compared = 0
-    for name, tensor in _as_they_lie(model, optimizer).items():
+    for name, tensor in _in_slot_order(model, optimizer).items():
         path = stock_name(name.rpartition(" ")[2])
-        index = next((i for at, i in layers.items() if path.startswith(f"{at}.")), None)
+        index = next((i for layer, i in layers.items() if path.startswith(f"{layer}.")), None)
         if index is None or tensor.ndim < 2:
             continue
         assert torch.equal(tensor[slots[index]], before[name]), name
@@ -228,39 +229,38 @@ def _check_lies(model: nn.Module, optimizer: Any, before: Numbers, slots: Tensor
 
 
 def _check_files(
-    case: Case, model: nn.Module, optimizer: Any, twin: nn.Module, of_twin: Any, folder: Path
+    case: Case, model: nn.Module, optimizer: Any, twin: nn.Module, twin_optimizer: Any, folder: Path
 ) -> None:
-    """A checkpoint of either goes on in the other, bit by bit; what is published is the same."""
-    here = _numbers(model, optimizer)
+    """Each model resumes from the other's checkpoint bit by bit; both publish the same files."""
+    before = _in_hub_order(model, optimizer)
     save_checkpoint(folder / "moved", model, optimizer)
-    assert_equal(_numbers(model, optimizer), here)
-    load_checkpoint(folder / "moved", twin, of_twin)
-    assert_equal(_without_grads(_as_they_lie(twin, of_twin)), _without_grads(here))
-    save_checkpoint(folder / "stayed", twin, of_twin, asynchronous=True).wait()
+    assert_equal(_in_hub_order(model, optimizer), before)
+    load_checkpoint(folder / "moved", twin, twin_optimizer)
+    assert_equal(_without_grads(_in_slot_order(twin, twin_optimizer)), _without_grads(before))
+    save_checkpoint(folder / "stayed", twin, twin_optimizer, asynchronous=True).wait()
     _check_same_files(folder / "moved", folder / "stayed")
 
-    _step(twin, of_twin, 3)
-    later = _as_they_lie(twin, of_twin)
-    save_checkpoint(folder / "later", twin, of_twin)
+    _step(twin, twin_optimizer, 3)
+    later = _in_slot_order(twin, twin_optimizer)
+    save_checkpoint(folder / "later", twin, twin_optimizer)
     placements = [layer.placement for layer in _layers(model)]
-    # An optimizer without a state yet: what it is given moves as well.
-    optimizer.state.clear()
+    optimizer.state.clear()  # loading into an empty optimizer has to move the moments as well
     load_checkpoint(folder / "later", model, optimizer)
-    assert_equal(_without_grads(_numbers(model, optimizer)), _without_grads(later))
-    after = [layer.placement for layer in _layers(model)]
-    assert all(torch.equal(a, b) for a, b in zip(placements, after, strict=True))
-    _close("resumed", {"": _step(model, optimizer, 4)}, {"": _step(twin, of_twin, 4)})
+    assert_equal(_without_grads(_in_hub_order(model, optimizer)), _without_grads(later))
+    resumed = [layer.placement for layer in _layers(model)]
+    assert all(torch.equal(a, b) for a, b in zip(placements, resumed, strict=True))
+    _check_close("resumed", {"": _step(model, optimizer, 4)}, {"": _step(twin, twin_optimizer, 4)})
 
     load_checkpoint(folder / "later", model, optimizer)
-    load_checkpoint(folder / "later", twin, of_twin)
-    # An error on the way leaves experts where they were.
-    here = _as_they_lie(model, optimizer)
+    load_checkpoint(folder / "later", twin, twin_optimizer)
+    # A save that fails does not move experts.
+    before = _in_slot_order(model, optimizer)
     with pytest.raises(ValueError, match="complete checkpoint"):
         save_checkpoint(folder / "later", model, optimizer)
-    assert_equal(_as_they_lie(model, optimizer), here)
+    assert_equal(_in_slot_order(model, optimizer), before)
     if case.wrap is None:
-        for name, one in (("a", model), ("b", twin)):
-            save_pretrained(one, folder / name)
+        for name, saved in (("a", model), ("b", twin)):
+            save_pretrained(saved, folder / name)
         assert_equal(read_all(folder / "a"), read_all(folder / "b"))
     else:
         save_pretrained(model, folder / "a")
@@ -269,7 +269,7 @@ def _check_files(
     if case.config.get("experts_dtype") is None:
         merged = {"merge_adapters": case.wrap is not None}
         for size in (2**30, 2**12):
-            tensors = (dict(hub_tensors(one, max_bytes=size, **merged)) for one in (model, twin))
+            tensors = (dict(hub_tensors(m, max_bytes=size, **merged)) for m in (model, twin))
             assert_equal(*tensors)
 
 
@@ -278,52 +278,52 @@ def _without_grads(numbers: Numbers) -> Numbers:
 
 
 def _layers(model: nn.Module) -> list[MoELayer]:
-    found = (vars(module).get(STATE) for module in model.modules())
-    return [layer for layer in found if isinstance(layer, MoELayer)]
+    states = (vars(module).get(STATE) for module in model.modules())
+    return [layer for layer in states if isinstance(layer, MoELayer)]
 
 
-def _check_same_files(one: Path, other: Path) -> None:
-    """The same names; the same tensors and descriptions of them."""
-    names, others = (
+def _check_same_files(first: Path, second: Path) -> None:
+    """Compare the names of the files, their tensors and the JSON that describes them."""
+    names, second_names = (
         sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
-        for folder in (one, other)
+        for folder in (first, second)
     )
-    assert names == others
+    assert names == second_names
     for name in names:
         if name.endswith(".safetensors"):
-            assert_equal(load_file(one / name), load_file(other / name))
+            assert_equal(load_file(first / name), load_file(second / name))
         elif name in ("state.json", "quantised_base.json"):
-            assert json.loads((one / name).read_text()) == json.loads((other / name).read_text())
+            assert json.loads((first / name).read_text()) == json.loads((second / name).read_text())
     assert any(name.endswith(".safetensors") for name in names), names
 
 
 def _check_refusals(model: nn.Module, optimizer: Any) -> None:
-    """State dicts of code that does not know: an error, not experts in another order."""
+    """torch's own state dicts would hold moved experts in the wrong order, so these calls raise."""
     with experts_in_hub_order(model, optimizer):
-        whole = model.state_dict()
+        state_dict = model.state_dict()
     for call in (
         model.state_dict,
         optimizer.state_dict,
-        partial(model.load_state_dict, whole),
+        partial(model.load_state_dict, state_dict),
         partial(optimizer.load_state_dict, {}),
     ):
         with pytest.raises(
             ValueError, match=r"moved experts of this model.*`with experts_in_hub_order\("
         ):
             call()
-    others = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    other_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     with pytest.raises(ValueError, match=r"is trained, but is not a parameter of this"):
-        balance_experts(model, others, _random_load(model, 5))
-    short = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
+        balance_experts(model, other_optimizer, _random_load(model, 5))
+    wrong_load = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
     with pytest.raises(ValueError, match=r"load has 1 layers of 4 experts, and this model has \d"):
-        balance_experts(model, optimizer, short)
-    odd = _random_load(model, 6 + dist.get_rank())
+        balance_experts(model, optimizer, wrong_load)
+    load_of_this_rank = _random_load(model, 6 + dist.get_rank())
     with pytest.raises(ValueError, match="different values of load"):
-        balance_experts(model, optimizer, odd)
+        balance_experts(model, optimizer, load_of_this_rank)
 
 
 def _skewed(rank: int, world: int) -> None:
-    """Three of four choices go to the first rank's experts: 1.15 of the mean behind one balance."""
+    """3 of 4 choices go to rank 0's experts. One balance brings the maximum to 1.15 of the mean."""
     model = tiny(seed=rank, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
     apply_ep_fsdp2(model, ep_size=world)
     optimizer = AdamW(model.parameters())
@@ -331,16 +331,15 @@ def _skewed(rank: int, world: int) -> None:
     load = expert_load(model)
     assert load.rank_max_over_mean.min() > 2.8, load
     optimizer.zero_grad()
-    with _sent_bytes() as sent:
-        reached = balance_experts(model, optimizer, load)
-    assert sum(sent) == _bytes_that_leave(model, reached.slots, rank, world) > 0
-    assert reached.rank_max_over_mean.max() <= 1.15, reached
+    with _count_sent_bytes() as sent:
+        balanced = balance_experts(model, optimizer, load)
+    assert sum(sent) == _expected_bytes(model, balanced.slots, rank, world) > 0
+    assert balanced.rank_max_over_mean.max() <= 1.15, balanced
     assert expert_load(model).counts.sum() == 0
     losses = _skewed_step(model, rank)
     measured = expert_load(model)
     assert torch.equal(measured.counts, load.counts)
-    assert torch.equal(measured.rank_max_over_mean, reached.rank_max_over_mean)
-    # What arrives here, counted where rows are.
+    assert torch.equal(measured.rank_max_over_mean, balanced.rank_max_over_mean)
     stock = tiny(seed=0, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
     assert_close("loss", losses, _skewed_step(stock, rank), FP64_MODEL)
     for other in range(world):
@@ -351,44 +350,44 @@ def _skewed(rank: int, world: int) -> None:
             got = full_tensor(model.get_parameter(name).grad)
             assert_close(name, got, parameter.grad / world, FP64_MODEL)
     assert balance_experts(model, optimizer, measured, threshold=1.15).slots is not None
-    assert torch.equal(expert_load(model).slots, reached.slots), "an even load moves nothing"
+    assert torch.equal(expert_load(model).slots, balanced.slots), "an even load moves nothing"
 
 
 @contextmanager
-def _sent_bytes() -> Iterator[list[int]]:
-    """Return the bytes that this rank sends while experts move."""
+def _count_sent_bytes() -> Iterator[list[int]]:
+    """Yield a list of the bytes that this rank sends to other ranks while experts move."""
     sent: list[int] = []
 
     def start(received: Tensor, rows: Tensor, **options: Any) -> Any:
-        own = options["send_counts"][dist.get_rank(options["group"])]
-        sent.append((len(rows) - own) * rows.shape[1])
+        rows_to_itself = options["send_counts"][dist.get_rank(options["group"])]
+        sent.append((len(rows) - rows_to_itself) * rows.shape[1])
         return start_all_to_all(received, rows, **options)
 
     with mock.patch("hf_moe_ep.placement.move.start_all_to_all", start):
         yield sent
 
 
-def _bytes_that_leave(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
-    """By hand, from hub order and without moments: experts of this rank that others own now."""
-    each = sum(
+def _expected_bytes(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
+    """Sum the bytes of experts that leave this rank, from hub order and without moments."""
+    bytes_per_expert = sum(
         parameter.numel() // EXPERTS * parameter.element_size()
         for name, parameter in model.named_parameters()
         if name.startswith("model.layers.0.mlp.experts.")
     )
     local = slots.shape[1] // world
-    mine = slots[:, rank * local : (rank + 1) * local]
-    return int((mine // local != rank).sum()) * each
+    slots_of_rank = slots[:, rank * local : (rank + 1) * local]
+    return int((slots_of_rank // local != rank).sum()) * bytes_per_expert
 
 
 EXPERTS, TOP_K = 32, 4
 
 
 def _skewed_step(model: nn.Module, rank: int) -> Tensor:
-    """Forward and backward of 2 x 64 tokens whose choices are drawn, 3 of 4 among the first 8."""
+    """Run 2 x 64 tokens forward and backward; about 3 of 4 random ids are among the first 8."""
     weights = torch.ones(EXPERTS)
     weights[:8] = 11
-    drawn = torch.Generator().manual_seed(rank)
-    ids = torch.multinomial(weights.expand(2 * 64 * 2, -1), TOP_K, generator=drawn)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.multinomial(weights.expand(2 * 64 * 2, -1), TOP_K, generator=generator)
     with forced_topk(EXPERTS, ids.view(2, 64, 2, TOP_K)):
         loss = model(**batch(model, 2, 64, seed=rank, ignore=0.0)).loss
     loss.backward()
@@ -396,57 +395,57 @@ def _skewed_step(model: nn.Module, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("claim", on_ranks(4, _skewed, slow=True))
-def test_a_skewed_router_ends_even(found: Found, claim: Check) -> None:
-    """On 4 ranks, with the loss and gradients of a stock model that chooses the same experts."""
+def test_one_balance_evens_a_skewed_load(found: Found, claim: Check) -> None:
+    """Loss and gradients of 4 ranks equal those of a stock model with the same routes."""
     found.raise_if_failed(claim)
 
 
-def _plain() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return _made(Case("", 2, {"ep_size": 2}), seed=0)
+def _plain_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return _build(Case("", 2, {"ep_size": 2}), seed=0)
 
 
-def micro_batches_that_wait_are_an_error(rank: int, world: int) -> None:
-    """Gathered gradients, in the dtype that they are reduced in: of experts where they lie now."""
-    model, optimizer = _plain()
+def balancing_between_micro_batches_is_an_error(rank: int, world: int) -> None:
+    """FSDP2 holds unreduced gradients then, and they belong to the experts of the old placement."""
+    model, optimizer = _plain_model()
     model.set_requires_gradient_sync(False)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
     with pytest.raises(ValueError, match="wait for the last micro-batch; call it"):
-        _balance(model, optimizer, FIRST)
+        _balance(model, optimizer, FIRST_SEED)
     model.set_requires_gradient_sync(True)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
-    here = _numbers(model, optimizer)
-    _balance(model, optimizer, FIRST)
-    assert_equal(_numbers(model, optimizer), here)
+    before = _in_hub_order(model, optimizer)
+    _balance(model, optimizer, FIRST_SEED)
+    assert_equal(_in_hub_order(model, optimizer), before)
 
 
 def an_optimizer_that_is_listed_twice_moves_once(rank: int, world: int) -> None:
-    model, optimizer = _plain()
+    model, optimizer = _plain_model()
     _step(model, optimizer, 0)
-    here = _numbers(model, optimizer)
-    balance_experts(model, [optimizer, optimizer], _random_load(model, FIRST))
-    assert_equal(_numbers(model, optimizer), here)
+    before = _in_hub_order(model, optimizer)
+    balance_experts(model, [optimizer, optimizer], _random_load(model, FIRST_SEED))
+    assert_equal(_in_hub_order(model, optimizer), before)
 
 
-def ranks_with_other_optimizers_are_told(rank: int, world: int) -> None:
-    """One sent nothing of moments that the other waited for, or took weights for them."""
-    model, optimizer = _plain()
+def ranks_with_different_optimizers_raise(rank: int, world: int) -> None:
+    """A rank without optimizer would send no moments, while the other rank waits for them."""
+    model, optimizer = _plain_model()
     _step(model, optimizer, 0)
-    mine, load = optimizer if rank else None, _random_load(model, FIRST)
+    own_optimizer, load = optimizer if rank else None, _random_load(model, FIRST_SEED)
     with pytest.raises(ValueError, match=r"different values of optimizer: rank 0 with '4 grad \("):
-        balance_experts(model, mine, load)
-    _balance(model, optimizer, FIRST)
-    here = _as_they_lie(model, optimizer)
+        balance_experts(model, own_optimizer, load)
+    _balance(model, optimizer, FIRST_SEED)
+    before = _in_slot_order(model, optimizer)
     with (
-        pytest.raises(ValueError, match="experts_in_hub_order with different values of"),
-        experts_in_hub_order(model, mine),
+        pytest.raises(ValueError, match=r"experts_in_hub_order with different values of"),
+        experts_in_hub_order(model, own_optimizer),
     ):
         pass
-    assert_equal(_as_they_lie(model, optimizer), here)
+    assert_equal(_in_slot_order(model, optimizer), before)
 
 
 def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> None:
-    model, _ = _plain()
-    balance_experts(model, None, _random_load(model, FIRST))
+    model, _ = _plain_model()
+    balance_experts(model, None, _random_load(model, FIRST_SEED))
     optimizer = AdamW(model.parameters())
     _step(model, optimizer, 0)
     with pytest.raises(ValueError, match=r"state dict of AdamW would have"):
@@ -455,40 +454,40 @@ def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> 
         optimizer.state_dict()
 
 
-def moments_that_stayed_behind_are_not_saved(rank: int, world: int, folder: str) -> None:
-    model, optimizer = _plain()
+def moments_that_are_not_in_hub_order_are_not_saved(rank: int, world: int, folder: str) -> None:
+    model, optimizer = _plain_model()
     _step(model, optimizer, 0)
-    _balance(model, optimizer, FIRST)
-    here = _as_they_lie(model, optimizer)
+    _balance(model, optimizer, FIRST_SEED)
+    before = _in_slot_order(model, optimizer)
     for save in (optimizer.state_dict, partial(save_checkpoint, folder, model, optimizer)):
         with (
             pytest.raises(ValueError, match=r"the state of AdamW is not: write experts_in"),
             experts_in_hub_order(model),
         ):
             save()
-    assert_equal(_as_they_lie(model, optimizer), here)
+    assert_equal(_in_slot_order(model, optimizer), before)
     with experts_in_hub_order(model, optimizer):
         optimizer.state_dict()
         save_checkpoint(folder, model, optimizer)
 
 
-def tensors_on_their_way_to_an_engine_do_not_change_owners(rank: int, world: int) -> None:
-    model, optimizer = _plain()
+def balancing_while_hub_tensors_sends_is_an_error(rank: int, world: int) -> None:
+    model, optimizer = _plain_model()
     tensors = hub_tensors(model, max_bytes=2**12)
     next(tensors)
-    _balance(model, optimizer, FIRST)
+    _balance(model, optimizer, FIRST_SEED)
     with pytest.raises(RuntimeError, match="has moved experts while hub_tensors sent them"):
         next(tensors)
 
 
-def what_is_no_load_threshold_or_optimizer_is_named(rank: int, world: int) -> None:
-    """On the other rank too, where one alone was given it."""
-    model, optimizer = _plain()
-    load = _random_load(model, FIRST)
+def arguments_of_a_wrong_type_or_value_raise(rank: int, world: int) -> None:
+    """Both ranks raise, even if only one of them received the wrong argument."""
+    model, optimizer = _plain_model()
+    load = _random_load(model, FIRST_SEED)
     for threshold in (float("nan"), 0.5, "1.2", True):
-        given = threshold if rank else 1.2
+        own_threshold = threshold if rank else 1.2
         with pytest.raises(ValueError, match=r"so 1 or more, got .*; try 1.2"):
-            balance_experts(model, optimizer, load, threshold=given)
+            balance_experts(model, optimizer, load, threshold=own_threshold)
     with pytest.raises(ValueError, match=r"load is a Tensor; pass expert_load\(model\)"):
         balance_experts(model, optimizer, load if rank else load.counts)
     with pytest.raises(ValueError, match=r"optimizer is a ConstantLR, which has no parameters"):
@@ -496,26 +495,26 @@ def what_is_no_load_threshold_or_optimizer_is_named(rank: int, world: int) -> No
 
 
 REFUSED: list[Any] = [
-    *on_ranks(2, micro_batches_that_wait_are_an_error),
+    *on_ranks(2, balancing_between_micro_batches_is_an_error),
     *on_ranks(
         2,
         an_optimizer_that_is_listed_twice_moves_once,
-        ranks_with_other_optimizers_are_told,
+        ranks_with_different_optimizers_raise,
         an_optimizer_of_moved_experts_gives_no_state_dict,
-        moments_that_stayed_behind_are_not_saved,
-        tensors_on_their_way_to_an_engine_do_not_change_owners,
-        what_is_no_load_threshold_or_optimizer_is_named,
+        moments_that_are_not_in_hub_order_are_not_saved,
+        balancing_while_hub_tensors_sends_is_an_error,
+        arguments_of_a_wrong_type_or_value_raise,
         slow=True,
     ),
 ]
 
 
 @pytest.mark.parametrize("claim", REFUSED)
-def test_what_would_mix_experts_up(found: Found, claim: Check) -> None:
-    """On 2 ranks with ep 2, both ranks raise, or no expert is mixed up."""
+def test_misuse_never_mixes_experts_up(found: Found, claim: Check) -> None:
+    """The checks run on 2 ranks with ep 2. If a call raises, it raises on both ranks."""
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", checks())
-def test_moved_experts_change_nothing_but_where_they_lie(found: Found, claim: Check) -> None:
+def test_balancing_changes_only_the_placement_of_experts(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

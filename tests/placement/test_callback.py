@@ -1,7 +1,8 @@
-"""`ExpertLoadCallback(rebalance_every=n)` under the Trainer: the same run, checkpoints and resumes.
+"""`ExpertLoadCallback(rebalance_every=n)` under the Trainer does not change losses or checkpoints.
 
-Beside each run one of the same seeds without it. In fp32 sums in another order move a loss by
-roundings, which AdamW lets grow; a wrong expert is off by far more than 1e-5.
+Each run is compared with a run of the same seed without the callback. Moved experts sum in another
+order, and AdamW increases this fp32 rounding. A wrong expert would change a loss by far more than
+1e-5.
 """
 
 from functools import partial
@@ -32,13 +33,13 @@ from hf_moe_ep import (
 from hf_moe_ep.placement.hub_order import has_moved_experts
 from hf_moe_ep.state import patched_state
 
-EVEN = 1.01  # what chance makes of few tokens is above that
+THRESHOLD = 1.01  # with few tokens the load always exceeds this, so every balance moves experts
 
 
 def _train(
-    folder: Path, *, wrap: Any = None, seed: int = 0, resume: Any = None, **given: Any
+    folder: Path, *, wrap: Any = None, seed: int = 0, resume: Any = None, **options: Any
 ) -> Trainer:
-    # A checkpoint of adapters is one of its base.
+    # A checkpoint of adapters does not hold the base model, which therefore always has seed 0.
     model: nn.Module = tiny(dtype=torch.float32, seed=0 if wrap else seed)
     if wrap is not None:
         model = wrap(model, seed=seed)
@@ -54,9 +55,9 @@ def _train(
         disable_tqdm=True,
         train_sampling_strategy="sequential",
     )
-    one = batch(tiny(), 48, 9)
-    rows = [{name: value[row] for name, value in one.items()} for row in range(48)]
-    callback = ExpertLoadCallback(**given)
+    data = batch(tiny(), 48, 9)
+    rows = [{name: value[row] for name, value in data.items()} for row in range(48)]
+    callback = ExpertLoadCallback(**options)
     trainer = Trainer(
         model=patch(model, ep_size=2), args=args, train_dataset=rows, callbacks=[callback]
     )
@@ -65,7 +66,8 @@ def _train(
 
 
 def _losses(trainer: Trainer) -> torch.Tensor:
-    return torch.tensor([e["loss"] for e in trainer.state.log_history if "loss" in e])
+    log = trainer.state.log_history
+    return torch.tensor([entry["loss"] for entry in log if "loss" in entry])
 
 
 def _parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -73,9 +75,9 @@ def _parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
         return whole_parameters(trainer.model)
 
 
-def _trainer(wrap: Any, rank: int, world: int, folder: str) -> None:
-    plain, moving, again = (Path(folder, name) for name in ("plain", "moving", "again"))
-    options = {"rebalance_every": 2, "threshold": EVEN}
+def _train_and_resume(wrap: Any, rank: int, world: int, folder: str) -> None:
+    plain, moving, resuming = (Path(folder, name) for name in ("plain", "moving", "again"))
+    options = {"rebalance_every": 2, "threshold": THRESHOLD}
     with launched():
         want = _train(plain, wrap=wrap)
         got = _train(moving, wrap=wrap, **options)
@@ -90,19 +92,19 @@ def _trainer(wrap: Any, rank: int, world: int, folder: str) -> None:
         assert_close(name, trained[name], parameter, AFTER_ADAMW)
     if wrap is None:
         assert_equal(read_all(moving / "final"), read_all(moving / "by hand"))
-    # Resumed at step 3, where experts had moved, by one that moves them at other steps.
+    # Resume at step 3, after experts have moved: first with moves at other steps, then without.
     with launched():
         resumed = _train(
-            again, wrap=wrap, seed=3, resume=str(moving / "checkpoint-3"), rebalance_every=5
+            resuming, wrap=wrap, seed=3, resume=str(moving / "checkpoint-3"), rebalance_every=5
         )
     assert_close("resumed", _losses(resumed)[-3:], _losses(got)[-3:], FP32_BUDGET)
     with launched():
-        stays = _train(again, wrap=wrap, seed=4, resume=str(moving / "checkpoint-3"))
-    assert_close("resumed", _losses(stays)[-3:], _losses(got)[-3:], FP32_BUDGET)
+        unmoved = _train(resuming, wrap=wrap, seed=4, resume=str(moving / "checkpoint-3"))
+    assert_close("resumed without moves", _losses(unmoved)[-3:], _losses(got)[-3:], FP32_BUDGET)
 
 
-def _accelerate(rank: int, world: int, folder: str) -> None:
-    """`save_state` of moved experts into a model that moved others, and into one that never did."""
+def _save_and_load_state(rank: int, world: int, folder: str) -> None:
+    """Load a `save_state` of moved experts after another move, and in a model without moves."""
     with launched():
         accelerator = Accelerator(cpu=True)
         model, optimizer = _prepared(accelerator, seed=0)
@@ -110,24 +112,24 @@ def _accelerate(rank: int, world: int, folder: str) -> None:
         balance_experts(model, optimizer, expert_load(model))
         assert has_moved_experts(patched_state(model))
         _step(accelerator, model, optimizer, rank + 10)
-        saved = _state(model, optimizer)
+        saved = _state_in_hub_order(model, optimizer)
         accelerator.save_state(f"{folder}/state")
-        whole = accelerator.get_state_dict(model)
+        state_dict = accelerator.get_state_dict(model)
         _step(accelerator, model, optimizer, rank + 20)
         balance_experts(model, optimizer, expert_load(model))
-        later = _state(model, optimizer)
+        later = _state_in_hub_order(model, optimizer)
         accelerator.load_state(f"{folder}/state")
-        assert_equal(_state(model, optimizer), saved)
+        assert_equal(_state_in_hub_order(model, optimizer), saved)
         assert any(not torch.equal(later[name], saved[name]) for name in saved)
         if rank == 0:
-            assert_equal(whole, {name: saved[name] for name in whole})
+            assert_equal(state_dict, {name: saved[name] for name in state_dict})
     with launched():
         accelerator = Accelerator(cpu=True)
-        other, of_other = _prepared(accelerator, seed=5)
-        _step(accelerator, other, of_other, rank)
+        unmoved, unmoved_optimizer = _prepared(accelerator, seed=5)
+        _step(accelerator, unmoved, unmoved_optimizer, rank)
         accelerator.load_state(f"{folder}/state")
-        assert not has_moved_experts(patched_state(other))
-        assert_equal(_state(other, of_other), saved)
+        assert not has_moved_experts(patched_state(unmoved))
+        assert_equal(_state_in_hub_order(unmoved, unmoved_optimizer), saved)
 
 
 def _prepared(accelerator: Accelerator, seed: int) -> tuple[Any, Any]:
@@ -141,7 +143,7 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> No
     optimizer.zero_grad()
 
 
-def _state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+def _state_in_hub_order(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     with experts_in_hub_order(model, optimizer):
         return whole_state(model, optimizer)
 
@@ -149,21 +151,21 @@ def _state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 CHECKS = on_ranks(
     2,
     {
-        "Trainer": partial(_trainer, None),
-        "Trainer, LoRA": partial(_trainer, with_lora),
-        "Accelerate": _accelerate,
+        "Trainer": partial(_train_and_resume, None),
+        "Trainer, LoRA": partial(_train_and_resume, with_lora),
+        "Accelerate": _save_and_load_state,
     },
     slow=True,
 )
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_under_engines(found: Found, claim: Check) -> None:
-    """A state saved after experts have moved can be loaded into any placement."""
+def test_a_run_with_moves_equals_a_run_without(found: Found, claim: Check) -> None:
+    """A state saved after a move can be loaded into a model with any placement."""
     found.raise_if_failed(claim)
 
 
-def test_what_it_cannot_do(tmp_path: Path) -> None:
+def test_invalid_options_and_unsharded_models_are_refused(tmp_path: Path) -> None:
     for steps in (0, 2.5, True):
         with pytest.raises(ValueError, match=r"rebalance_every must be a whole number of steps"):
             ExpertLoadCallback(rebalance_every=steps)

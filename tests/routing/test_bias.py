@@ -1,5 +1,7 @@
-"""`bias_update_rate`: the rule by hand, once per optimizer step from stock's own choices of all
-ranks' tokens, under Accelerate, the Trainer and an own loop; what has no bias is refused.
+"""`bias_update_rate`: the router biases are updated once per optimizer step.
+
+The expected updates follow from the experts that a stock model chooses for the tokens of all ranks.
+Accelerate, the Trainer and a user's own loop are tested; models without such a bias are refused.
 """
 
 import copy
@@ -37,28 +39,28 @@ from hf_moe_ep import (
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.state import STATE
 
-RATE = 0.0625  # exact in every dtype: what moved is seen bit by bit
+RATE = 0.0625  # a power of two, so that updates are exact in every dtype
 KIND = "deepseek_v3"
-# More classes than experts: a token may choose none.
+# Routers with more classes than experts: a token may choose no expert.
 NOT_ONLY_EXPERTS = {"zaya"}
 Batch = dict[str, Tensor]
 
 
 def _biases(model: nn.Module) -> dict[int, Tensor]:
-    """Biases by the number of their MoE layer, found without the code under test."""
-    found = {}
+    """Find the bias of each MoE layer by its name, without the code under test."""
+    biases = {}
     named = [*model.named_buffers(), *model.named_parameters()]
     for index, experts in enumerate(find_parts(model).experts):
         block = f"{experts.rpartition('.')[0]}."
         for name, tensor in named:
-            beside = name.startswith(block) and name.endswith(("_bias", "_biases"))
-            if beside and not tensor.requires_grad and tensor.is_floating_point():
-                found[index] = tensor
-    return found
+            has_name = name.startswith(block) and name.endswith(("_bias", "_biases"))
+            if has_name and not tensor.requires_grad and tensor.is_floating_point():
+                biases[index] = tensor
+    return biases
 
 
-def _chosen(model: nn.Module, inputs: list[Batch]) -> list[list[int]]:
-    """By MoE layer and expert: pairs that a stock model's experts are handed."""
+def _count_choices(model: nn.Module, inputs: list[Batch]) -> list[list[int]]:
+    """Count the (token, slot) pairs that a stock model's experts receive, by layer and expert."""
     parts = find_parts(model)
     counts = [[0] * parts.num_experts for _ in parts.experts]
     hooks = [
@@ -70,15 +72,15 @@ def _chosen(model: nn.Module, inputs: list[Batch]) -> list[list[int]]:
         for row, module in zip(counts, parts.experts.values(), strict=True)
     ]
     with torch.no_grad():
-        for one in inputs:
-            loss_of_sum(model, one, torch.tensor(1))
+        for micro_batch in inputs:
+            loss_of_sum(model, micro_batch, torch.tensor(1))
     for hook in hooks:
         hook.remove()
     return counts
 
 
-def _moved(bias: Tensor, counts: list[int]) -> Tensor:
-    """The rule, expert by expert."""
+def _updated(bias: Tensor, counts: list[int]) -> Tensor:
+    """Apply the rule: + RATE for an expert below the mean count, - RATE above it."""
     mean = sum(counts) / len(counts)
     signs = [(mean > count) - (mean < count) for count in counts]
     return bias + RATE * torch.tensor(signs, dtype=bias.dtype).view_as(bias)
@@ -89,28 +91,30 @@ def _inputs(model: nn.Module, rank: int, seed: int) -> Batch:
 
 
 def _stock_like(model: nn.Module) -> nn.Module:
-    """A stock model with the biases that `model` has now, its weights never trained."""
+    """Return a stock model with the current biases of `model` and the initial weights."""
     stock = tiny(KIND)
     for index, bias in _biases(stock).items():
         bias.data = _biases(model)[index].detach().to(bias.dtype).clone()
     return stock
 
 
-def _stay(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that moves nothing, so that stock's choices are known."""
+def _frozen_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with lr 0, so that a stock model keeps making the same choices."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def test_the_rule_by_hand() -> None:
-    """Two micro-batches are one step. Counts of evaluation move nothing."""
+def test_updates_follow_the_rule() -> None:
+    """Each step has two micro-batches. The tokens of an evaluation are not counted."""
     model = patch(tiny(KIND), bias_update_rate=RATE)
     assert len(_biases(model)) == 3, "one layer is dense"
     for step in range(3):
         inputs = [_inputs(model, 0, 2 * step + micro) for micro in range(2)]
         stock = _stock_like(model)
-        want = [_moved(_biases(stock)[i], row) for i, row in enumerate(_chosen(stock, inputs))]
-        for one in inputs:
-            model(**one).loss.backward()
+        want = [
+            _updated(_biases(stock)[i], row) for i, row in enumerate(_count_choices(stock, inputs))
+        ]
+        for micro_batch in inputs:
+            model(**micro_batch).loss.backward()
         model.eval()
         with torch.no_grad():
             model(**_inputs(model, 1, 7))
@@ -119,11 +123,13 @@ def test_the_rule_by_hand() -> None:
         for index, bias in _biases(model).items():
             assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
         update_router_bias(model)
-        assert all(torch.equal(b, want[i]) for i, b in _biases(model).items()), "moved twice"
+        assert all(torch.equal(b, want[i]) for i, b in _biases(model).items()), (
+            "the second call had no counts"
+        )
     assert len(torch.unique(torch.cat(list(_biases(model).values())))) > 2
 
 
-def test_a_layer_without_tokens_stays_and_so_do_experts_at_the_mean() -> None:
+def test_layers_without_tokens_and_experts_at_the_mean_keep_their_bias() -> None:
     model = patch(tiny(KIND), bias_update_rate=RATE)
     before = {index: bias.clone() for index, bias in _biases(model).items()}
     counts = torch.zeros(3, 8, dtype=torch.int64)
@@ -136,7 +142,7 @@ def test_a_layer_without_tokens_stays_and_so_do_experts_at_the_mean() -> None:
     assert torch.equal(after[1] - before[1], want)
 
 
-def test_a_copy_moves_alone_and_reading_the_load_changes_nothing() -> None:
+def test_a_deep_copy_has_its_own_counts_and_biases() -> None:
     model = patch(tiny(KIND), bias_update_rate=RATE)
     model(**_inputs(model, 0, 0)).loss.backward()
     other = copy.deepcopy(model)
@@ -150,7 +156,7 @@ def test_a_copy_moves_alone_and_reading_the_load_changes_nothing() -> None:
     assert all(torch.equal(b, _biases(model)[i]) for i, b in _biases(other).items())
 
 
-def test_biases_in_bf16_are_held_in_fp32() -> None:
+def test_biases_in_bf16_are_converted_to_fp32() -> None:
     model = tiny(KIND, dtype=torch.bfloat16)
     for bias in _biases(model).values():
         bias.data = torch.full_like(bias, 8.0, dtype=torch.bfloat16)
@@ -166,7 +172,7 @@ def test_biases_in_bf16_are_held_in_fp32() -> None:
 def test_unpatch_restores_the_dtype_of_the_biases() -> None:
     model = tiny(KIND, dtype=torch.bfloat16)
     for bias in _biases(model).values():
-        bias.data = bias.to(torch.bfloat16)  # stock code keeps this one in fp32
+        bias.data = bias.to(torch.bfloat16)  # stock code keeps this buffer in fp32
     before = {index: (bias, bias.clone()) for index, bias in _biases(model).items()}
     for _ in range(2):
         patch(model, bias_update_rate=0.001, experts_backend="torch")
@@ -179,12 +185,12 @@ def test_unpatch_restores_the_dtype_of_the_biases() -> None:
 
 
 @pytest.mark.parametrize("rate", [0, -0.001, float("nan"), float("inf"), True, "0.1"])
-def test_a_rate_that_is_none(rate: Any) -> None:
+def test_a_rate_has_to_be_a_positive_number(rate: Any) -> None:
     with pytest.raises(ValueError, match=r"bias_update_rate must be None or a number > 0, got"):
         ParallelConfig(bias_update_rate=rate)
 
 
-def test_what_has_no_bias_to_update() -> None:
+def test_models_without_a_bias_to_update_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no router of qwen3_moe has a correction bias"):
         patch(tiny_qwen(), bias_update_rate=RATE)
     with pytest.raises(ValueError, match=r"has 9 entries, but the layer has 8 experts"):
@@ -206,8 +212,8 @@ def test_what_has_no_bias_to_update() -> None:
         update_router_bias(tiny(KIND))
 
 
-class _Skips:
-    """A gradient scaler that found an overflow: it calls no step."""
+class _SkippingScaler:
+    """A gradient scaler that found an overflow and therefore skips the optimizer step."""
 
     def step(self, optimizer: Any, closure: Any) -> None:
         pass
@@ -216,15 +222,17 @@ class _Skips:
         pass
 
 
-def test_a_step_that_is_skipped_drops_its_counts() -> None:
+def test_a_skipped_step_drops_its_counts() -> None:
     accelerator = Accelerator(cpu=True)
     model = patch(tiny(KIND), bias_update_rate=RATE)
-    model, optimizer = accelerator.prepare(model, _stay(model))
+    model, optimizer = accelerator.prepare(model, _frozen_optimizer(model))
     assert isinstance(optimizer, AcceleratedOptimizer)
     before = {index: bias.clone() for index, bias in _biases(model).items()}
-    scaled = AcceleratedOptimizer(optimizer.optimizer, device_placement=False, scaler=_Skips())
+    scaled = AcceleratedOptimizer(
+        optimizer.optimizer, device_placement=False, scaler=_SkippingScaler()
+    )
     accelerator._optimizers.append(scaled)
-    accelerator.prepare(optimizer)  # whatever is prepared next finds it
+    accelerator.prepare(optimizer)  # prepare also wraps optimizers that were added before
     model(**_inputs(model, 0, 0)).loss.backward()
     scaled.step()
     assert scaled.step_was_skipped
@@ -237,8 +245,8 @@ def test_a_step_that_is_skipped_drops_its_counts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
-def test_every_type_with_a_bias_is_balanced_by_it(model_type: str) -> None:
-    """A larger bias draws more tokens, so the sign of the correction is right for every router."""
+def test_a_lower_bias_draws_fewer_tokens_in_every_type(model_type: str) -> None:
+    """This shows that the update has the right sign for the router of the type."""
     model = tiny(model_type)
     if not _biases(model):
         with pytest.raises(ValueError, match=r"has a correction bias"):
@@ -258,39 +266,39 @@ def test_every_type_with_a_bias_is_balanced_by_it(model_type: str) -> None:
     counts = expert_load(model).counts
     update_router_bias(model)
     for index, bias in _biases(model).items():
-        assert torch.equal(bias, _moved(before[index], counts[index].tolist()))
-        # All tokens leave an expert that is corrected down, group limits or not.
+        assert torch.equal(bias, _updated(before[index], counts[index].tolist()))
+        # Far below the others, the busiest expert has to lose tokens, with or without group limits.
         busiest = int(counts[index].argmax())
         bias.data.view(-1)[busiest] -= 100.0
     torch.manual_seed(0)
     loss_of_sum(model, inputs, torch.tensor(1)).backward()
-    left = expert_load(model).counts
+    counts_after = expert_load(model).counts
     for index in with_bias:
         assert counts[index].max() > 0
-        assert left[index, counts[index].argmax()] < counts[index].max(), f"layer {index}"
+        assert counts_after[index, counts[index].argmax()] < counts[index].max(), f"layer {index}"
 
 
-def _assert_alike(model: nn.Module) -> None:
-    """All ranks hold the same bits."""
+def _assert_equal_on_ranks(model: nn.Module) -> None:
+    """Compare the biases of all ranks bit by bit."""
     for bias in _biases(model).values():
         everyone = [torch.empty_like(bias) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, bias.detach().contiguous())
         assert all(torch.equal(everyone[0], other) for other in everyone)
 
 
-def _step_by_hand(biases: dict[int, Tensor], micro: list[Batch]) -> dict[int, Tensor]:
+def _expected_biases(biases: dict[int, Tensor], micro: list[Batch]) -> dict[int, Tensor]:
     stock = tiny(KIND)
     for index, bias in _biases(stock).items():
         bias.data = biases[index].clone()
-    counts = _chosen(stock, micro)
-    return {index: _moved(bias, counts[index]) for index, bias in biases.items()}
+    counts = _count_choices(stock, micro)
+    return {index: _updated(bias, counts[index]) for index, bias in biases.items()}
 
 
 def own_loop(rank: int, world: int, folder: str) -> None:
-    """From the counts of all ranks; training state and hub files hold the bits, a resume too."""
+    """The counts of all ranks are summed. Checkpoint and hub files hold the biases bit by bit."""
     model = apply_ep_fsdp2(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE)
     want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
-    optimizer = _stay(model)
+    optimizer = _frozen_optimizer(model)
     for step in range(2):
         for micro in range(2):
             model(**_inputs(model, rank, 2 * step + micro)).loss.backward()
@@ -300,30 +308,30 @@ def own_loop(rank: int, world: int, folder: str) -> None:
         everyone = [
             _inputs(model, other, 2 * step + micro) for other in range(world) for micro in range(2)
         ]
-        want = _step_by_hand(want, everyone)
+        want = _expected_biases(want, everyone)
         for index, bias in _biases(model).items():
             assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
-    _assert_alike(model)
+    _assert_equal_on_ranks(model)
     save_checkpoint(f"{folder}/state", model, optimizer)
     save_pretrained(model, f"{folder}/hub")
-    other = apply_ep_fsdp2(tiny(KIND, seed=5 + rank), ep_size=1, bias_update_rate=RATE)
-    load_checkpoint(f"{folder}/state", other, _stay(other))
+    resumed = apply_ep_fsdp2(tiny(KIND, seed=5 + rank), ep_size=1, bias_update_rate=RATE)
+    load_checkpoint(f"{folder}/state", resumed, _frozen_optimizer(resumed))
     stock = type(tiny(KIND)).from_pretrained(f"{folder}/hub", dtype=torch.float64)
-    for one in (model, other):
-        one(**_inputs(model, rank, 9)).loss.backward()
-        update_router_bias(one)
-    for index, bias in _biases(other).items():
+    for trained in (model, resumed):
+        trained(**_inputs(model, rank, 9)).loss.backward()
+        update_router_bias(trained)
+    for index, bias in _biases(resumed).items():
         assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
-        read = _biases(stock)[index]  # in fp32 since transformers 5.24, whatever dtype is asked for
-        assert torch.equal(read, want[index].to(read)), "hub files"
+        loaded = _biases(stock)[index]  # since transformers 5.24 in fp32, in spite of `dtype`
+        assert torch.equal(loaded, want[index].to(loaded)), "hub files"
 
 
 def accelerate_loop(rank: int, world: int) -> None:
-    """Without a word of the script: once per step of `accumulate`, not once per backward."""
+    """The prepared optimizer updates biases by itself: once per step, not once per micro-batch."""
     with launched():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = patch(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE)
-        model, optimizer = accelerator.prepare(model, _stay(model))
+        model, optimizer = accelerator.prepare(model, _frozen_optimizer(model))
         want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
         for step in range(2):
             for micro in range(2):
@@ -334,14 +342,16 @@ def accelerate_loop(rank: int, world: int) -> None:
             everyone = [
                 _inputs(model, r, 2 * step + micro) for r in range(world) for micro in range(2)
             ]
-            want = _step_by_hand(want, everyone)
+            want = _expected_biases(want, everyone)
             for index, bias in _biases(model).items():
                 assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
-        _assert_alike(model)
+        _assert_equal_on_ranks(model)
 
 
 def one_rank_skipped(rank: int, world: int) -> None:
-    """Every rank drops its counts then, as all would have stepped on its gradients."""
+    """If rank 1 skips its step, every rank drops its counts: an overflow on one rank reaches the
+    gradients of all.
+    """
     from hf_moe_ep.routing.bias import update_biases
 
     model = apply_ep_fsdp2(tiny(KIND), ep_size=2, bias_update_rate=RATE)
@@ -371,35 +381,35 @@ def _trainer(folder: str, model: nn.Module, **arguments: Any) -> Iterator[Traine
             disable_tqdm=True,
             **arguments,
         )
-        one = batch(tiny(KIND), 32, 10)
-        rows = [{name: value[row] for name, value in one.items()} for row in range(32)]
+        data = batch(tiny(KIND), 32, 10)
+        rows = [{name: value[row] for name, value in data.items()} for row in range(32)]
         yield Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
 
 
 def under_the_trainer(rank: int, world: int, folder: str) -> None:
-    """Each step moves each bias by the rate; a run that resumes goes on bit by bit."""
+    """Each step changes a bias by RATE or not at all; a resumed run has the same biases."""
     make = partial(tiny, KIND, dtype=torch.float32)
     model = patch(make(), ep_size=2, bias_update_rate=RATE)
     for bias in _biases(model).values():
-        bias.data.zero_()  # so that sums of steps are exact
+        bias.data.zero_()  # so that a bias is exactly RATE times an integer
     with _trainer(folder, model, max_steps=4) as trainer:
         trainer.train()
         model = trainer.model
-    _assert_alike(model)
+    _assert_equal_on_ranks(model)
     for index, bias in _biases(model).items():
         steps = bias / RATE
         assert torch.equal(steps, steps.round()), f"layer {index}: {steps}"
         assert 0 < steps.abs().max() <= 4, f"layer {index}: {steps}"
-    other = patch(make(seed=3), ep_size=2, bias_update_rate=RATE)
-    with _trainer(folder, other, max_steps=4) as trainer:
+    resumed = patch(make(seed=3), ep_size=2, bias_update_rate=RATE)
+    with _trainer(folder, resumed, max_steps=4) as trainer:
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-        other = trainer.model
-    for index, bias in _biases(other).items():
+        resumed = trainer.model
+    for index, bias in _biases(resumed).items():
         assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
 
 
 def _every_type(model_type: str, rank: int, world: int, folder: str) -> None:
-    """Buffers and parameters, of any name and place: the same bits on both ranks, and saved."""
+    """A bias, be it a buffer or a parameter of any name, is updated, saved and loaded exactly."""
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     model = apply_ep_fsdp2(tiny(model_type, seed=rank), ep_size=2, bias_update_rate=RATE)
@@ -410,11 +420,11 @@ def _every_type(model_type: str, rank: int, world: int, folder: str) -> None:
     counts = expert_load(model).counts
     update_router_bias(model)
     for index, bias in _biases(model).items():
-        assert torch.equal(bias, _moved(before[index], counts[index].tolist())), f"layer {index}"
+        assert torch.equal(bias, _updated(before[index], counts[index].tolist())), f"layer {index}"
     save_checkpoint(f"{folder}/state", model, optimizer)
-    other = apply_ep_fsdp2(tiny(model_type, seed=7 + rank), bias_update_rate=RATE)
-    load_checkpoint(f"{folder}/state", other, adamw(other))
-    assert all(torch.equal(bias, _biases(model)[i]) for i, bias in _biases(other).items())
+    resumed = apply_ep_fsdp2(tiny(model_type, seed=7 + rank), bias_update_rate=RATE)
+    load_checkpoint(f"{folder}/state", resumed, adamw(resumed))
+    assert all(torch.equal(bias, _biases(model)[i]) for i, bias in _biases(resumed).items())
 
 
 CORRECTED = ("afmoe", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "hy_v3", "lfm2_moe", "nemotron_h")
@@ -426,5 +436,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_once_per_step_from_the_counts_of_all_ranks(found: Found, claim: Check) -> None:
+def test_biases_are_updated_once_per_step_from_the_counts_of_all_ranks(
+    found: Found, claim: Check
+) -> None:
     found.raise_if_failed(claim)

@@ -1,7 +1,8 @@
-"""Arrays as engines return them, written by hand from their documents, replayed in a model.
+"""Routes from the arrays of inference engines, in the formats that the engines document.
 
-Four decoder layers, the second without experts, top-2 of 8; two samples of one prompt of 3 tokens,
-with completions of 3 and of 1 token. The engine forwarded all tokens but the last of each.
+The model has four decoder layers, the second of them without experts, and top-2 of 8 experts. One
+prompt of 3 tokens has two samples, with completions of 3 and of 1 token. The engine has run all
+tokens but the last one of each sample.
 """
 
 import base64
@@ -21,29 +22,30 @@ from torch import Tensor
 from hf_moe_ep import Routes, RoutingReplay, patch
 from hf_moe_ep.upstream.grpo import routes_of_engine
 
-NOTHING = [0, 0]  # what engines have where a layer has no experts
+NO_EXPERTS = [0, 0]  # the ids that engines return for a layer without experts
 # [tokens - 1, decoder layers, K]
 PROMPT = [
-    [[0, 1], NOTHING, [2, 3], [7, 5]],
-    [[4, 6], NOTHING, [1, 0], [3, 2]],
-    [[5, 7], NOTHING, [6, 4], [1, 7]],
+    [[0, 1], NO_EXPERTS, [2, 3], [7, 5]],
+    [[4, 6], NO_EXPERTS, [1, 0], [3, 2]],
+    [[5, 7], NO_EXPERTS, [6, 4], [1, 7]],
 ]
 FIRST = [
-    [[2, 0], NOTHING, [3, 5], [4, 6]],
-    [[1, 3], NOTHING, [7, 2], [0, 5]],
+    [[2, 0], NO_EXPERTS, [3, 5], [4, 6]],
+    [[1, 3], NO_EXPERTS, [7, 2], [0, 5]],
 ]
 LENGTHS = [6, 4]
-# A prompt padded left in 4 columns, completions padded right in 3; -1 routes live.
-FRONT = [1, 1]
+# Rows have 7 columns: 4 for the prompt, padded on the left by 1, and 3 for the completion, padded
+# on the right. Padding gets ids of -1, and routes live.
+LEFT_PADDING = [1, 1]
 
 
 def _vllm(dtype: Any) -> list[Any]:
-    """`CompletionOutput.routed_experts`: prompt and completion in one array."""
+    """Make `CompletionOutput.routed_experts`, an array for prompt and completion."""
     return [np.array(PROMPT + FIRST, dtype=dtype), np.array(PROMPT, dtype=dtype)]
 
 
-def _vllms_server() -> list[Any]:
-    """`choices[i].routed_experts`: a file of numpy's, in base64."""
+def _vllm_server() -> list[Any]:
+    """Make `choices[i].routed_experts`, a file of numpy in base64."""
     choices = []
     for array in _vllm(np.uint8):
         file = io.BytesIO()
@@ -53,17 +55,19 @@ def _vllms_server() -> list[Any]:
 
 
 def _sglang() -> list[Any]:
-    """`meta_info.routed_experts`: int32, one behind the other, in base64."""
-    found = []
+    """Make `meta_info.routed_experts`, flat int32 numbers in base64."""
+    arrays = []
     for rows in (PROMPT + FIRST, PROMPT):
         numbers = [number for row in rows for layer in row for number in layer]
         data = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
-        found.append(np.frombuffer(base64.b64decode(data), np.int32).reshape(-1, 4, 2))
-    return found
+        arrays.append(np.frombuffer(base64.b64decode(data), np.int32).reshape(-1, 4, 2))
+    return arrays
 
 
 def _vllm_in_two_parts() -> list[Any]:
-    """vLLM 0.21: the prompt's array once, one of each completion; as TRL's seam reads them."""
+    """Make the arrays of vLLM 0.21, one for the prompt and one for each completion, and join them
+    by routes_of_engine().
+    """
     samples = [
         SimpleNamespace(routed_experts=np.array(rows, dtype=np.int16).reshape(-1, 4, 2))
         for rows in (FIRST, [])
@@ -78,36 +82,36 @@ def _vllm_in_two_parts() -> list[Any]:
 
 @pytest.mark.parametrize(
     "arrays",
-    [_vllm(np.int16), _vllm(np.uint8), _vllms_server(), _sglang(), _vllm_in_two_parts()],
+    [_vllm(np.int16), _vllm(np.uint8), _vllm_server(), _sglang(), _vllm_in_two_parts()],
     ids=["vllm", "vllm, uint8", "vllm's server", "sglang", "vllm in two parts"],
 )
-def test_each_layer_gets_what_the_engine_chose_for_its_tokens(arrays: list[Any]) -> None:
+def test_each_layer_replays_the_ids_of_the_engine(arrays: list[Any]) -> None:
     model = patch(tiny(num_hidden_layers=4, mlp_only_layers=[1]))
-    routes = Routes.from_engine(arrays, LENGTHS, padded_to=7, pad_side=FRONT)
-    seen: dict[int, Tensor] = {}
+    routes = Routes.from_engine(arrays, LENGTHS, padded_to=7, pad_side=LEFT_PADDING)
+    ids_of_layers: dict[int, Tensor] = {}
     for layer in (0, 2, 3):
         model.model.layers[layer].mlp.experts.register_forward_pre_hook(
-            lambda module, args, layer=layer: seen.update({layer: args[1].view(2, 7, 2)})
+            lambda module, args, layer=layer: ids_of_layers.update({layer: args[1].view(2, 7, 2)})
         )
     tokens = torch.arange(14).view(2, 7)
     replay = RoutingReplay(model)
     with torch.no_grad(), replay.replay(routes):
         model(input_ids=tokens)
     for layer in (0, 2, 3):
-        rows = torch.tensor([row[layer] for row in PROMPT + FIRST])
-        assert torch.equal(seen[layer][0, 1:6], rows)
-        assert torch.equal(seen[layer][1, 1:4], rows[:3])
+        want = torch.tensor([row[layer] for row in PROMPT + FIRST])
+        assert torch.equal(ids_of_layers[layer][0, 1:6], want)
+        assert torch.equal(ids_of_layers[layer][1, 1:4], want[:3])
     assert (replay.last.replayed, replay.last.live) == (3 * 8, 3 * 6)
 
 
-def test_a_part_behind_a_cached_prefix() -> None:
-    """With SGLang's `routed_experts_start_len`, rows before it route live."""
-    whole, _ = _sglang()
-    routes = Routes.from_engine([whole[2:]], [6], padded_to=6, pad_side="right", starts=[2])
+def test_routes_after_a_cached_prefix() -> None:
+    """SGLang omits the tokens before `routed_experts_start_len`, which then route live."""
+    array, _ = _sglang()
+    routes = Routes.from_engine([array[2:]], [6], padded_to=6, pad_side="right", starts=[2])
     assert routes.ids[0, :, 2].tolist() == [[-1, -1]] * 2 + [[6, 4], [3, 5], [7, 2], [-1, -1]]
 
 
-def test_ranks_that_share_an_engine_keep_their_own_samples() -> None:
+def test_ranks_that_share_an_engine_take_their_own_samples() -> None:
     """With vllm_tensor_parallel_size=2 each rank's engine returns the samples of both ranks."""
     samples = [SimpleNamespace(routed_experts=np.full((1, 1, 1), n)) for n in range(4)]
     outputs = [SimpleNamespace(outputs=[sample]) for sample in samples]

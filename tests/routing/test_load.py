@@ -1,5 +1,7 @@
-"""`expert_load`: the figures by hand, what counts and what does not, and stock's own choices on
-ranks, under checkpointing, sequence parallelism and torch.compile.
+"""`expert_load`: its figures, and the forwards whose choices it counts.
+
+The counts equal the choices of a stock model, on several ranks, under checkpointing, sequence
+parallelism and torch.compile.
 """
 
 import copy
@@ -29,29 +31,29 @@ ACCUMULATION = 3
 EXPERTS = 8
 
 
-def _chosen(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
-    """[layers, E], by hand: what a stock model's experts are handed, pair by pair."""
+def _count_choices(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
+    """Count the (token, slot) pairs that a stock model's experts receive, [layers, E]."""
     experts = list(find_parts(model).experts.values())
-    found = torch.zeros(len(experts), find_parts(model).num_experts, dtype=torch.int64)
+    counts = torch.zeros(len(experts), find_parts(model).num_experts, dtype=torch.int64)
 
     def count(index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         for expert in args[1].flatten().tolist():
-            found[index, expert] += 1
+            counts[index, expert] += 1
 
     hooks = [
         module.register_forward_pre_hook(partial(count, index))
         for index, module in enumerate(experts)
     ]
     with torch.no_grad():
-        for one in inputs:
-            loss_of_sum(model, one, torch.tensor(1))
+        for micro_batch in inputs:
+            loss_of_sum(model, micro_batch, torch.tensor(1))
     for hook in hooks:
         hook.remove()
-    return found
+    return counts
 
 
-def test_figures_by_hand() -> None:
-    """The example of the module, a layer with one busy expert, and one without tokens."""
+def test_figures_of_an_example() -> None:
+    """Layer a is the example of the module's docstring, b has one busy expert, c has no tokens."""
     counts = torch.tensor([[7, 5, 3, 1], [0, 8, 0, 0], [0, 0, 0, 0]])
     load = ExpertLoad(counts, ("a", "b", "c"), ep_size=2)
     assert load.max_over_mean.tolist()[:2] == [1.75, 4.0]
@@ -72,26 +74,26 @@ def test_figures_by_hand() -> None:
     assert lines[4].split() == ["c", "0", "no", "tokens"]
 
 
-def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+def test_plot_writes_a_png(tmp_path: Path) -> None:
     load = ExpertLoad(torch.tensor([[7, 5, 3, 1], [0, 0, 0, 0]]), ("a", "b"))
     load.plot(tmp_path / "load.png")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _steps(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
-    """Train on two batches; what stock chooses for them."""
+def _train_two_batches(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
+    """Train on two batches, and return the counts of a stock model for them."""
     inputs = [batch(model, 2, 9, seed=seed, pad=3 * seed) for seed in range(2)]
-    for one in inputs:
-        (model if call is None else call)(**one).loss.backward()
-    return _chosen(tiny(), inputs)
+    for micro_batch in inputs:
+        (model if call is None else call)(**micro_batch).loss.backward()
+    return _count_choices(tiny(), inputs)
 
 
-def test_counts_are_the_choices_of_training() -> None:
-    """Evaluation, forwards without gradients and another reader's reset change nothing."""
+def test_only_forwards_of_training_are_counted() -> None:
+    """Evaluation and forwards without gradients are not counted. Each reader has its own reset."""
     model = patch(tiny())
     state = getattr(model, STATE)
     assert not expert_load(model).counts.any()
-    want = _steps(model)
+    want = _train_two_batches(model)
     assert want.sum(1).tolist() == [2 * 2 * 9 * 2] * 2
     with torch.no_grad():
         model(**batch(model, 2, 5))
@@ -104,13 +106,13 @@ def test_counts_are_the_choices_of_training() -> None:
     assert load.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
     assert not expert_load(model).counts.any()
     assert torch.equal(load_of_reader(model, state, "another", reset=True).counts, want)
-    other = copy.deepcopy(model)
-    again = _steps(model)
-    assert torch.equal(expert_load(model).counts, again)
-    assert not expert_load(other).counts.any()
+    copied = copy.deepcopy(model)
+    want_after_copy = _train_two_batches(model)
+    assert torch.equal(expert_load(model).counts, want_after_copy)
+    assert not expert_load(copied).counts.any()
 
 
-def test_a_part_that_is_called_alone_counts_where_it_leads_to_gradients() -> None:
+def test_a_call_of_the_decoder_alone_is_counted_if_gradients_are_enabled() -> None:
     model = patch(tiny())
     model(**batch(model, 2, 5)).loss.backward()
     expert_load(model)
@@ -120,18 +122,18 @@ def test_a_part_that_is_called_alone_counts_where_it_leads_to_gradients() -> Non
         model.model(**inputs)
     assert not expert_load(model).counts.any()
     model.model(**inputs)
-    assert torch.equal(expert_load(model).counts, _chosen(tiny(), [batch(model, 2, 9)]))
+    assert torch.equal(expert_load(model).counts, _count_choices(tiny(), [batch(model, 2, 9)]))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_count_once(use_reentrant: bool) -> None:
+def test_a_recompute_is_not_counted_again(use_reentrant: bool) -> None:
     model = tiny()
     parity.checkpointing(model, use_reentrant)
-    assert torch.equal(_steps(patch(model)), expert_load(model).counts)
+    assert torch.equal(_train_two_batches(patch(model)), expert_load(model).counts)
 
 
-def test_selective_checkpoints_count_once_and_see_nothing_of_it() -> None:
-    """Later runs get the values kept of the first runs, in the same order."""
+def test_a_recompute_of_a_selective_checkpoint_is_not_counted_again() -> None:
+    """Such a checkpoint returns saved results by their order, so counting must run no operators."""
     model = patch(tiny())
     experts = model.model.layers[0].mlp.experts
     x, ids = torch.randn(6, 32).double().requires_grad_(), torch.arange(12).view(6, 2) % 5
@@ -146,38 +148,38 @@ def test_selective_checkpoints_count_once_and_see_nothing_of_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_compiled_counts_and_numbers_are_the_same(use_reentrant: bool | None) -> None:
+def test_a_compiled_model_has_the_same_counts_and_gradients(use_reentrant: bool | None) -> None:
     torch.compiler.reset()
     model, plain = tiny(), patch(tiny())
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     patch(model)
-    want = _steps(plain)
+    want = _train_two_batches(plain)
     compiled = torch.compile(model, backend="aot_eager")
-    assert torch.equal(_steps(model, compiled), want)
+    assert torch.equal(_train_two_batches(model, compiled), want)
     assert torch.equal(expert_load(model).counts, want)
-    for (name, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(got.grad, wanted.grad, rtol=1e-10, atol=1e-12), name
+    for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(got.grad, expected.grad, rtol=1e-10, atol=1e-12), name
 
 
 @pytest.mark.slow
-def test_compiled_without_a_break() -> None:
+def test_counting_causes_no_graph_break() -> None:
     torch.compiler.reset()
     model = patch(tiny(), experts_backend="torch")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     inputs = batch(model, 2, 9)
     del inputs["attention_mask"]
     compiled(**inputs, use_cache=False).loss.backward()
-    assert torch.equal(expert_load(model).counts, _chosen(tiny(), [inputs]))
+    assert torch.equal(expert_load(model).counts, _count_choices(tiny(), [inputs]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
-def test_every_type_counts_what_its_experts_are_handed(model_type: str) -> None:
+def test_every_type_counts_the_pairs_that_its_experts_receive(model_type: str) -> None:
     model = tiny_of(model_type)
     inputs = batch_of(model, 2, 9)
     torch.manual_seed(1)
-    want = _chosen(tiny_of(model_type), [inputs])
+    want = _count_choices(tiny_of(model_type), [inputs])
     patch(model)
     torch.manual_seed(1)
     loss_of_sum(model, inputs, torch.tensor(1)).backward()
@@ -186,7 +188,7 @@ def test_every_type_counts_what_its_experts_are_handed(model_type: str) -> None:
     assert want.any() and len(load.layers) == len(want)
 
 
-def test_what_cannot_be_counted() -> None:
+def test_models_and_arguments_that_cannot_be_counted() -> None:
     with pytest.raises(ValueError, match="not patched"):
         expert_load(tiny())
     with pytest.raises(ValueError, match=r"experts_backend='eager'.*experts_backend='torch'"):
@@ -199,14 +201,16 @@ def _inputs(rank: int, micro: int) -> dict[str, Tensor]:
     return batch(tiny(), 1 + rank % 2, 8 + 2 * rank, seed=10 * micro + rank, pad=2)
 
 
-def _as_stock(use_reentrant: bool | None, config: dict[str, Any], rank: int, world: int) -> None:
+def _compare_with_stock(
+    use_reentrant: bool | None, config: dict[str, Any], rank: int, world: int
+) -> None:
     model = tiny(seed=rank)
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     apply_ep_fsdp2(model, **config)
     sp = config.get("sp_size", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wanted = torch.zeros(2, EXPERTS, dtype=torch.int64)
+    want = torch.zeros(2, EXPERTS, dtype=torch.int64)
     for step in range(2):
         for micro in range(ACCUMULATION):
             seed = ACCUMULATION * step + micro
@@ -218,15 +222,15 @@ def _as_stock(use_reentrant: bool | None, config: dict[str, Any], rank: int, wor
             for data_rank in range(world // sp)
             for micro in range(ACCUMULATION)
         ]
-        wanted += _chosen(tiny(), everyone)
+        want += _count_choices(tiny(), everyone)
         model.eval()
         with torch.no_grad():
             model(**_inputs(rank // sp, 0))
         model.train()
-    kept, load = expert_load(model, reset=False), expert_load(model)
+    without_reset, load = expert_load(model, reset=False), expert_load(model)
     assert load.ep_size == config.get("ep_size", 1)
-    assert torch.equal(load.counts, wanted), f"{load.counts}\n{wanted}"
-    assert torch.equal(kept.counts, wanted)
+    assert torch.equal(load.counts, want), f"{load.counts}\n{want}"
+    assert torch.equal(without_reset.counts, want)
     assert not expert_load(model).counts.any()
 
 
@@ -240,17 +244,23 @@ def ranks_that_disagree(rank: int, world: int) -> None:
 
 ON_RANKS = [
     *on_ranks(2, ranks_that_disagree),
-    *on_ranks(2, {"2 ranks, ep 2": partial(_as_stock, False, {"ep_size": 2})}),
+    *on_ranks(2, {"2 ranks, ep 2": partial(_compare_with_stock, False, {"ep_size": 2})}),
     *on_ranks(
         4,
         {
-            f"4 ranks, ep 2, checkpointing {kind}": partial(_as_stock, use, {"ep_size": 2})
+            f"4 ranks, ep 2, checkpointing {kind}": partial(
+                _compare_with_stock, use, {"ep_size": 2}
+            )
             for kind, use in (("off", None), ("on", False), ("reentrant", True))
         }
         | {
-            "4 ranks, ep 2, sp 2": partial(_as_stock, None, {"ep_size": 2, "sp_size": 2}),
-            "4 ranks, HSDP": partial(_as_stock, True, {"ep_size": 2, "dp_replicate_size": 2}),
-            "4 ranks, chunks": partial(_as_stock, None, {"ep_size": 4, "dispatch_chunks": 3}),
+            "4 ranks, ep 2, sp 2": partial(_compare_with_stock, None, {"ep_size": 2, "sp_size": 2}),
+            "4 ranks, HSDP": partial(
+                _compare_with_stock, True, {"ep_size": 2, "dp_replicate_size": 2}
+            ),
+            "4 ranks, chunks": partial(
+                _compare_with_stock, None, {"ep_size": 4, "dispatch_chunks": 3}
+            ),
         },
         slow=True,
     ),
@@ -258,6 +268,6 @@ ON_RANKS = [
 
 
 @pytest.mark.parametrize("claim", ON_RANKS)
-def test_counts_of_all_ranks_are_stocks(found: Found, claim: Check) -> None:
-    """Three micro-batches with an evaluation in between."""
+def test_counts_sum_over_all_ranks(found: Found, claim: Check) -> None:
+    """Two steps of three micro-batches, each followed by an evaluation, which is not counted."""
     found.raise_if_failed(claim)

@@ -1,6 +1,7 @@
-"""Routing that is recorded and replayed in one process, compared with stock that is made to choose.
+"""Record and replay the routing of a model in one process.
 
-Record and replay are bit-equal; random choices equal stock with the same choices forced on it.
+A replay of recorded routes gives the same bits as the recorded forward. A replay of random routes
+equals a stock model whose topk is forced to return the same experts (support/forced.py).
 """
 
 import copy
@@ -26,7 +27,7 @@ LAYERS, EXPERTS, TOP_K = 3, 8, 2
 
 
 def _pair(**overrides: Any) -> tuple[nn.Module, nn.Module]:
-    """A patched model, and stock with the same weights; the layer between is dense."""
+    """Return a patched model and a stock model with the same weights. Layer 1 is dense."""
     sizes = {"num_hidden_layers": LAYERS, "mlp_only_layers": [1]} | overrides
     return patch(tiny(**sizes)), tiny(**sizes)
 
@@ -68,9 +69,9 @@ def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None
     assert routes.ids.dtype == torch.uint8 and routes.ids.shape == (2, 9, LAYERS, TOP_K)
     assert routes.layers == tuple(range(LAYERS))
     with replay.replay(routes):
-        again = model(**inputs)
-    again.loss.backward()  # behind the block
-    assert torch.equal(again.logits, live.logits)
+        repeated = model(**inputs)
+    repeated.loss.backward()  # backward may run after the block
+    assert torch.equal(repeated.logits, live.logits)
     assert all(torch.equal(grad, want[name]) for name, grad in _grads(model).items())
     report = replay.last
     assert (report.replayed, report.live, report.agreement) == (2 * 9 * LAYERS, 0, 1.0)
@@ -80,10 +81,10 @@ def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None
 @pytest.mark.parametrize(
     ("side", "use_reentrant"), [("left", None), ("right", False), ("right", True)]
 )
-def test_random_routes_equal_stock_made_to_choose_them(
+def test_random_routes_equal_stock_with_the_same_routes(
     side: str, use_reentrant: bool | None
 ) -> None:
-    """Any choice of experts, some of them -1. Loss and gradients are those of stock to 1e-10."""
+    """Some ids are -1: the router chooses for these tokens. Loss and gradients equal stock's."""
     model, stock = _pair()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -92,7 +93,7 @@ def test_random_routes_equal_stock_made_to_choose_them(
     ids = random_ids(3, 7, 2, EXPERTS, TOP_K)
     ids[inputs["attention_mask"] == 0] = -1
     ids[0, 2:4, 1] = -1
-    with forced_topk(EXPERTS, ids) as lives:
+    with forced_topk(EXPERTS, ids) as live_ids:
         want = stock(**inputs)
     want.loss.backward()
     replay = RoutingReplay(model)
@@ -102,20 +103,21 @@ def test_random_routes_equal_stock_made_to_choose_them(
     assert_close("logits", got.logits, want.logits, FP64_MODEL)
     assert_close("loss", got.loss, want.loss, FP64_MODEL)
     _assert_same_grads(model, stock)
-    given = [place[place[:, 0] >= 0] for place in ids.long().flatten(0, 1).unbind(1)]
-    live = [x[ids.flatten(0, 1)[:, i, 0] >= 0] for i, x in enumerate(lives)]
-    alike = sum(
-        (a[:, :, None] == b[:, None]).any(2).sum() for a, b in zip(given, live, strict=True)
+    # The agreement: the share of replayed ids that the router would have chosen as well.
+    replayed = [layer_TK[layer_TK[:, 0] >= 0] for layer_TK in ids.long().flatten(0, 1).unbind(1)]
+    live = [x[ids.flatten(0, 1)[:, i, 0] >= 0] for i, x in enumerate(live_ids)]
+    num_equal = sum(
+        (a[:, :, None] == b[:, None]).any(2).sum() for a, b in zip(replayed, live, strict=True)
     )
-    rows = sum(map(len, given))
+    rows = sum(map(len, replayed))
     report = replay.last
     assert (report.replayed, report.live) == (rows, 2 * 3 * 7 - rows)
-    assert report.agreement == alike / (rows * TOP_K) < 0.9
+    assert report.agreement == num_equal / (rows * TOP_K) < 0.9
 
 
 @pytest.mark.parametrize("all_live", [True, False])
-def test_tokens_without_routes_are_as_if_nothing_was_replayed(all_live: bool) -> None:
-    """All ids are -1, or those of one row of a batch."""
+def test_tokens_without_routes_route_live(all_live: bool) -> None:
+    """Either all ids are -1, or the ids of row 0 of the batch."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
@@ -135,8 +137,8 @@ def test_tokens_without_routes_are_as_if_nothing_was_replayed(all_live: bool) ->
         assert replay.last.replayed == 0 and np.isnan(replay.last.agreement)
 
 
-def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> None:
-    """The router learns from the scores of the recorded experts."""
+def test_after_a_weight_update_the_recorded_experts_are_replayed() -> None:
+    """The router's gradient comes from its new scores of the recorded experts."""
     model, stock = _pair()
     inputs = batch(model, 2, 9)
     replay = RoutingReplay(model)
@@ -144,14 +146,14 @@ def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> No
         model(**inputs)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for mine, its in zip(model.parameters(), stock.parameters(), strict=True):
-            moved = 0.3 * torch.randn(mine.shape, generator=generator, dtype=mine.dtype)
-            mine += moved * mine.std()
-            its.copy_(mine)
-    seen: dict[int, Tensor] = {}
+        for parameter, copied in zip(model.parameters(), stock.parameters(), strict=True):
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter += 0.3 * noise * parameter.std()
+            copied.copy_(parameter)
+    experts_ids: dict[int, Tensor] = {}  # layer -> the ids that its experts received
     hooks = [
         model.model.layers[i].mlp.experts.register_forward_pre_hook(
-            lambda module, args, i=i: seen.update({i: args[1]})
+            lambda module, args, i=i: experts_ids.update({i: args[1]})
         )
         for i in routes.layers
     ]
@@ -159,8 +161,8 @@ def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> No
         model(**inputs).loss.backward()
     for hook in hooks:
         hook.remove()
-    for place, layer in enumerate(routes.layers):
-        assert torch.equal(seen[layer], routes.ids[:, :, place].flatten(0, 1).long())
+    for index, layer in enumerate(routes.layers):
+        assert torch.equal(experts_ids[layer], routes.ids[:, :, index].flatten(0, 1).long())
     assert replay.last.agreement < 0.95
     with forced_topk(EXPERTS, routes.ids.long()):
         stock(**inputs).loss.backward()
@@ -169,8 +171,8 @@ def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> No
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, pytest.param(True, marks=pytest.mark.slow)])
-def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) -> None:
-    """`Routes.weights` weigh the experts; the router learns from other tokens."""
+def test_weights_of_routes_replace_the_routers_weights(use_reentrant: bool | None) -> None:
+    """The router gets a gradient from tokens without routes only (ids of -1)."""
     model, stock = _pair()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -190,37 +192,36 @@ def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) 
 
 
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: bool) -> None:
-    """Replays of different lengths, one backward and a step."""
-    (model, _), (other, _) = _pair(), _pair()
-    for one in (model, other):
-        parity.checkpointing(one, use_reentrant)
+def test_a_replay_per_micro_batch_equals_one_replay_of_the_whole_batch(use_reentrant: bool) -> None:
+    """Two replays of different lengths are followed by one backward and an optimizer step."""
+    (model, _), (reference, _) = _pair(), _pair()
+    for checkpointed in (model, reference):
+        parity.checkpointing(checkpointed, use_reentrant)
     inputs = {name: x.flip(0) for name, x in batch(model, 4, 6, pad=3).items()}
     count = inputs["labels"][:, 1:].ne(-100).sum()
     routes = _routes(random_ids(4, 6, 2, EXPERTS, TOP_K))
-    with RoutingReplay(other).replay(routes):
-        other(**inputs, num_items_in_batch=count).loss.backward()
-    want = _grads(other)
+    with RoutingReplay(reference).replay(routes):
+        reference(**inputs, num_items_in_batch=count).loss.backward()
+    want = _grads(reference)
     replay, losses = RoutingReplay(model), []
     for start, length in ((0, 4), (2, 6)):  # the first two rows end in two tokens of padding
-        part = {name: x[start : start + 2, :length] for name, x in inputs.items()}
-        its_own = _routes(routes.ids[start : start + 2, :length])
-        with replay.replay(its_own):
-            losses.append(model(**part, num_items_in_batch=count).loss)
+        micro = {name: x[start : start + 2, :length] for name, x in inputs.items()}
+        with replay.replay(_routes(routes.ids[start : start + 2, :length])):
+            losses.append(model(**micro, num_items_in_batch=count).loss)
         with torch.no_grad():
-            model(**part)  # live, between them
+            model(**micro)  # a forward outside of the block routes live
     sum(losses).backward()
     assert _grads(model).keys() == want.keys()
     for name, grad in _grads(model).items():
         assert_close(name, grad, want[name], FP64_MODEL)
-    for one in (model, other):
-        torch.optim.AdamW(one.parameters(), lr=1e-3, foreach=False).step()
-    for (name, got), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert_close(f"{name} after a step", got.detach(), wanted.detach(), FP64_MODEL)
+    for trained in (model, reference):
+        torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
+    for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(f"{name} after a step", got.detach(), expected.detach(), FP64_MODEL)
 
 
-def test_packed_rows_have_the_routes_of_their_tokens() -> None:
-    """Results are those of each document alone."""
+def test_packed_routes_give_each_document_its_own_logits() -> None:
+    """`Routes.pack` takes the lengths of the documents or their position ids."""
     model, _ = _pair()
     lengths = [4, 7, 5]
     inputs = batch(model, 3, 7)
@@ -228,20 +229,20 @@ def test_packed_rows_have_the_routes_of_their_tokens() -> None:
     replay = RoutingReplay(model)
     alone = []
     for row, length in enumerate(lengths):
-        mine = Routes(routes.ids[row : row + 1, :length], (0, 2))
-        with torch.no_grad(), replay.replay(mine):
+        routes_of_row = Routes(routes.ids[row : row + 1, :length], (0, 2))
+        with torch.no_grad(), replay.replay(routes_of_row):
             alone.append(model(input_ids=inputs["input_ids"][row : row + 1, :length]).logits)
     tokens = torch.cat([inputs["input_ids"][row, :n] for row, n in enumerate(lengths)])[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    for told in (lengths, positions):
-        packed = routes.pack(told)
+    for boundaries in (lengths, positions):
+        packed = routes.pack(boundaries)
         with torch.no_grad(), replay.replay(packed):
             got = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         assert_close("logits", got, torch.cat(alone, dim=1), FP64_MODEL)
 
 
-def test_adapters_that_are_switched_off_inside_route_live() -> None:
-    """The policy's routes do not apply to its reference."""
+def test_a_forward_with_disabled_adapters_routes_live() -> None:
+    """With disabled adapters the model is the reference, and the policy's routes do not apply."""
     model = get_peft_model(
         tiny(num_hidden_layers=2),
         LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
@@ -260,9 +261,9 @@ def test_adapters_that_are_switched_off_inside_route_live() -> None:
         policy = model(**inputs).logits
         with model.disable_adapter():
             got = model(**inputs).logits
-        again = model(**inputs).logits
+        repeated = model(**inputs).logits
     assert torch.equal(got, want)
-    assert torch.equal(policy, again)
+    assert torch.equal(policy, repeated)
     assert replay.last.replayed == 2 * 2 * 6 * 2
     with torch.no_grad():
         assert not torch.equal(policy, model(**inputs).logits)
@@ -279,12 +280,12 @@ def test_another_model_routes_live_while_the_policy_replays() -> None:
             assert torch.equal(reference(**inputs).logits, want)
 
 
-def test_the_load_balancing_loss_counts_what_the_router_itself_would_choose() -> None:
-    """Stock's aux loss calls topk outside of the layers, and replay does not answer that call."""
+def test_the_load_balancing_loss_counts_the_routers_own_choice() -> None:
+    """Stock's aux loss calls topk outside of the layers, where replay does not replace topk."""
     model, _ = _pair(output_router_logits=True, num_experts_per_tok=2)
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
-    ids[:, :, 1] = -1  # the logits of the last layer do depend on what the first one chose
+    ids[:, :, 1] = -1  # the last layer routes live, on hidden states of the replayed first layer
     with RoutingReplay(model).replay(_routes(ids)):
         got = model(**inputs)
     logits = [logits.softmax(-1) for logits in got.router_logits]
@@ -294,8 +295,8 @@ def test_the_load_balancing_loss_counts_what_the_router_itself_would_choose() ->
     assert_close("aux loss", got.aux_loss.double(), want, FP32_INSIDE)
 
 
-def test_nothing_is_left_outside_of_the_blocks() -> None:
-    """No hook and no state are left, and unpatch gives back a stock model."""
+def test_hooks_exist_inside_of_the_blocks_only() -> None:
+    """An error inside of a block removes the hooks too. Then unpatch restores a stock model."""
     model, _ = _pair()
     inputs = batch(model, 1, 4)
 
@@ -320,8 +321,8 @@ def test_nothing_is_left_outside_of_the_blocks() -> None:
     assert_close("unpatched", model(**inputs).logits, want, FP64_MODEL)
 
 
-def test_an_interrupted_forward_leaves_nothing() -> None:
-    """After KeyboardInterrupt torch calls no forward hook, and topk is torch's again."""
+def test_after_an_interrupted_forward_the_model_routes_live() -> None:
+    """After KeyboardInterrupt torch calls no forward hook, yet torch.topk has to be restored."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
 
@@ -340,8 +341,8 @@ def test_an_interrupted_forward_leaves_nothing() -> None:
         assert torch.equal(model(**inputs).logits, want)
 
 
-def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
-    """unpatch removes the hooks. An older RoutingReplay is refused."""
+def test_a_replay_made_before_unpatch_is_refused() -> None:
+    """unpatch removes the hooks, also inside of a block."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -363,8 +364,8 @@ def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> None:
-    """Each new token is a forward of its own."""
+def test_generate_records_its_last_forward_and_cannot_be_replayed() -> None:
+    """generate() runs one forward for each new token, and routes belong to one forward."""
     model, _ = _pair()
     model.eval()
     tokens = batch(model, 2, 6)["input_ids"]
@@ -382,8 +383,8 @@ def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> No
     assert torch.equal(model.generate(tokens, **options), want)
 
 
-def test_no_routes_at_all_are_no_replay() -> None:
-    """A rank without samples opens such a block."""
+def test_replay_of_none_routes_live() -> None:
+    """A rank without samples calls replay(None) while other ranks replay their routes."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -401,7 +402,7 @@ def test_no_routes_at_all_are_no_replay() -> None:
 
 
 @pytest.mark.slow
-def test_adapters_that_came_later_are_switched_off_as_well() -> None:
+def test_adapters_added_after_the_replay_object_can_be_disabled() -> None:
     model, _ = _pair()
     replay = RoutingReplay(model)
     policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -414,8 +415,10 @@ def test_adapters_that_came_later_are_switched_off_as_well() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None) -> None:
-    """GLM scores groups by their top two, which looks like a choice of experts."""
+def test_a_router_with_a_single_group_of_experts(use_reentrant: bool | None) -> None:
+    """GLM scores a group by its top two experts. With one group, this topk over all experts looks
+    like the choice of experts, but must not be replayed.
+    """
     options: dict[str, Any] = {
         "vocab_size": 50,
         "hidden_size": 16,
@@ -441,7 +444,7 @@ def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None
     tokens = torch.arange(10).view(2, 5)
     ids = random_ids(2, 5, 2, EXPERTS, TOP_K)
     ids[1, 3:] = -1
-    # Stock without groups: the same scores, and topk is called once.
+    # Make stock skip its groups: the scores stay the same, and it calls topk once.
     for layer in stock.model.layers:
         layer.mlp.gate.num_group = layer.mlp.gate.topk_group = 2
         layer.mlp.gate.num_experts = EXPERTS
@@ -460,7 +463,7 @@ def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None
 
 @pytest.mark.slow
 def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids are copied to the host as uint8, once for each forward, and no wider tensor is copied."""
+    """8192 tokens x 48 layers x 8 ids of one byte are 3 MiB, copied once for each forward."""
     sizes = {"hidden_size": 8, "head_dim": 2, "moe_intermediate_size": 2, "vocab_size": 9}
     model = patch(
         tiny(
@@ -484,9 +487,9 @@ def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) ->
     assert routes.ids.shape == (512, 16, 48, 8)
 
 
-def _deep(ids: Tensor, value: int, *place: int) -> Tensor:
+def _set_id(ids: Tensor, value: int, *index: int) -> Tensor:
     ids = ids.clone()
-    ids[place] = value
+    ids[index] = value
     return ids
 
 
@@ -495,17 +498,26 @@ WRONG: dict[str, tuple[Routes, str]] = {
     "shape": (Routes(IDS[0], (0, 2)), r"\[B, S, L, K\], not \[6, 2, 2\]"),
     "floats": (Routes(IDS.double(), (0, 2)), "float64, not integers"),
     "K": (Routes(IDS[..., :1], (0, 2)), "K=1 experts per token, but routers of qwen3_moe choose 2"),
-    "experts of another": (Routes(IDS, (0, 2), num_experts=16), "16 experts .* in a model with 8"),
+    "another number of experts": (
+        Routes(IDS, (0, 2), num_experts=16),
+        "16 experts .* in a model with 8",
+    ),
     "names and L": (Routes(IDS, (0,)), "name 1 layers, but ids have L=2"),
     "L": (
         Routes(random_ids(2, 6, 4, EXPERTS, TOP_K), (0, 1, 2, 3)),
         r"L=4 layers \(0, 1, 2, 3\), and this qwen3_moe has 3 decoder layers, 2 of them with",
     ),
     "another layer": (Routes(IDS, (0, 3)), r"L=2 layers \(0, 3\), and this qwen3_moe has 3"),
-    "too large": (Routes(_deep(IDS, 8, 1, 4, 1, 0), (0, 2)), "row 1, token 4, decoder layer 2"),
-    "too small": (Routes(_deep(IDS, -2, 0, 3, 0, 1), (0, 2)), "outside of the 8 experts"),
-    "in part": (Routes(_deep(IDS, -1, 0, 3, 0, 1), (0, 2)), "has -1 for some of its experts"),
-    "twice": (
+    "too large": (
+        Routes(_set_id(IDS, 8, 1, 4, 1, 0), (0, 2)),
+        "row 1, token 4, decoder layer 2",
+    ),
+    "too small": (Routes(_set_id(IDS, -2, 0, 3, 0, 1), (0, 2)), "outside of the 8 experts"),
+    "some ids are -1": (
+        Routes(_set_id(IDS, -1, 0, 3, 0, 1), (0, 2)),
+        "has -1 for some of its experts",
+    ),
+    "an expert twice": (
         Routes(torch.zeros_like(IDS), (0, 2)),
         r"an expert twice; .* \(24 of 24 choices\)",
     ),
@@ -523,12 +535,12 @@ def test_routes_that_do_not_fit_are_refused_on_entry(case: str) -> None:
     assert model._hf_moe_ep.routing is None
 
 
-def test_strict_false_looks_at_shapes_alone() -> None:
+def test_strict_false_checks_only_shapes() -> None:
     model, _ = _pair()
     inputs = batch(model, 2, 6)
-    same = Routes(torch.zeros_like(IDS), (0, 2))
+    repeated_expert = Routes(torch.zeros_like(IDS), (0, 2))  # strict=True refuses it
     replay = RoutingReplay(model)
-    with torch.no_grad(), replay.replay(same, strict=False):
+    with torch.no_grad(), replay.replay(repeated_expert, strict=False):
         model(**inputs)
     assert replay.last.replayed == 24
     with pytest.raises(ValueError, match="K=1"), replay.replay(WRONG["K"][0], strict=False):
@@ -565,39 +577,40 @@ def test_misuse_is_refused() -> None:
         model.model(input_ids=inputs["input_ids"])
     with (
         pytest.raises(ValueError, match=r"has no experts .*on_missing='error' .*\(1 of 24 choices"),
-        RoutingReplay(model, on_missing="error").replay(_routes(_deep(IDS, -1, 0, 0, 0))),
+        RoutingReplay(model, on_missing="error").replay(_routes(_set_id(IDS, -1, 0, 0, 0))),
     ):
         pass
 
 
-def test_weights_that_a_recompute_would_not_have_are_refused() -> None:
-    """The model's own loop over experts gets no such weights in backward."""
+def test_weights_are_refused_for_checkpointed_layers_with_the_eager_backend() -> None:
+    """A layer that is recomputed by the model's own loop over experts cannot use the weights."""
     model = patch(tiny(num_hidden_layers=LAYERS, mlp_only_layers=[1]), experts_backend="eager")
     inputs = batch(model, 2, 6)
-    weighed = Routes(IDS, (0, 2), torch.rand(IDS.shape))
+    weighted = Routes(IDS, (0, 2), torch.rand(IDS.shape))
     replay = RoutingReplay(model)
-    with replay.replay(weighed):
+    with replay.replay(weighted):
         model(**inputs).loss.backward()
     parity.checkpointing(model, False)
     with (
         pytest.raises(ValueError, match="checkpointed and experts_backend='eager'"),
-        replay.replay(weighed),
+        replay.replay(weighted),
     ):
         model(**inputs)
-    gc.collect()  # torch 2.11 keeps a checkpoint's hooks as long as the frames it was aborted in
+    # After an error, torch 2.11 keeps a checkpoint's hooks as long as the frames of the traceback.
+    gc.collect()
     with replay.replay(_routes(IDS)):
         model(**inputs).loss.backward()
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_refused() -> None:
-    """The model, a part of it or its caller is compiled, before or after the block was made."""
+    """torch.compile is applied to the model, to a function that calls it, or to one layer."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
     with pytest.raises(ValueError, match="of a compiled model"):
         RoutingReplay(torch.compile(model, backend="eager"))
-    compiled = torch.compile(lambda **given: model(**given).logits, backend="eager")
+    compiled = torch.compile(lambda **kwargs: model(**kwargs).logits, backend="eager")
     with pytest.raises(ValueError, match=r"within torch\.compile"), replay.record():
         compiled(**inputs)
     torch._dynamo.reset()
@@ -611,7 +624,7 @@ def test_a_compiled_model_is_refused() -> None:
 
 
 def test_the_decoder_alone_replays_its_routes() -> None:
-    """Liger's losses call the decoder and not the model with its head."""
+    """Liger's losses call the decoder without the language model's head."""
     model, stock = _pair()
     tokens = batch(model, 2, 6)["input_ids"]
     with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
@@ -621,36 +634,36 @@ def test_the_decoder_alone_replays_its_routes() -> None:
     assert_close("hidden states", got, want, FP64_MODEL)
 
 
-def test_a_deep_copy_of_a_model_routes_live_beside_it() -> None:
+def test_a_deep_copy_routes_live_while_the_model_replays() -> None:
     model, _ = _pair()
     inputs = batch(model, 2, 6)
-    other = copy.deepcopy(model)
+    copied_before = copy.deepcopy(model)
     with torch.no_grad():
         want = model(**inputs).logits
     with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
-        inside = copy.deepcopy(model)
+        copied_inside = copy.deepcopy(model)
         replayed = model(**inputs).logits
         assert not torch.equal(replayed, want)
-        assert torch.equal(other(**inputs).logits, want)
-        assert torch.equal(inside(**inputs).logits, want)
-    with torch.no_grad(), RoutingReplay(inside).replay(_routes(IDS)):
-        assert torch.equal(inside(**inputs).logits, replayed)
+        assert torch.equal(copied_before(**inputs).logits, want)
+        assert torch.equal(copied_inside(**inputs).logits, want)
+    with torch.no_grad(), RoutingReplay(copied_inside).replay(_routes(IDS)):
+        assert torch.equal(copied_inside(**inputs).logits, replayed)
 
 
-def test_another_thread_chooses_for_itself() -> None:
-    """A topk of the same shape in another thread is torch's own."""
+def test_a_topk_in_another_thread_is_not_replayed() -> None:
+    """The other thread's topk has the shape of the router's."""
     model, _ = _pair()
     scores = torch.rand(12, EXPERTS)
-    found: list[Tensor] = []
+    thread_ids: list[Tensor] = []
 
-    def elsewhere(*_: Any) -> None:
-        thread = threading.Thread(target=lambda: found.append(scores.topk(TOP_K).indices))
+    def topk_in_thread(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: thread_ids.append(scores.topk(TOP_K).indices))
         thread.start()
         thread.join()
 
     want = scores.topk(TOP_K).indices
-    hook = model.model.layers[0].mlp.gate.register_forward_pre_hook(elsewhere)
+    hook = model.model.layers[0].mlp.gate.register_forward_pre_hook(topk_in_thread)
     with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
         model(**batch(model, 2, 6))
     hook.remove()
-    assert len(found) == 1 and torch.equal(found[0], want)
+    assert len(thread_ids) == 1 and torch.equal(thread_ids[0], want)

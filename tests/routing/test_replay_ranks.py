@@ -1,6 +1,7 @@
-"""Routing that is replayed on several ranks: ep, sp, both, against stock in one process.
+"""Replay routes on several ranks (with ep, sp or both), compared with stock in one process.
 
-Stock has the batches of all ranks, one after the other, and is made to choose the same experts.
+Stock runs the batches of all ranks one after the other, and its topk is forced to return the same
+experts (support/forced.py).
 """
 
 from collections.abc import Callable
@@ -33,14 +34,14 @@ WATCHED = {
 }
 
 
-def _inputs(place: int, sequence: int = 7, left: bool = False) -> dict[str, Tensor]:
-    """Another number of rows on every rank, and padding."""
-    inputs = batch(tiny(), 2 + place, sequence, seed=place, pad=3)
+def _inputs(data_rank: int, sequence: int = 7, left: bool = False) -> dict[str, Tensor]:
+    """Return a padded batch; each data rank has another number of rows."""
+    inputs = batch(tiny(), 2 + data_rank, sequence, seed=data_rank, pad=3)
     return {name: x.flip(1) for name, x in inputs.items()} if left else inputs
 
 
 def _routes_of(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
-    """Random experts of each token; padding, and two tokens of the first row, route live."""
+    """Draw random experts for each token. Padding and two tokens of row 0 get -1 and route live."""
     mask = inputs["attention_mask"]
     ids = random_ids(*mask.shape, len(LAYERS), EXPERTS, TOP_K, seed)
     ids[mask == 0] = -1
@@ -48,41 +49,44 @@ def _routes_of(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
     return Routes(ids, LAYERS)
 
 
-def _same_as_stock(
+def _all_live(rows: int) -> Tensor:
+    return torch.full((rows, 7, len(LAYERS), TOP_K), -1, dtype=torch.int16)
+
+
+def _compare_with_stock(
     where: str,
     model: nn.Module,
     stock: nn.Module,
     everyone: list[tuple[dict[str, Tensor], Routes]],
 ) -> None:
-    """One forward and backward on the batches of all data ranks: loss and all gradients.
+    """Compare the loss and all gradients of one step on `everyone`, the batches of all data ranks.
 
-    A rank whose routes are all -1 says that it has none.
+    A rank whose routes are all -1 replays None.
     """
-    place = data_parallel_rank(model)
+    data_rank = data_parallel_rank(model)
     count = torch.stack([x["labels"][:, 1:].ne(-100).sum() for x, _ in everyone]).sum()
     experts = [m for name, m in stock.named_modules() if name.endswith("mlp.experts")]
-    wants = []
+    stock_outputs = []
     for inputs, routes in everyone:
         weights = nullcontext()
         if routes.weights is not None:
             weights = forced_weights(experts, routes.ids, routes.weights)
         with forced_topk(EXPERTS, routes.ids), weights:
-            wants.append(stock(**inputs, num_items_in_batch=count))
-        wants[-1].loss.backward()
-    inputs, routes = everyone[place]
+            stock_outputs.append(stock(**inputs, num_items_in_batch=count))
+        stock_outputs[-1].loss.backward()
+    inputs, routes = everyone[data_rank]
     replay = RoutingReplay(model)
     with replay.replay(None if (routes.ids == -1).all() else routes):
         got = model(**inputs, num_items_in_batch=count)
     (got.loss * len(everyone)).backward()
-    assert_close(
-        f"{where}: loss", got.loss, wants[place].loss, FP32_INSIDE
-    )  # stock sums it in fp32
-    found = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    found = pack_factors(model, {n: x for n, x in found.items() if x is not None})
-    wanted = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert_close(f"{where}: grad of {name}", found[name], grad, FP64_MODEL)
+    # Stock sums the loss in fp32.
+    assert_close(f"{where}: loss", got.loss, stock_outputs[data_rank].loss, FP32_INSIDE)
+    grads = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    grads = pack_factors(model, {n: x for n, x in grads.items() if x is not None})
+    stock_grads = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    assert grads.keys() == stock_grads.keys()
+    for name, grad in stock_grads.items():
+        assert_close(f"{where}: grad of {name}", grads[name], grad, FP64_MODEL)
     report = replay.last.over_ranks()
     assert report.replayed > 0 and report.agreement < 0.9
 
@@ -95,7 +99,7 @@ def random_routes(
     lora: bool = False,
     weights: bool = False,
 ) -> None:
-    """Plain, and checkpointed either way; padded left and right."""
+    """Compare a plain, a checkpointed and a reentrantly checkpointed model with stock."""
     data = world // sp
     for use_reentrant, left in ((None, False), (False, True), (True, False)):
         model, stock = tiny(seed=rank, **SIZES), tiny(seed=0, **SIZES)
@@ -107,7 +111,7 @@ def random_routes(
         if use_reentrant is not None:
             parity.checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=ep or world, sp_size=sp)
-        batches = [_inputs(place, left=left) for place in range(data)]
+        batches = [_inputs(data_rank, left=left) for data_rank in range(data)]
         everyone = [(x, _routes_of(x, seed)) for seed, x in enumerate(batches)]
         if weights:
             for _, routes in everyone:
@@ -115,7 +119,7 @@ def random_routes(
                     routes.ids.shape, generator=torch.Generator().manual_seed(3)
                 )
         where = f"ep {ep or world}, sp {sp}, reentrant {use_reentrant}"
-        _same_as_stock(where, model, stock, everyone)
+        _compare_with_stock(where, model, stock, everyone)
 
 
 def adapters_on_experts(rank: int, world: int) -> None:
@@ -123,7 +127,7 @@ def adapters_on_experts(rank: int, world: int) -> None:
 
 
 def sequences_split(rank: int, world: int) -> None:
-    """A length that sp does not divide: the last slice is padded, and routes live there."""
+    """sp (2) does not divide the 7 tokens, so the last slice is padded; its padding routes live."""
     random_routes(rank, world, ep=1, sp=2)
 
 
@@ -132,7 +136,7 @@ def sequences_split_and_experts(rank: int, world: int) -> None:
 
 
 def weights_of_an_engine(rank: int, world: int) -> None:
-    """They travel with the rows, and are there when a checkpointed layer runs again."""
+    """The weights are dispatched with the rows, and a recomputed layer uses them again."""
     random_routes(rank, world, weights=True, lora=True)
 
 
@@ -145,10 +149,10 @@ def adapters_on_experts_of_split_sequences(rank: int, world: int) -> None:
 
 
 def a_rank_without_samples(rank: int, world: int) -> None:
-    """It runs another batch without routes that does not count, while other ranks replay. A batch
-    of no rows is impossible: stock attention refuses it.
+    """A rank without samples runs a batch without labels and replays None, while the others replay
+    their routes. It cannot run a batch of no rows, because stock attention refuses that.
     """
-    nothing = batch(tiny(), 1, 3) | {"labels": torch.full((1, 3), -100)}
+    unlabelled = batch(tiny(), 1, 3) | {"labels": torch.full((1, 3), -100)}
     for use_reentrant in (None, False, True):
         model, stock = tiny(seed=rank, **SIZES), tiny(seed=0, **SIZES)
         if use_reentrant is not None:
@@ -156,31 +160,32 @@ def a_rank_without_samples(rank: int, world: int) -> None:
         apply_ep_fsdp2(model, ep_size=2)
         inputs = _inputs(0)
         no_routes = Routes(torch.full((1, 3, len(LAYERS), TOP_K), -1), LAYERS)
-        everyone = [(inputs, _routes_of(inputs)), (nothing, no_routes)]
-        _same_as_stock(f"reentrant {use_reentrant}", model, stock, everyone)
+        everyone = [(inputs, _routes_of(inputs)), (unlabelled, no_routes)]
+        _compare_with_stock(f"reentrant {use_reentrant}", model, stock, everyone)
     with pytest.raises(RuntimeError, match="reshape tensor of 0 elements"):
         stock(**{name: x[:0] for name, x in inputs.items()})
 
 
-def records_are_whole(rank: int, world: int) -> None:
-    """With ep or sp, ranks record the routes of one process, and their replay is bit-equal."""
-    for sizes, place in (({"ep_size": world}, rank), ({"ep_size": 2, "sp_size": 2}, rank // 2)):
+def records_hold_whole_sequences(rank: int, world: int) -> None:
+    """With ep or sp, each rank records the routes of its whole batch, as one process would."""
+    layouts = (({"ep_size": world}, rank), ({"ep_size": 2, "sp_size": 2}, rank // 2))
+    for sizes, data_rank in layouts:
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
-        inputs = _inputs(place)
-        single, lives = tiny(seed=0, **SIZES), random_ids(2 + place, 7, 2, EXPERTS, TOP_K)
-        with torch.no_grad(), forced_topk(EXPERTS, torch.full_like(lives, -1)) as chosen:
-            single(**inputs)
+        inputs = _inputs(data_rank)
+        stock, live_ids = tiny(seed=0, **SIZES), _all_live(2 + data_rank)
+        with torch.no_grad(), forced_topk(EXPERTS, live_ids) as stock_ids:
+            stock(**inputs)
         replay = RoutingReplay(model)
         with replay.record() as routes:
             live = model(**inputs)
         live.loss.backward()
         want = {n: full_tensor(p.grad) for n, p in model.named_parameters()}
         model.zero_grad()
-        assert torch.equal(routes.ids.flatten(0, 1).long(), torch.stack(chosen, 1)), sizes
+        assert torch.equal(routes.ids.flatten(0, 1).long(), torch.stack(stock_ids, 1)), sizes
         with replay.replay(routes):
-            again = model(**inputs)
-        again.loss.backward()
-        assert torch.equal(again.loss, live.loss)
+            replayed = model(**inputs)
+        replayed.loss.backward()
+        assert torch.equal(replayed.loss, live.loss)
         for name, parameter in model.named_parameters():
             assert torch.equal(full_tensor(parameter.grad), want[name]), f"{sizes}: {name}"
         report = replay.last.over_ranks()
@@ -190,28 +195,28 @@ def records_are_whole(rank: int, world: int) -> None:
 
 
 def packed_rows(rank: int, world: int) -> None:
-    """Documents in one row, whole or split over sp: their tokens' routes are split with them."""
+    """Three documents lie in one row. If sp splits the row, the routes are split alike."""
     positions = torch.cat([torch.arange(n) for n in (4, 6, 1)])[None]
     tokens = torch.arange(11)[None] * 7 % 90
     packed = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
-    # With a cache stock takes a packed row for one document.
+    # With a cache, stock treats a packed row as one document.
     inputs: dict[str, Any] = {**packed, "use_cache": False}
     padded = Routes(random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
     for sp, ranks in ((2, 1), (1, 2)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, sp_size=sp)
         stock = tiny(seed=0, **SIZES)
-        _same_as_stock(f"sp {sp}", model, stock, [(inputs, padded.pack(positions))] * ranks)
+        _compare_with_stock(f"sp {sp}", model, stock, [(inputs, padded.pack(positions))] * ranks)
 
 
 def no_more_collectives(rank: int, world: int) -> None:
-    """Forward and backward exchange as much with a replay as without; nothing is read."""
+    """Forward and backward run as many collectives and host reads with a replay as without."""
     for use_reentrant in (None, False, True):
         model = tiny(seed=rank, **SIZES)
         if use_reentrant is not None:
             parity.checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2)
         inputs = _inputs(rank)
-        model(**inputs).loss.backward()  # the first forward sets FSDP2 up
+        model(**inputs).loss.backward()  # FSDP2 initialises itself in the first forward
         with counting(WATCHED) as live:
             model(**inputs).loss.backward()
         replay = RoutingReplay(model)
@@ -222,27 +227,27 @@ def no_more_collectives(rank: int, world: int) -> None:
 
 
 def a_rank_of_padding(rank: int, world: int) -> None:
-    """A rank whose batch is padding, one whose tokens all route live; experts that get no row."""
+    """First all routes go to rank 0's experts and rank 1's batch is all padding, so the experts of
+    rank 1 get no row. Then all ids are -1, and both ranks route live.
+    """
     model, stock = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2), tiny(seed=0, **SIZES)
     everyone = []
-    for place in range(world):
-        inputs = _inputs(place)
-        ids = random_ids(2 + place, 7, 2, EXPERTS // 2, TOP_K)  # of rank 0's experts
-        if place == 1:
+    for data_rank in range(world):
+        inputs = _inputs(data_rank)
+        ids = random_ids(2 + data_rank, 7, 2, EXPERTS // 2, TOP_K)  # rank 0 holds these experts
+        if data_rank == 1:
             inputs["labels"] = torch.full_like(inputs["labels"], -100)
             inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
         everyone.append((inputs, Routes(ids, LAYERS)))
-    _same_as_stock("rank 0's experts", model, stock, everyone)
+    _compare_with_stock("rank 0's experts", model, stock, everyone)
     inputs = _inputs(rank)
     with torch.no_grad():
         want = model(**inputs).logits
-        ids = random_ids(2 + rank, 7, 2, EXPERTS, TOP_K)
-        ids[:] = -1
-        with RoutingReplay(model).replay(Routes(ids, LAYERS)):
+        with RoutingReplay(model).replay(Routes(_all_live(2 + rank), LAYERS)):
             assert torch.equal(model(**inputs).logits, want)
 
 
-def _raised(run: Callable[[], Any]) -> str:
+def _error_of(run: Callable[[], Any]) -> str:
     try:
         run()
     except (ValueError, RuntimeError) as error:
@@ -251,7 +256,7 @@ def _raised(run: Callable[[], Any]) -> str:
 
 
 def wrong_routes_of_one_rank(rank: int, world: int) -> str:
-    """It raises its own error, the other one that of the exchange; neither waits."""
+    """Rank 1 names its wrong ids; rank 0 raises in the exchange instead of waiting for rank 1."""
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
     inputs = _inputs(rank)
     routes = _routes_of(inputs)
@@ -262,7 +267,7 @@ def wrong_routes_of_one_rank(rank: int, world: int) -> str:
         with RoutingReplay(model).replay(routes):
             model(**inputs)
 
-    return _raised(run)
+    return _error_of(run)
 
 
 def wrong_routes_of_all_ranks(rank: int, world: int) -> str:
@@ -273,7 +278,7 @@ def wrong_routes_of_all_ranks(rank: int, world: int) -> str:
         with RoutingReplay(model).replay(Routes(_routes_of(inputs).ids[:, 1:], LAYERS)):
             model(**inputs)
 
-    return _raised(run)
+    return _error_of(run)
 
 
 def one_rank_replays(rank: int, world: int) -> str:
@@ -286,7 +291,7 @@ def one_rank_replays(rank: int, world: int) -> str:
                 model(**inputs)
         model(**inputs)
 
-    return _raised(run)
+    return _error_of(run)
 
 
 def routes_differ_in_an_sp_group(rank: int, world: int) -> str:
@@ -297,7 +302,7 @@ def routes_differ_in_an_sp_group(rank: int, world: int) -> str:
         with RoutingReplay(model).replay(_routes_of(inputs, seed=rank)):
             model(**inputs)
 
-    return _raised(run)
+    return _error_of(run)
 
 
 def one_rank_of_an_sp_group_records(rank: int, world: int) -> str:
@@ -310,26 +315,29 @@ def one_rank_of_an_sp_group_records(rank: int, world: int) -> str:
                 model(**inputs)
         model(**inputs)
 
-    return _raised(run)
+    return _error_of(run)
 
 
 def a_length_that_one_rank_sees_late(rank: int, world: int) -> str:
-    """A forward that names no input_ids: the first layer finds out, and tells the others."""
+    """The outer forward has no argument called input_ids, so the length of the batch is unknown
+    until the first MoE layer runs. Rank 1 raises there, and the exchange reports it to rank 0.
+    """
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
     inputs = _inputs(rank)
     routes = _routes_of(inputs)
     if rank == 1:
         routes.ids = routes.ids[:, 1:]
 
-    def decoder_alone(words: Tensor) -> Any:
-        return model.model(input_ids=words)
+    def forward_decoder(tokens: Tensor) -> Any:
+        return model.model(input_ids=tokens)
 
     def run() -> None:
-        model.forward = decoder_alone  # as losses do that want hidden states within FSDP's forward
+        # Losses that need hidden states replace forward like this to stay within FSDP's hooks.
+        model.forward = forward_decoder
         with RoutingReplay(model).replay(routes):
             model(inputs["input_ids"])
 
-    return _raised(run)
+    return _error_of(run)
 
 
 def wrong_routes_without_a_forward(rank: int, world: int) -> str:
@@ -339,19 +347,19 @@ def wrong_routes_without_a_forward(rank: int, world: int) -> str:
         with RoutingReplay(model).replay(Routes(torch.zeros(1, 2, 2, 3).int(), LAYERS)):
             pass
 
-    return _raised(run)
+    return _error_of(run)
 
 
 RIGHT = on_ranks(
     2,
     adapters_on_experts,
     sequences_split_and_experts,
-    records_are_whole,
+    records_hold_whole_sequences,
     packed_rows,
     no_more_collectives,
     a_rank_of_padding,
 )
-# What the ranks say.
+# The errors of rank 0 and rank 1.
 WRONG: dict[Callable[..., str], list[str]] = {
     wrong_routes_without_a_forward: ["K=3 experts per token", "K=3 experts per token"],
     wrong_routes_of_one_rank: [
@@ -379,14 +387,14 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", on_ranks(2, *WRONG))
 def test_all_ranks_raise(found: Found, claim: Check) -> None:
-    """On wrong routes, or on routes that differ between ranks, and no rank waits."""
-    for said, wanted in zip(found.values(claim), WRONG[claim.run], strict=True):
-        assert wanted in said, f"{said}, want {wanted}"
+    """Every rank raises if routes are wrong or differ between ranks; no rank waits for another."""
+    for message, part in zip(found.values(claim), WRONG[claim.run], strict=True):
+        assert part in message, f"{message}, want {part}"
 
 
 def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
-    """Return the messages of each kind of error that only rank 1 makes."""
-    said = []
+    """Give rank 1 each kind of wrong routes in turn, and return the errors of this rank."""
+    messages = []
     for kind in range(len(KINDS)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
         inputs = _inputs(0)
@@ -400,44 +408,44 @@ def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
             with replay.replay(routes):
                 model(**_inputs(0))
 
-        said.append(_raised(run))
-    return said
+        messages.append(_error_of(run))
+    return messages
 
 
-def _put(routes: Routes, **fields: Any) -> None:
+def _set(routes: Routes, **fields: Any) -> None:
     for name, value in fields.items():
         setattr(routes, name, value)
 
 
 KINDS: list[tuple[Callable[[Routes], Any], str]] = [
-    (lambda r: _put(r, ids=r.ids[0]), "are [B, S, L, K], not [7, 2, 2]"),
-    (lambda r: _put(r, ids=r.ids.double()), "are torch.float64, not integers"),
-    (lambda r: _put(r, ids=r.ids[..., :1]), "K=1 experts per token"),
-    (lambda r: _put(r, num_experts=9), "a model with 9 experts"),
-    (lambda r: _put(r, layers=(0,)), "name 1 layers, but ids have L=2"),
-    (lambda r: _put(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
+    (lambda r: _set(r, ids=r.ids[0]), "are [B, S, L, K], not [7, 2, 2]"),
+    (lambda r: _set(r, ids=r.ids.double()), "are torch.float64, not integers"),
+    (lambda r: _set(r, ids=r.ids[..., :1]), "K=1 experts per token"),
+    (lambda r: _set(r, num_experts=9), "a model with 9 experts"),
+    (lambda r: _set(r, layers=(0,)), "name 1 layers, but ids have L=2"),
+    (lambda r: _set(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([8, 1])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([1, -2])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([-1, 3])), "has -1 for some of its experts"),
     (lambda r: r.ids[1, 2, 0].fill_(3), "has an expert twice"),
     (lambda r: r.ids[1, 2, 0].fill_(-1), "has no experts (-1), but on_missing='error'"),
-    (lambda r: _put(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
-    (lambda r: _put(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
+    (lambda r: _set(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
+    (lambda r: _set(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
 ]
 
 
 @pytest.mark.parametrize("claim", on_ranks(2, each_kind_of_wrong_routes, slow=True))
 def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
-    """One rank raises its own error. The other one learns that its peer refuses its routes."""
-    others, own = found.values(claim)
-    assert len(own) == len(KINDS)
-    for told, said, (_, wanted) in zip(others, own, KINDS, strict=True):
-        assert wanted in said and "ValueError" in said, f"{said}, want {wanted}"
-        assert "refused routes" in told, told
+    """Rank 1 raises the error of its routes. Rank 0's error says that rank 1 refuses its routes."""
+    errors_0, errors_1 = found.values(claim)
+    assert len(errors_1) == len(KINDS)
+    for error_0, error_1, (_, part) in zip(errors_0, errors_1, KINDS, strict=True):
+        assert part in error_1 and "ValueError" in error_1, f"{error_1}, want {part}"
+        assert "refused routes" in error_0, error_0
 
 
 def every_expert_on_each_rank(rank: int, world: int) -> None:
-    """Nothing is exchanged: frames keep the choice for that alone."""
+    """With ep 1, ranks exchange no tokens."""
     random_routes(rank, world, ep=1)
 
 
@@ -458,7 +466,7 @@ def sp_2_ep_2_of_4(rank: int, world: int) -> None:
 
 
 def records_of_4(rank: int, world: int) -> None:
-    records_are_whole(rank, world)
+    records_hold_whole_sequences(rank, world)
 
 
 @pytest.mark.parametrize(

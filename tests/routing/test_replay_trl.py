@@ -1,4 +1,4 @@
-"""GRPO of TRL, with the routing of its samples replayed: recorded (R2), or an engine's (R3)."""
+"""GRPO of TRL with replayed routing: R2 replays recorded routes, R3 those of an engine."""
 
 import copy
 from functools import partial
@@ -17,12 +17,12 @@ from torch import Tensor
 from hf_moe_ep import patch
 from hf_moe_ep.trl import ROUTES, replay_routing
 
-# TRL still says gradient_checkpointing.
+# TRL still uses the option gradient_checkpointing, of which transformers warns.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 
 
-def _trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
+def _build_trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
@@ -55,78 +55,78 @@ def _trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
     )
 
 
-class _Seen:
-    """The ids that reach the experts of all layers, by forward, with TRL's call around it."""
+class _UpdateRecorder:
+    """Record the expert ids of the forward passes in TRL's policy update.
+
+    Attributes:
+        updates: (ids stored with the samples, ids that the experts received), one for each update.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self.updates: list[tuple[Tensor, Tensor]] = []  # what came with the samples, what ran
-        self.references: list[tuple[Tensor, Tensor]] = []  # what ran, what runs without replay
+        self.updates: list[tuple[Tensor, Tensor]] = []
         self._ids: dict[int, Tensor] = {}
-        self._trainer = trainer
         layers = trainer.accelerator.unwrap_model(trainer.model).get_decoder().layers
-        for place, layer in enumerate(layers):
-            layer.mlp.experts.register_forward_pre_hook(partial(self._see, place))
+        for index, layer in enumerate(layers):
+            layer.mlp.experts.register_forward_pre_hook(partial(self._record, index))
         loss = trainer._compute_loss
         trainer._compute_loss = lambda model, inputs: self._update(loss, model, inputs)
 
-    def _see(self, place: int, experts: Any, args: tuple[Tensor, ...]) -> None:
-        self._ids.setdefault(place, args[1].detach())
-
-    def of(self, run: Any) -> tuple[Any, Tensor]:
-        """Return the result of `run` and the ids of its forward. A recomputation comes later."""
-        self._ids.clear()
-        value = run()
-        return value, torch.stack([self._ids[place] for place in range(LAYERS)], dim=1)
+    def _record(self, index: int, experts: Any, args: tuple[Tensor, ...]) -> None:
+        self._ids.setdefault(index, args[1].detach())
 
     def _update(self, loss: Any, model: Any, inputs: Any) -> Any:
-        value, ids = self.of(lambda: loss(model, inputs))
+        self._ids.clear()
+        value = loss(model, inputs)  # the layers are recomputed later, in backward
+        ids = torch.stack([self._ids[index] for index in range(LAYERS)], dim=1)
         self.updates.append((inputs[ROUTES].flatten(0, 1).long(), ids))
         return value
 
 
-def test_the_update_chooses_what_the_pass_for_old_log_probabilities_chose(tmp_path: Any) -> None:
-    """R2: after large steps, shuffled and split, each sample keeps its experts."""
-    trainer = _trainer(tmp_path)
+def test_r2_replays_the_routes_of_the_old_log_probabilities(tmp_path: Any) -> None:
+    """TRL shuffles and splits the samples. Weights change by large steps, but experts do not."""
+    trainer = _build_trainer(tmp_path)
     replay = replay_routing(trainer, "R2")
-    seen = _Seen(trainer)
+    recorder = _UpdateRecorder(trainer)
     trainer.train()
-    assert len(seen.updates) == 3
-    for recorded, ran in seen.updates:
-        assert torch.equal(recorded, ran)
+    assert len(recorder.updates) == 3
+    for recorded, used in recorder.updates:
+        assert torch.equal(recorded, used)
     assert replay.last.live == 0 and replay.last.agreement < 0.95
-    assert not torch.equal(seen.updates[0][0], seen.updates[1][0])
+    assert not torch.equal(recorder.updates[0][0], recorder.updates[1][0])
 
 
 @pytest.mark.parametrize("mode", ["R2", pytest.param("R3", marks=pytest.mark.slow)])
-def test_the_policy_without_adapters_is_no_policy(tmp_path: Any, mode: str) -> None:
-    """With LoRA, log-probabilities of the reference are those of a trainer without replay."""
-    trainer = _trainer(tmp_path, lora=True)
-    _with_engine(trainer, _Engine())
+def test_the_reference_is_not_replayed(tmp_path: Any, mode: str) -> None:
+    """With LoRA the reference is the model with disabled adapters, and routes live."""
+    trainer = _build_trainer(tmp_path, lora=True)
+    _attach_engine(trainer, _Engine())
     replay_routing(trainer, mode)
-    seen = _Seen(trainer)
-    logps: list[tuple[bool, Tensor, Tensor]] = []
+    recorder = _UpdateRecorder(trainer)
+    reference_logps: list[tuple[Tensor, Tensor]] = []
     original = trainer._get_per_token_logps_and_entropies
 
     def compared(model: Any, *args: Any, **kwargs: Any) -> Any:
-        off = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.disable_adapters
-        found = original(model, *args, **kwargs)
-        if off:
+        layer = trainer.model.base_model.model.model.layers[0]
+        result = original(model, *args, **kwargs)
+        if layer.self_attn.q_proj.disable_adapters:
             stock = type(trainer)._get_per_token_logps_and_entropies
-            logps.append((off, found[0], stock(trainer, model, *args, **kwargs)[0]))
-        return found
+            reference_logps.append((result[0], stock(trainer, model, *args, **kwargs)[0]))
+        return result
 
     trainer._get_per_token_logps_and_entropies = compared
     trainer.train()
-    assert len(logps) == 1 and torch.equal(logps[0][1], logps[0][2])
+    assert len(reference_logps) == 1 and torch.equal(*reference_logps[0])
     rows = sum(len(batch[ROUTES]) for batch in trainer._buffered_inputs)
     assert rows == sum(len(batch["completion_ids"]) for batch in trainer._buffered_inputs)
-    for routes, ran in seen.updates:
-        given = routes[:, 0, 0] >= 0
-        assert torch.equal(routes[given], ran[given]) and given.any()
+    for routes, used in recorder.updates:
+        has_routes = routes[:, 0, 0] >= 0
+        assert torch.equal(routes[has_routes], used[has_routes]) and has_routes.any()
 
 
 class _Engine:
-    """Like vllm.LLM: expert ids of all tokens but the last, [tokens - 1, layers, K]."""
+    """A stand-in for vllm.LLM: it returns expert ids of all tokens but the last one of a sample,
+    [tokens - 1, layers, K]. Sample `wrong` has an expert twice.
+    """
 
     def __init__(self, arrays: bool = True, wrong: int | None = None) -> None:
         self.arrays, self.wrong = arrays, wrong
@@ -138,57 +138,57 @@ class _Engine:
             ids = random_ids(1, len(tokens) - 1, LAYERS, EXPERTS, TOP_K, seed=number)[0].numpy()
             if number == self.wrong:
                 ids[0, 1] = 3
-            one = SimpleNamespace(routed_experts=ids if self.arrays else None)
-            outputs.append(SimpleNamespace(outputs=[one]))
+            completion = SimpleNamespace(routed_experts=ids if self.arrays else None)
+            outputs.append(SimpleNamespace(outputs=[completion]))
             self.returned.append(ids)
         return outputs
 
 
-def _with_engine(trainer: Any, engine: _Engine) -> None:
+def _attach_engine(trainer: Any, engine: _Engine) -> None:
     trainer.vllm_generation = SimpleNamespace(llm=engine)
     generate = trainer._generate
 
     def generated(prompts: Any) -> Any:
-        found = generate(prompts)
-        samples = [prompt + answer for prompt, answer in zip(found[0], found[1], strict=True)]
+        result = generate(prompts)
+        samples = [prompt + answer for prompt, answer in zip(result[0], result[1], strict=True)]
         trainer.vllm_generation.llm.generate(samples)
-        return found
+        return result
 
     trainer._generate = generated
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool) -> None:
-    """R3: prompts are padded left and completions right. The last token and padding route live."""
-    trainer = _trainer(tmp_path, mask_truncated_completions=truncated)
+def test_r3_replays_the_routes_of_the_engine(tmp_path: Any, truncated: bool) -> None:
+    """Prompts are padded left and completions right. Padding and last tokens route live."""
+    trainer = _build_trainer(tmp_path, mask_truncated_completions=truncated)
     engine = _Engine()
-    _with_engine(trainer, engine)
+    _attach_engine(trainer, engine)
     replay = replay_routing(trainer, "R3")
-    seen = _Seen(trainer)
+    recorder = _UpdateRecorder(trainer)
     trainer.train()
     arrays = {array.tobytes() for array in engine.returned}
-    for routes, ran in seen.updates:
-        given = routes[:, 0, 0] >= 0
-        assert torch.equal(routes[given], ran[given]) and not given.all()
+    for routes, used in recorder.updates:
+        has_routes = routes[:, 0, 0] >= 0
+        assert torch.equal(routes[has_routes], used[has_routes]) and not has_routes.all()
     rows = trainer._buffered_inputs[0][ROUTES]
     for row in rows:
-        given = row[row[:, 0, 0] >= 0]
-        assert given.numpy().tobytes() in arrays
+        has_routes = row[row[:, 0, 0] >= 0]
+        assert has_routes.numpy().tobytes() in arrays
     assert replay.last.replayed > 0 and replay.last.live > 0
 
 
 @pytest.mark.slow
-def test_each_sample_of_an_engine_is_looked_at(tmp_path: Any) -> None:
-    """The wrong row is not in the part of the batch that TRL computes first."""
-    trainer = _trainer(tmp_path)
-    _with_engine(trainer, _Engine(wrong=6))
+def test_r3_checks_the_routes_of_every_sample(tmp_path: Any) -> None:
+    """Sample 6 has wrong routes. It is not in the part of the batch that TRL computes first."""
+    trainer = _build_trainer(tmp_path)
+    _attach_engine(trainer, _Engine(wrong=6))
     replay_routing(trainer, "R3")
     with pytest.raises(ValueError, match=r"layer 1 of the routes, \[3, 3\], has an expert twice"):
         trainer.train()
 
 
-def test_what_cannot_be_replayed_is_refused(tmp_path: Any) -> None:
-    trainer = _trainer(tmp_path)
+def test_unsupported_trainers_and_modes_are_refused(tmp_path: Any) -> None:
+    trainer = _build_trainer(tmp_path)
     with pytest.raises(ValueError, match="mode='R4'"):
         replay_routing(trainer, "R4")
     with pytest.raises(ValueError, match="reads routes from vLLM in this process"):
@@ -197,7 +197,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Any) -> None:
         ValueError, match=r"not a GRPOTrainer .* no _generate_and_score_completions"
     ):
         replay_routing(SimpleNamespace(model=trainer.model), "R2")
-    _with_engine(trainer, _Engine(arrays=False))
+    _attach_engine(trainer, _Engine(arrays=False))
     replay_routing(copy.copy(trainer), "R3")
     with pytest.raises(ValueError, match="without routed_experts"):
         trainer.vllm_generation.llm.generate([[1, 2]])

@@ -1,4 +1,4 @@
-"""Arrays of engines, put in their places by hand-written examples; packing."""
+"""`Routes.from_engine` assigns the rows of engines' arrays to tokens; `pack` packs routes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from hf_moe_ep import Routes
 
-# Two sequences of 4 and 2 tokens, 2 layers, top-1: [tokens - 1, layers, K]
+# The arrays of two sequences of 4 and 2 tokens, with 2 layers and top-1: [tokens - 1, layers, K].
 LONG = np.array([[[1], [11]], [[2], [12]], [[3], [13]]], dtype=np.int16)
 SHORT = np.array([[[4], [14]]], dtype=np.int16)
 
@@ -23,13 +23,18 @@ def _first_layer(routes: Routes) -> list[list[int]]:
     [
         ("right", [[1, 2, 3, -1, -1], [4, -1, -1, -1, -1]]),
         ("left", [[-1, 1, 2, 3, -1], [-1, -1, -1, 4, -1]]),
-        ((0, 2), [[1, 2, 3, -1, -1], [-1, -1, 4, -1, -1]]),  # TRL: prompts end, completions begin
+        (
+            (0, 2),
+            [[1, 2, 3, -1, -1], [-1, -1, 4, -1, -1]],
+        ),  # TRL pads prompts left, completions right
     ],
 )
-def test_rows_of_engines_belong_to_the_tokens_that_were_forwarded(
+def test_rows_of_arrays_belong_to_the_tokens_that_the_engine_ran(
     pad_side: Any, want: list[list[int]], dtype: Any
 ) -> None:
-    """n tokens have n - 1 rows. The last token was sampled and routes live, as padding does."""
+    """An array has n - 1 rows for n tokens, because an engine does not run the last token that it
+    samples. This token and padding route live.
+    """
     arrays = [LONG.astype(dtype), SHORT.astype(dtype)]
     routes = Routes.from_engine(arrays, [4, 2], padded_to=5, pad_side=pad_side)
     assert routes.ids.dtype == torch.int16 and routes.ids.shape == (2, 5, 2, 1)
@@ -41,11 +46,11 @@ def test_rows_of_engines_belong_to_the_tokens_that_were_forwarded(
     assert routes.layers == (0, 1)
 
 
-def test_all_tokens_or_those_behind_a_cached_prefix() -> None:
-    everything = Routes.from_engine([LONG], [3], padded_to=3, pad_side="right", layers=(0, 5))
-    assert _first_layer(everything) == [[1, 2, 3]] and everything.layers == (0, 5)
-    behind = Routes.from_engine([LONG], [6], padded_to=6, pad_side="right", starts=[2])
-    assert _first_layer(behind) == [[-1, -1, 1, 2, 3, -1]]
+def test_arrays_of_all_tokens_or_of_those_after_a_cached_prefix() -> None:
+    all_tokens = Routes.from_engine([LONG], [3], padded_to=3, pad_side="right", layers=(0, 5))
+    assert _first_layer(all_tokens) == [[1, 2, 3]] and all_tokens.layers == (0, 5)
+    after_prefix = Routes.from_engine([LONG], [6], padded_to=6, pad_side="right", starts=[2])
+    assert _first_layer(after_prefix) == [[-1, -1, 1, 2, 3, -1]]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_arrays_that_do_not_fit_are_refused(
         Routes.from_engine(arrays, **options)
 
 
-def test_rows_are_packed_without_their_padding() -> None:
+def test_pack_removes_padding() -> None:
     right = Routes.from_engine([LONG, SHORT], [4, 2], padded_to=5, pad_side="right")
     left = Routes.from_engine([LONG, SHORT], [4, 2], padded_to=5, pad_side="left")
     want = [[1, 2, 3, -1, 4, -1]]
@@ -90,15 +95,15 @@ def test_rows_are_packed_without_their_padding() -> None:
         right.pack(torch.zeros(2, 2))
 
 
-def test_weights_go_where_ids_go() -> None:
-    """Weights stay with their ids when rows are packed, cut or sent to another device."""
+def test_weights_stay_with_their_ids() -> None:
+    """Rows are packed, selected, and copied to another device."""
     ids = torch.arange(2 * 3 * 2).view(2, 3, 1, 2)
     routes = Routes(ids, (4,), weights=ids.float() / 16, num_experts=12)
-    for same in (routes.pack([3, 1]), routes.pack([2, 3], pad_side="left"), routes.rows(1, 2)):
-        assert same.weights is not None
-        assert torch.equal(same.weights, same.ids.float() / 16) and same.ids.numel()
-        assert (same.layers, same.num_experts) == ((4,), 12)
-    there = routes.to("meta")
-    assert there.weights is not None
-    assert there.ids.device.type == there.weights.device.type == "meta"
-    assert (there.layers, there.num_experts) == ((4,), 12)
+    for result in (routes.pack([3, 1]), routes.pack([2, 3], pad_side="left"), routes.rows(1, 2)):
+        assert result.weights is not None
+        assert torch.equal(result.weights, result.ids.float() / 16) and result.ids.numel()
+        assert (result.layers, result.num_experts) == ((4,), 12)
+    on_meta = routes.to("meta")
+    assert on_meta.weights is not None
+    assert on_meta.ids.device.type == on_meta.weights.device.type == "meta"
+    assert (on_meta.layers, on_meta.num_experts) == ((4,), 12)

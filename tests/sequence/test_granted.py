@@ -1,7 +1,7 @@
-"""Model types that may split their sequences: those that equal stock here, and no others.
+"""Sequence parallelism of every model type for which it is enabled (SEQUENCE_PARALLEL).
 
-Each granted type is split over two ranks and compared with stock on the whole batch: logits, loss,
-every gradient, one step of AdamW, at 1e-10. All other types refuse sp_size > 1: test_refused.py.
+Each type splits its sequences over two ranks and is compared with stock on the whole batch: logits,
+loss, every gradient and one step of AdamW, at 1e-10. test_refused.py tests all other types.
 """
 
 from functools import partial
@@ -24,21 +24,21 @@ from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(SEQUENCE_PARALLEL)
-# Sinks under eager attention; MLA with a correction bias.
+# The fast tests: attention sinks with eager attention, and MLA with a correction bias.
 FAST = ("gpt_oss", "deepseek_v3")
-# Windows and sinks, some of each head; latent attention; windows and other heads in full layers.
+# Types with sliding windows, attention sinks, MLA, or other numbers of heads in full layers.
 WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
-# Layers of 4 heads and of 6: no other number divides both.
+# Its layers have 4 or 6 heads, so 2 is the only sp_size > 1 that divides both.
 SP_2_ALONE = ("laguna",)
 
 
 def padded(model: nn.Module, seed: int) -> Batch:
-    """Two rows of 11 tokens, which 2 does not divide, the last three of one padded."""
+    """Return two rows of 11 tokens, which 2 does not divide. One row ends in 3 padding tokens."""
     return batch(model, 2, 11, seed=seed, pad=3)
 
 
 def padded_left(model: nn.Module, seed: int) -> Batch:
-    """Three rows, the first two beginning with padding."""
+    """Return three rows; the first two begin with padding."""
     micro = batch(model, 3, 11, seed=seed)
     micro["attention_mask"][0, :4] = 0
     micro["attention_mask"][1, :1] = 0
@@ -47,8 +47,8 @@ def padded_left(model: nn.Module, seed: int) -> Batch:
 
 
 def packed(model: nn.Module, seed: int) -> Batch:
-    """Documents of 9, 3 and 7 tokens in one row, separated by position_ids that start again. Two
-    are longer than a window of 5, and one crosses the border between two ranks.
+    """Pack documents of 9, 3 and 7 tokens in one row; position_ids restart at 0 in each. Two
+    documents are longer than a window of 5, and one continues on the next rank.
     """
     micro = batch(model, 1, 19, seed=seed)
     del micro["attention_mask"]
@@ -57,13 +57,13 @@ def packed(model: nn.Module, seed: int) -> Batch:
     return micro
 
 
-def short(model: nn.Module, seed: int) -> Batch:
-    """Fewer tokens than ranks: some have padding alone."""
+def shorter_than_sp(model: nn.Module, seed: int) -> Batch:
+    """Return fewer tokens than ranks. The slices of the last ranks are padding."""
     return batch(model, 2, 3, seed=seed)
 
 
 def pictured(model: nn.Module, seed: int) -> Batch:
-    """Two rows, the first with a picture."""
+    """Return two rows, the first of them with a picture."""
     return mixed_batch(model, [1, 0], seed=seed)
 
 
@@ -77,9 +77,9 @@ def equals_stock(
     flash: bool = False,
     use_reentrant: bool | None = None,
 ) -> None:
-    """Split a model with other initial values on every rank, and compare a step with stock's. Where
-    `checkpointing` is given, both use that kind; with the reentrant kind stock has no gradients
-    of its load-balancing loss.
+    """Compare a step with stock's. Each rank has another seed, and rank 0's values must replace the
+    others. Reentrant checkpointing drops the gradients of the load-balancing loss, so with it stock
+    is checkpointed as well.
     """
     with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
@@ -94,27 +94,30 @@ def equals_stock(
         groups = data_parallel_size(model)
         assert groups == world // sp
         everyone = [make(stock, seed) for seed in range(groups)]
-        mine = everyone[data_parallel_rank(model)]
-        whole = {name: torch.cat([one[name] for one in everyone]) for name in mine}
-        num_tokens = whole["labels"][:, 1:].ne(-100).sum()
-        errors.append(_compare_logits(model, stock, mine))
-        steps = [torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)]
-        loss = model(**mine, num_items_in_batch=num_tokens).loss
+        own_batch = everyone[data_parallel_rank(model)]
+        whole_batch = {name: torch.cat([x[name] for x in everyone]) for name in own_batch}
+        num_tokens = whole_batch["labels"][:, 1:].ne(-100).sum()
+        errors.append(_compare_logits(model, stock, own_batch))
+        optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)
+        ]
+        loss = model(**own_batch, num_items_in_batch=num_tokens).loss
         (loss * groups).backward()
-        want = stock(**whole, num_items_in_batch=num_tokens, use_cache=False).loss
+        want = stock(**whole_batch, num_items_in_batch=num_tokens, use_cache=False).loss
         want.backward()
         if groups == 1:
             errors.append(assert_close("loss", loss, want, FP64_MODEL))
         errors += _compare("gradient", model, stock, lambda p: p.grad)
-        for optimizer in steps:
+        for optimizer in optimizers:
             optimizer.step()
         errors += _compare("value after a step", model, stock, lambda p: p.detach())
 
 
-def then_evaluates_and_generates(model_type: str, rank: int, world: int) -> None:
-    """Batches of other lengths on the ranks are refused; a step; loss and logits; own prompts.
+def train_evaluate_generate(model_type: str, rank: int, world: int) -> None:
+    """Train one step, evaluate, and generate from another prompt on each rank.
 
-    Without a load-balancing loss, with which stock generates nothing.
+    Ranks with batches of different lengths are refused. The models have no load-balancing loss,
+    with which stock cannot generate.
     """
     with FP64():
         model, stock = build(model_type, seed=rank), build(model_type)
@@ -122,15 +125,15 @@ def then_evaluates_and_generates(model_type: str, rank: int, world: int) -> None
         with pytest.raises(ValueError, match=r"batches \(rank 0: 2 x 9, rank 1: 2 x 10; or other"):
             model(**batch(stock, 2, 9 + rank))
         micro = padded(stock, 1)
-        for one in (model, stock):
-            one(**micro, use_cache=False).loss.backward()
-            torch.optim.AdamW(one.parameters(), lr=1e-3, foreach=False).step()
-            one.eval()
+        for trained in (model, stock):
+            trained(**micro, use_cache=False).loss.backward()
+            torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
+            trained.eval()
         _compare_logits(model, stock, micro)
         with torch.no_grad():
-            got, want = (one(**micro) for one in (model, stock))
+            got, want = (m(**micro) for m in (model, stock))
         assert_close("loss of evaluation", got.loss, want.loss, FP64_MODEL)
-        assert got.logits is None, "a slice of logits is nobody's"
+        assert got.logits is None, "nobody can use a slice of the logits"
         assert_same(model_type, continuations(model, rank), continuations(stock, rank))
 
 
@@ -141,16 +144,16 @@ def _compare_logits(model: nn.Module, stock: nn.Module, micro: Batch) -> float:
     return assert_close("logits", got, want, FP64_MODEL)
 
 
-def _compare(what: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[float]:
+def _compare(kind: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[float]:
     errors = []
-    found = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, parameter in stock.named_parameters():
-        got, want = full_tensor(pick(found[name])), pick(parameter)
-        if got is None or want is None:  # an expert of no token: a gradient of zeros, or none
+        got, want = full_tensor(pick(parameters[name])), pick(parameter)
+        if got is None or want is None:  # an expert without tokens has no gradient, or zeros
             other = want if got is None else got
-            assert other is None or not other.any(), f"one {what} of {name} alone"
+            assert other is None or not other.any(), f"only one model has a {kind} of {name}"
         else:
-            errors.append(assert_close(f"{what} of {name}", got, want, FP64_MODEL))
+            errors.append(assert_close(f"{kind} of {name}", got, want, FP64_MODEL))
     return errors
 
 
@@ -183,7 +186,7 @@ FLASH = [
     for name in ("gpt_oss", "qwen3_moe")
 ]
 TRAINED = [
-    Check(name, 2, partial(then_evaluates_and_generates, name), slow=True).as_parameter()
+    Check(name, 2, partial(train_evaluate_generate, name), slow=True).as_parameter()
     for name in WINDOWS_SINKS_OR_LATENT
 ]
 FOUR_RANKS = [
@@ -201,7 +204,7 @@ FOUR_RANKS += [
     Check(f"{name}, {kind}", 4, partial(equals_stock, name, **options), slow=True).as_parameter()
     for name in WINDOWS_SINKS_OR_LATENT
     for kind, options in {
-        "sp 4, three tokens": {"sp": 4, "make": short},
+        "sp 4, three tokens": {"sp": 4, "make": shorter_than_sp},
         "sp 4, packed": {"sp": 4, "make": packed},
         "sp 4, reentrant": {"sp": 4, "use_reentrant": True},
         "sp 2, not reentrant": {"sp": 2, "use_reentrant": False},
@@ -216,7 +219,7 @@ def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_equals_stock(found: Found, claim: Check) -> None:
-    """Recomputation in backward gets the slices that the first forward had."""
+    """Layers are recomputed in backward with the same slices as in forward."""
     found.raise_if_failed(claim)
 
 
@@ -227,7 +230,7 @@ def test_padded_left(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", PACKED + FLASH)
 def test_packed_rows_and_flash_attention_equal_stock(found: Found, claim: Check) -> None:
-    """Documents share a row. A stand-in for flash attention takes sinks as an argument."""
+    """Flash attention (support/fakes/flash.py) receives attention sinks as an argument."""
     found.raise_if_failed(claim)
 
 
@@ -238,5 +241,5 @@ def test_evaluates_and_generates_after_a_step(found: Found, claim: Check) -> Non
 
 @pytest.mark.parametrize("claim", FOUR_RANKS)
 def test_on_four_ranks(found: Found, claim: Check) -> None:
-    """Two sequences at a time, or one sequence over more ranks than key-value heads."""
+    """sp 2 has two sp groups; sp 4 has one, with more ranks than key-value heads."""
     found.raise_if_failed(claim)

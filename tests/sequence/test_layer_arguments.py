@@ -33,24 +33,24 @@ class _Encoded(nn.Module):
         return hidden_states
 
 
-def _part() -> Slice:
-    """The second of two slices of six tokens."""
+def _second_slice() -> Slice:
+    """Return the second of two slices of six tokens."""
     return Slice(cast(Any, None), 1, 2, length=LENGTH)
 
 
-def test_positional_arguments_by_hand() -> None:
-    """A two-dimensional mask stays whole, and so do other tensors."""
+def test_positional_arguments_are_sliced() -> None:
+    """Hidden states are sliced already, and a two-dimensional mask must stay whole."""
     hidden, mask = torch.randn(2, LENGTH, 4), torch.ones(2, LENGTH)
-    ids, of_layer = torch.arange(LENGTH).unsqueeze(0), torch.randn(2, LENGTH, 5)
+    ids, per_layer_input = torch.arange(LENGTH).unsqueeze(0), torch.randn(2, LENGTH, 5)
     layer = arguments_of(_Layer(), 2)
-    got = layer.slice_positional((hidden, mask, ids, of_layer), _part())
+    got = layer.slice_positional((hidden, mask, ids, per_layer_input), _second_slice())
     assert got[0] is hidden and got[1] is mask
     assert got[2].tolist() == [[3, 4, 5]]
-    assert torch.equal(got[3], of_layer[:, LOCAL:])
+    assert torch.equal(got[3], per_layer_input[:, LOCAL:])
 
 
-def test_what_wraps_a_layer_changes_nothing() -> None:
-    """A wrapper on the instance, as transformers' recorders are, and torch's CheckpointWrapper."""
+def test_wrappers_do_not_hide_the_signature_of_a_layer() -> None:
+    """transformers' recorders replace `forward` of an instance; CheckpointWrapper is a module."""
     want = arguments_of(_Layer(), 2).positional
     layer = _Layer()
     layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)
@@ -58,28 +58,28 @@ def test_what_wraps_a_layer_changes_nothing() -> None:
         assert arguments_of(wrapped, 2).positional == want
 
 
-def test_keywords_by_hand() -> None:
+def test_keyword_arguments_are_sliced() -> None:
     cos, scale = torch.randn(1, LENGTH, 4), torch.randn(1, 1, LENGTH, 1)
     auxiliary, shared = torch.randn(2, LENGTH, 7), torch.randn(1, 1, 4)
-    given = {
+    arguments = {
         "position_embeddings": (cos, shared),
         "attention_scaling": scale,
         "images": auxiliary,
         "use_cache": False,
     }
-    got = arguments_of(_Layer(), 2).slice_named(given, _part())
+    got = arguments_of(_Layer(), 2).slice_named(arguments, _second_slice())
     assert torch.equal(got["position_embeddings"][0], cos[:, LOCAL:])
-    assert got["position_embeddings"][1] is shared, "the same for all tokens"
+    assert got["position_embeddings"][1] is shared, "has no dimension of tokens"
     assert torch.equal(got["attention_scaling"], scale[:, :, LOCAL:])
-    assert got["images"] is auxiliary, "as long as the sequence by accident"
+    assert got["images"] is auxiliary, "has the length of the sequence only by accident"
 
 
 def test_another_length_is_an_error() -> None:
     ids = torch.arange(LENGTH + 1).unsqueeze(0)
     with pytest.raises(ValueError, match=r"position_ids of _Layer has 7 entries .* of 6 tokens"):
-        arguments_of(_Layer(), 2).slice_named({"position_ids": ids}, _part())
+        arguments_of(_Layer(), 2).slice_named({"position_ids": ids}, _second_slice())
     with pytest.raises(ValueError, match=r"_Layer names 5 positional arguments and was .* with 6"):
-        arguments_of(_Layer(), 2).slice_positional((ids,) * 6, _part())
+        arguments_of(_Layer(), 2).slice_positional((ids,) * 6, _second_slice())
 
 
 def test_an_unknown_argument_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:

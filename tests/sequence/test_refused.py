@@ -1,7 +1,8 @@
-"""Model types whose sequences are not split: what mixes along them is named, all of it, and right.
+"""Model types that refuse sp_size > 1; the error names all modules that mix along the sequence.
 
-Twenty-two architectures of Transformers have modules in their decoder layers that look along the
-sequence past the attention interface; with text models of their own they are 28 model types.
+22 architectures of Transformers have decoder layers with such modules outside of the attention
+interface (convolutions, state space models, indexers). Some have a type of their own for the text
+model, so these are 28 model types.
 """
 
 import re
@@ -17,7 +18,7 @@ from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
 
-# Model type, a module's place in a decoder layer, its class: as the code of Transformers has it.
+# Model type, name of a module in its decoder layer, and class of the module in Transformers.
 MIXES = """
 axk2               self_attn.indexer          AXK2Indexer
 bailing_hybrid     self_attn                  BailingHybridDeltaAttention
@@ -71,12 +72,12 @@ qwen4_exp_text     self_attn.indexer          Qwen4ExpTextQSAIndexer
 zaya               self_attn.qkv_proj         ZayaCCAProjection
 """
 MIXERS: dict[str, set[tuple[str, str]]] = {}
-for model_type, place, kind in map(str.split, MIXES.strip().splitlines()):
-    MIXERS.setdefault(model_type, set()).add((place, kind))
+for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlines()):
+    MIXERS.setdefault(model_type, set()).add((module_name, class_name))
 FOLDERS = {name.removesuffix("_text").removesuffix("_mm_model") for name in MIXERS}
-# A text model alone, and one that classifies tokens: the losses of slices are not theirs.
+# A text model without a head, and a token classifier: sp_size > 1 needs a language modelling head.
 WITHOUT_HEAD = {"diffusion_gemma_text", "openai_privacy_filter"}
-# Nothing mixes in these: that nobody has compared them with stock is the only reason.
+# No module mixes in these types. They are refused only because no test compares them with stock.
 NOT_COMPARED = (
     set(MODEL_TYPES) - SEQUENCE_PARALLEL - MIXERS.keys() - WITHOUT_HEAD - {"diffusion_gemma"}
 )
@@ -88,8 +89,8 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", few_fast(MIXERS))
-def test_what_mixes_is_refused_by_name(model_type: str) -> None:
-    """The error names every module that would see a slice, and no other one."""
+def test_the_error_names_all_mixing_modules(model_type: str) -> None:
+    """The error names every module that would need the whole sequence, and no other module."""
     with pytest.raises(ValueError, match="mixes along the sequence in") as refused:
         patch(tiny(model_type), sp_size=2)
     record_refusal(model_type, "sp", str(refused.value))
@@ -98,32 +99,36 @@ def test_what_mixes_is_refused_by_name(model_type: str) -> None:
         .partition(" along the sequence in ")[2]
         .partition(", which does not use")[0]
     )
-    found = re.findall(r"layers\.\*\.(\S+) \((\w+)\)", named)
-    assert len(found) == named.count(" (") and set(found) == MIXERS[model_type], named
+    names_and_classes = re.findall(r"layers\.\*\.(\S+) \((\w+)\)", named)
+    assert (
+        len(names_and_classes) == named.count(" (") and set(names_and_classes) == MIXERS[model_type]
+    ), named
 
 
 @pytest.mark.parametrize(
     "model_type", few_fast(name for name in MODEL_TYPES if name != "diffusion_gemma")
 )
-def test_what_is_named_is_what_mixes(model_type: str) -> None:
-    """For all types one token is changed. No module mixes tokens in those types that are split."""
+def test_the_table_lists_exactly_the_mixing_modules(model_type: str) -> None:
+    """`mixing` changes one token and finds the modules that change at other tokens. It must find no
+    module in the types that may split their sequences.
+    """
     model = tiny(model_type).eval()
     assert mixing(model, layers_of(model)) == MIXERS.get(model_type, set())
 
 
 @pytest.mark.parametrize("model_type", sorted(NOT_COMPARED | WITHOUT_HEAD))
-def test_what_nobody_compared_is_refused(model_type: str) -> None:
-    wanted = rf"sp_size \(2\) > 1 was not tested on {model_type}"
+def test_types_that_are_not_compared_with_stock_are_refused(model_type: str) -> None:
+    message = rf"sp_size \(2\) > 1 was not tested on {model_type}"
     if model_type in WITHOUT_HEAD:
-        wanted = r"sp_size \(2\) > 1 needs a model with a language modelling head"
-    with pytest.raises(ValueError, match=wanted) as refused:
+        message = r"sp_size \(2\) > 1 needs a model with a language modelling head"
+    with pytest.raises(ValueError, match=message) as refused:
         patch(tiny(model_type), sp_size=2)
     record_refusal(model_type, "sp", str(refused.value))
 
 
-def test_every_type_is_granted_or_refused_for_one_reason() -> None:
+def test_no_type_is_both_enabled_and_refused() -> None:
     assert not SEQUENCE_PARALLEL & MIXERS.keys()
-    if SINCE_5_23:  # older ones lack types, or have them with experts of another kind
+    if SINCE_5_23:  # older transformers lack some types, or their experts are of another kind
         assert set(MODEL_TYPES) >= SEQUENCE_PARALLEL | MIXERS.keys()
     assert len(SEQUENCE_PARALLEL) >= 30
     assert len(FOLDERS) == 22

@@ -1,4 +1,7 @@
-"""Sequence parallelism against stock in one process, fp64: gradients, parameters, logits."""
+"""Sequence parallelism, compared with stock in one process in fp64.
+
+Gradients, parameters after three steps, the loss and logits are compared.
+"""
 
 from functools import partial
 
@@ -24,7 +27,7 @@ TWO_FORWARDS = {
 
 
 def padded(side: str, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Rows of different lengths, padded on one side; the length divides by no sp size but 1."""
+    """Return padded rows of 11 tokens, a length that no sp_size > 1 divides."""
     micro = batch(model, 3, 11, seed=10 * step + rank, pad=6)
     if side == "left":
         micro = {name: value.flip(1) for name, value in micro.items()}
@@ -33,13 +36,13 @@ def padded(side: str, model: nn.Module, rank: int, world: int, step: int) -> lis
 
 
 def shorter_than_sp(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Three tokens: with sp 4 one rank has padding only."""
+    """Return rows of 3 tokens. With sp 4, the slice of one rank is padding."""
     return [batch(model, 2, 3, seed=10 * step + rank)]
 
 
 def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Documents of 5, 3 and 4 tokens in one row, separated by position_ids that start again. With a
-    cache, which is the default, stock takes them for one document.
+    """Pack documents of 5, 3 and 4 tokens in one row; position_ids restart at 0 in each. With a
+    cache, which is the default, stock treats the row as one document.
     """
     micro = batch(model, 1, 12, seed=10 * step + rank)
     del micro["attention_mask"]
@@ -49,7 +52,7 @@ def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
 
 
 def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """The same documents, with their lengths for flash attention as well."""
+    """Return the same row, with the lengths of its documents for flash attention."""
     (micro,) = packed(model, rank, world, step)
     lengths = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
     return [{**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 5}]
@@ -93,8 +96,8 @@ def test_more_splits_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def a_packed_row_is_its_documents_alone(rank: int, world: int) -> None:
-    """The loss of a packed row is that of its documents, each run alone by stock code."""
+def a_packed_row_has_the_loss_of_its_documents(rank: int, world: int) -> None:
+    """Stock runs each document alone."""
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
     (micro,) = packed(reference, 0, 1, 0)
@@ -104,14 +107,14 @@ def a_packed_row_is_its_documents_alone(rank: int, world: int) -> None:
     assert_close("loss of three documents", got, want, FP32_INSIDE)
     mask = torch.ones_like(micro["input_ids"])
     got = model(**micro, attention_mask=mask, num_items_in_batch=10).loss
-    assert_close("loss beside a mask of ones", got, want, FP32_INSIDE)
+    assert_close("loss with a mask of ones", got, want, FP32_INSIDE)
     mask[:, -1] = 0
     with pytest.raises(ValueError, match="packed documents, but the attention_mask has zeros"):
         model(**micro, attention_mask=mask)
 
 
 def aux_loss_counts_no_padding(rank: int, world: int) -> None:
-    """Padding of slices does not count: loss and router gradients are those of stock."""
+    """Slices are padded, but loss and router gradients equal stock's."""
     sizes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model, reference = tiny(seed=rank, **sizes), tiny(seed=0, **sizes)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -131,7 +134,7 @@ def aux_loss_counts_no_padding(rank: int, world: int) -> None:
                 assert_close(f"{name}, count {count}", grad, parameter.grad, FP32_INSIDE)
 
 
-def errors_say_what_to_do_instead(rank: int, world: int) -> None:
+def unsupported_arguments_raise(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(seed=rank), ep_size=2, sp_size=2)
     with pytest.raises(ValueError, match="given different batches"):
         model(**batch(model, 2, 9, seed=rank))
@@ -143,12 +146,14 @@ def errors_say_what_to_do_instead(rank: int, world: int) -> None:
 
 
 def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
-    """Labels shifted by the caller; hidden states and router logits only without labels."""
+    """The caller may shift the labels. With labels the output has only the loss, and without labels
+    hidden states and router logits are those of the whole sequence.
+    """
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
     micro = batch(reference, 2, 9)
     outputs = model(**micro, output_hidden_states=True)
-    assert outputs.keys() == {"loss"}, "slices of logits or states are nobody's"
+    assert outputs.keys() == {"loss"}, "nobody can use a slice of logits or hidden states"
     shifted = torch.nn.functional.pad(micro["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     want = reference(**micro, shift_labels=shifted, output_hidden_states=True)
     got = model(**micro, shift_labels=shifted).loss
@@ -160,20 +165,20 @@ def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
     assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
 
 
-def another_ignored_label(rank: int, world: int) -> None:
-    """`ignore_index` reaches stock's loss, so it counts here too, shifted labels or not."""
+def a_custom_ignore_index(rank: int, world: int) -> None:
+    """Stock passes `ignore_index` on to its loss, and so must we, with shifted labels as well."""
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
     micro = batch(reference, 2, 9)
     labels = micro["labels"].masked_fill(micro["labels"] == -100, 3)
     shifted = torch.nn.functional.pad(labels, (0, 1), value=3)[:, 1:].contiguous()
-    for more in ({}, {"shift_labels": shifted}, {"num_items_in_batch": torch.tensor(5)}):
-        given = {**micro, "labels": labels, "ignore_index": 3, **more}
-        assert_close(str([*more]), model(**given).loss, reference(**given).loss, FP32_INSIDE)
+    for options in ({}, {"shift_labels": shifted}, {"num_items_in_batch": torch.tensor(5)}):
+        inputs = {**micro, "labels": labels, "ignore_index": 3, **options}
+        assert_close(str([*options]), model(**inputs).loss, reference(**inputs).loss, FP32_INSIDE)
 
 
 def every_rank_generates_its_own_text(rank: int, world: int) -> None:
-    """With a cache nothing is split, so each rank may have its own prompt."""
+    """generate() does not split the prompt, so each rank may have its own."""
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
     apply_ep_fsdp2(model, ep_size=2, sp_size=2).eval()
     prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
@@ -184,7 +189,7 @@ def every_rank_generates_its_own_text(rank: int, world: int) -> None:
 
 
 def compiled_equals_stock(rank: int, world: int) -> None:
-    """torch.compile around a split model: graphs break at exchanges, two lengths, recomputed."""
+    """Compile a checkpointed model; graphs break at exchanges. Two batches differ in length."""
     reference, model = tiny(seed=0), tiny(seed=rank)
     CHECKPOINT(model)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -203,11 +208,11 @@ def compiled_equals_stock(rank: int, world: int) -> None:
 
 
 ON_TWO_RANKS = [
-    a_packed_row_is_its_documents_alone,
+    a_packed_row_has_the_loss_of_its_documents,
     aux_loss_counts_no_padding,
-    errors_say_what_to_do_instead,
+    unsupported_arguments_raise,
     shifted_labels_and_states_equal_stock,
-    another_ignored_label,
+    a_custom_ignore_index,
     every_rank_generates_its_own_text,
 ]
 
@@ -223,7 +228,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_unpatch_leaves_nothing() -> None:
+def test_unpatch_removes_hooks_and_restores_attention() -> None:
     model, stock = tiny(), tiny()
     patch(model, sp_size=2)
     unpatch(model)
@@ -234,7 +239,7 @@ def test_unpatch_leaves_nothing() -> None:
             assert module.config._attn_implementation == other.config._attn_implementation
 
 
-def test_impossible_sizes_name_those_that_work() -> None:
+def test_an_impossible_sp_size_names_possible_sizes() -> None:
     with pytest.raises(
         ValueError, match=r"sp_size \(3\) must divide the attention heads \(4\).*1, 2, 4"
     ):

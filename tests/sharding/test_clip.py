@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and global_token_count against torch on the gathered gradients."""
+"""clip_grad_norm_, compared with torch's on the gathered gradients, and global_token_count."""
 
 import itertools
 import math
@@ -24,7 +24,8 @@ INF = float("inf")
 NORMS = (1.0, 2.0, 3.0, INF, 2)
 TWO = {"num_experts": 2, "num_experts_per_tok": 1}
 
-# name: (layout, model). "empty shards": 2 experts in dim 0 over 4 ranks leave two ranks nothing.
+# name: (layout, sizes of the model). "empty shards" splits 2 experts in dim 0 over 4 ranks, so two
+# ranks have empty shards.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep 4": ({"ep_size": 4}, {}),
     "ep 2, dim 0": ({"ep_size": 2, "expert_shard_dim": 0}, {}),
@@ -35,11 +36,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-# Of these every torch makes one group of ep_fsdp x ep.
+# The layouts for which every supported torch can make one process group of ep_fsdp x ep.
 ONE_GROUP = ("ep 4", "ep 2, dim 0", "HSDP")
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -53,8 +54,8 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
     return grads  # type: ignore[return-value]
 
 
-def _trained(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
-    """A sharded model with gradients; they differ in size by orders from unit to unit."""
+def _trained_model(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
+    """Return a sharded model with gradients of different orders of magnitude."""
     model = tiny(**sizes)
     apply_ep_fsdp2(model, **layout)
     model(**batch(model, 2, 7 + rank, seed=rank)).loss.backward()
@@ -66,12 +67,12 @@ def _trained(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Mod
 def _check_clip(name: str, model: nn.Module, rank: int) -> None:
     grads = _grads(model)
     before = {key: _local(grad).clone() for key, grad in grads.items()}
-    whole = {key: _whole(grad).clone() for key, grad in grads.items()}
+    gathered = {key: _full(grad).clone() for key, grad in grads.items()}
     if name == "empty shards":
         empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
-        assert len(empty) == (4 if rank >= 2 else 0), empty  # 2 layers of gate_up and down
+        assert len(empty) == (4 if rank >= 2 else 0), empty  # gate_up and down of 2 layers
     for norm_type in NORMS if name == "HSDP" else (2.0, INF):
-        want = torch.nn.utils.get_total_norm(whole.values(), float(norm_type))
+        want = torch.nn.utils.get_total_norm(gathered.values(), float(norm_type))
         for max_norm in (0.5 * want.item(), 0.0, 2.0 * want.item(), INF):
             where = f"{name}, p={norm_type}, max_norm={max_norm:.3g}"
             got = clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=True)
@@ -79,7 +80,7 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
             assert_close(where, got, want, FP64_LAYER)
             factor = min(1.0, max_norm / (want.item() + 1e-6))  # torch's own epsilon
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], FP64_LAYER)
+                assert_close(f"{where}: {key}", _full(grad), factor * gathered[key], FP64_LAYER)
                 if factor == 1.0:
                     assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
                 _local(grad).copy_(before[key])
@@ -89,16 +90,16 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
 
 
 def _check_nonfinite(name: str, model: nn.Module, rank: int) -> list[str]:
-    """One bad element in the shard of `bad` (both replicas of it under HSDP): all ranks raise."""
+    """Put nan or inf in one shard (under HSDP in both replicas of it); every rank must raise."""
     problems = []
     grads = _grads(model)
     shards = 2 if name.startswith("HSDP") else 4
     dense, experts = "model.embed_tokens.weight", "model.layers.1.mlp.experts.down_proj"
     table = itertools.product((dense, experts), range(shards), (math.nan, INF), (2.0, INF))
-    for key, bad, value, norm_type in table:
+    for key, bad_shard, value, norm_type in table:
         before = {other: _local(grad).clone() for other, grad in grads.items()}
         assert before[key].numel()
-        if rank % shards == bad:
+        if rank % shards == bad_shard:
             _local(grads[key]).view(-1)[0] = value
         raised = torch.zeros(4)
         try:
@@ -107,7 +108,7 @@ def _check_nonfinite(name: str, model: nn.Module, rank: int) -> list[str]:
             raised[rank] = "the gradient norm" in str(error) and "is" in str(error)
         dist.all_reduce(raised)
         if raised.tolist() != [1.0] * 4:
-            where = f"{name}: {key} has {value} in shard {bad}, p={norm_type}"
+            where = f"{name}: {key} has {value} in shard {bad_shard}, p={norm_type}"
             problems.append(f"{where}: raised on ranks {raised.nonzero().flatten().tolist()}")
         for other, grad in grads.items():
             _local(grad).copy_(before[other])
@@ -119,50 +120,52 @@ def labels_are_counted_over_all_ranks(rank: int, world: int) -> None:
     ignored = torch.full((2, 5), -100)
     labels = torch.arange(10).view(2, 5) + rank  # 4 targets a row
     labels[0, 3] = -100
-    labels[1, 0] = -100  # the first label is no target, ignored or not
-    first_alone = torch.tensor([[7, -100, -100]])
-    mine = {0: labels, 1: ignored, 2: first_alone, 3: labels[:, :1]}[rank]
-    count = global_token_count(model, mine)
+    labels[1, 0] = -100  # changes nothing: the first label of a row is never a target
+    only_first_label = torch.tensor([[7, -100, -100]])
+    labels_of_rank = {0: labels, 1: ignored, 2: only_first_label, 3: labels[:, :1]}[rank]
+    count = global_token_count(model, labels_of_rank)
     assert count.dtype == torch.int64 and count.shape == () and count.item() == 7
-    parts = {0: [labels, ignored], 1: [labels], 2: [first_alone] * 5, 3: [labels] * 2}[rank]
-    assert global_token_count(model, parts).item() == 4 * 7
-    assert global_token_count(model, iter(parts)).item() == 4 * 7
+    micro_batches = {0: [labels, ignored], 1: [labels], 2: [only_first_label] * 5, 3: [labels] * 2}[
+        rank
+    ]
+    assert global_token_count(model, micro_batches).item() == 4 * 7
+    assert global_token_count(model, iter(micro_batches)).item() == 4 * 7
     assert global_token_count(model, ignored).item() == 0
 
 
-def norm_and_clip_are_torchs(layout: str, rank: int, world: int) -> None:
-    _check_clip(layout, _trained(*LAYOUTS[layout], rank), rank)
+def norm_and_clipping_equal_torch(layout: str, rank: int, world: int) -> None:
+    _check_clip(layout, _trained_model(*LAYOUTS[layout], rank), rank)
 
 
-def a_bad_element_in_any_shard_raises_on_every_rank(layout: str, rank: int, world: int) -> None:
-    problems = _check_nonfinite(layout, _trained(*LAYOUTS[layout], rank), rank)
+def a_nonfinite_element_raises_on_every_rank(layout: str, rank: int, world: int) -> None:
+    problems = _check_nonfinite(layout, _trained_model(*LAYOUTS[layout], rank), rank)
     assert not problems, "\n".join(problems)
 
 
-def one_all_reduce_per_kind(layout: str, rank: int, world: int) -> None:
-    """Dense gradients are one kind, experts the other, on however many axes they lie."""
-    model = _trained(*LAYOUTS[layout], rank)
+def two_all_reduces(layout: str, rank: int, world: int) -> None:
+    """One all-reduce sums the dense gradients, the other the experts', over any number of axes."""
+    model = _trained_model(*LAYOUTS[layout], rank)
     for norm_type in (2.0, INF):
-        with CommDebugMode() as seen:
+        with CommDebugMode() as collectives:
             clip_grad_norm_(model, 1.0, norm_type)
-        assert seen.get_total_counts() == 2, f"p={norm_type}: {seen.get_comm_counts()}"
+        assert collectives.get_total_counts() == 2, f"{norm_type}: {collectives.get_comm_counts()}"
 
 
-def without_one_group_axes_come_in_turn(rank: int, world: int) -> None:
-    """Torch up to 2.11 lacks a group for some layouts: one all-reduce per axis."""
-    model = _trained(*LAYOUTS["HSDP"], rank)
+def without_a_common_group_one_all_reduce_per_axis(rank: int, world: int) -> None:
+    """torch up to 2.11 cannot make the common group of some layouts."""
+    model = _trained_model(*LAYOUTS["HSDP"], rank)
     state = find_state(model)
     assert state is not None and state.meshes is not None and state.meshes.experts is not None
     want = clip_grad_norm_(model, INF)
     state.meshes = replace(state.meshes, experts=None)
-    with CommDebugMode() as seen:
+    with CommDebugMode() as collectives:
         got = clip_grad_norm_(model, INF)
-    assert seen.get_total_counts() == 3, seen.get_comm_counts()
+    assert collectives.get_total_counts() == 3, collectives.get_comm_counts()
     assert_close("norm", got, want, 1e-12)
 
 
 class CountOperators(TorchDispatchMode):
-    """Counts the operator calls that run inside the block."""
+    """Count the operators that are called inside the block."""
 
     count = 0
 
@@ -173,24 +176,24 @@ class CountOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_do_not_grow_with_the_layers(rank: int, world: int) -> None:
-    """A model of 48 layers has 531 parameters; one call per parameter would be 531 calls."""
-    model = _trained({"ep_size": 2}, {"num_hidden_layers": 48}, rank)
-    for norm_type, most in ((2.0, 30), (INF, 45)):
+def operators_do_not_grow_with_the_number_of_parameters(rank: int, world: int) -> None:
+    """48 layers have 531 parameters, so one operator per parameter would be 531 operators."""
+    model = _trained_model({"ep_size": 2}, {"num_hidden_layers": 48}, rank)
+    for norm_type, limit in ((2.0, 30), (INF, 45)):
         with CountOperators() as operators:
             clip_grad_norm_(model, 1e-3, norm_type)
-        assert operators.count <= most, f"p={norm_type}: {operators.count}"
+        assert operators.count <= limit, f"p={norm_type}: {operators.count}"
 
 
 ON_FOUR_RANKS = {
-    **{f"norm and clip: {name}": partial(norm_and_clip_are_torchs, name) for name in LAYOUTS},
+    **{f"norm and clip: {name}": partial(norm_and_clipping_equal_torch, name) for name in LAYOUTS},
     **{
-        f"bad element: {name}": partial(a_bad_element_in_any_shard_raises_on_every_rank, name)
+        f"bad element: {name}": partial(a_nonfinite_element_raises_on_every_rank, name)
         for name in ("ep 2, dim 0", "HSDP")
     },
-    **{f"all-reduces: {name}": partial(one_all_reduce_per_kind, name) for name in ONE_GROUP},
-    "axes in turn": without_one_group_axes_come_in_turn,
-    "operators": operators_do_not_grow_with_the_layers,
+    **{f"all-reduces: {name}": partial(two_all_reduces, name) for name in ONE_GROUP},
+    "axes in turn": without_a_common_group_one_all_reduce_per_axis,
+    "operators": operators_do_not_grow_with_the_number_of_parameters,
     "token count": labels_are_counted_over_all_ranks,
 }
 
@@ -200,7 +203,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _single(dtype: torch.dtype = torch.float64) -> nn.Module:
+def _model_with_gradients(dtype: torch.dtype = torch.float64) -> nn.Module:
     model = patch(tiny(dtype=dtype))
     model(**batch(model, 2, 9)).loss.backward()
     return model
@@ -209,24 +212,24 @@ def _single(dtype: torch.dtype = torch.float64) -> nn.Module:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_one_process_equals_torch(norm_type: float) -> None:
     for max_norm in (1e-3, 1e3):  # far below and above the norm
-        ours, theirs = _single(), _single()
+        ours, theirs = _model_with_gradients(), _model_with_gradients()
         got = clip_grad_norm_(ours, max_norm, norm_type)
         want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
         assert_close("norm", got, want, FP64_LAYER)
-        for (name, mine), other in zip(_grads(ours).items(), _grads(theirs).values()):
-            assert_close(name, mine, other, FP64_LAYER)
+        for (name, grad), want_grad in zip(_grads(ours).items(), _grads(theirs).values()):
+            assert_close(name, grad, want_grad, FP64_LAYER)
 
 
-def test_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
-    model = _single(torch.bfloat16)
+def test_the_norm_of_bf16_gradients_is_computed_in_fp32() -> None:
+    model = _model_with_gradients(torch.bfloat16)
     truth = torch.nn.utils.get_total_norm([g.double() for g in _grads(model).values()])
     got = clip_grad_norm_(model, 0.125)
     assert got.dtype == torch.float32
-    assert_close("norm", got, truth, FP32_INSIDE)  # it sums in fp32
-    # The factor stays fp32, and each product is rounded once.
-    before = _grads(_single(torch.bfloat16))
-    for name, mine in _grads(model).items():
-        assert torch.equal(mine, (before[name].float() * (0.125 / (got + 1e-6))).bfloat16()), name
+    assert_close("norm", got, truth, FP32_INSIDE)  # the norm is summed in fp32
+    # The factor is fp32, and each product is rounded to bf16 once.
+    before = _grads(_model_with_gradients(torch.bfloat16))
+    for name, grad in _grads(model).items():
+        assert torch.equal(grad, (before[name].float() * (0.125 / (got + 1e-6))).bfloat16()), name
 
 
 @pytest.mark.parametrize("order", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
@@ -255,32 +258,32 @@ def test_nonfinite_without_the_flag_behaves_like_torch() -> None:
         want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         assert torch.equal(got, want) or (got.isnan() and want.isnan())
         for name in ("weight", "bias"):
-            mine, other = getattr(ours, name).grad, getattr(theirs, name).grad
-            assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7)), name
+            grad, want_grad = getattr(ours, name).grad, getattr(theirs, name).grad
+            assert torch.equal(grad.nan_to_num(7), want_grad.nan_to_num(7)), name
     with pytest.raises(RuntimeError, match=r"gradient norm \(p=2\.0\) is inf.*clipped to 1\.5"):
-        clip_grad_norm_(ours_with_inf(), 1.5, error_if_nonfinite=True)
+        clip_grad_norm_(_model_with_inf(), 1.5, error_if_nonfinite=True)
 
 
-def ours_with_inf() -> nn.Module:
+def _model_with_inf() -> nn.Module:
     model = nn.Linear(3, 2)
     model.bias.grad = torch.tensor([1.0, INF])
     return model
 
 
 @pytest.mark.parametrize("norm_type", [0, -1.0, -INF, math.nan])
-def test_a_norm_type_that_is_no_norm_is_refused(norm_type: float) -> None:
+def test_a_norm_type_has_to_be_positive(norm_type: float) -> None:
     with pytest.raises(ValueError, match="norm_type"):
-        clip_grad_norm_(ours_with_inf(), 1.0, norm_type)
+        clip_grad_norm_(_model_with_inf(), 1.0, norm_type)
 
 
 def test_parameters_instead_of_the_model_are_refused() -> None:
-    """Users know torch.nn.utils.clip_grad_norm_(model.parameters(), ...)."""
-    model = ours_with_inf()
+    """torch.nn.utils.clip_grad_norm_ takes parameters, so users may pass them here as well."""
+    model = _model_with_inf()
     for wrong in (model.parameters(), list(model.parameters()), model.weight):
         with pytest.raises(ValueError, match="model"):
             clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]
 
 
-def test_no_labels_at_all_is_refused() -> None:
+def test_an_empty_list_of_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="labels is empty"):
         global_token_count(nn.Identity(), [])

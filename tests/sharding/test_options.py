@@ -1,4 +1,4 @@
-"""A model in a user's own loop is sharded over the GPUs if NCCL is available, one per rank."""
+"""The options of sharding: the device of a model in a user's own loop, and gradient divisors."""
 
 import copy
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from hf_moe_ep.sharding.options import default_device, grad_divisors
 
 @dataclass
 class _Gpus:
-    """A machine's GPUs as torch.cuda would show them to one process."""
+    """A stand-in for torch.cuda on a machine with the GPUs `uuids`, as one process sees them."""
 
     uuids: list[str]
     current: int = 0
@@ -34,7 +34,7 @@ class _Gpus:
         self.current = index
 
     def install(self, patches: pytest.MonkeyPatch, backend: str) -> None:
-        """Let torch see them, and the default group as `init_process_group(backend)` makes it."""
+        """Patch torch.cuda, and make the default group look like one of `backend`."""
         patches.setattr(torch.cuda, "is_available", lambda: True)
         patches.setattr(torch.cuda, "is_initialized", lambda: self.initialized)
         patches.setattr(torch.cuda, "device_count", lambda: len(self.uuids))
@@ -53,7 +53,7 @@ class _Gpus:
 MACHINE = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
 
-def _device(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
+def _device_on(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
     with pytest.MonkeyPatch.context() as patches:
         patches.delenv("LOCAL_RANK")
         for name, value in environment.items():
@@ -62,58 +62,60 @@ def _device(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
         return default_device()
 
 
-def no_backend_named_means_the_gpu(rank: int, world: int) -> None:
-    """And naming NCCL, however, does; gloo alone means the CPU, on a GPU machine too."""
+def the_backend_selects_gpu_or_cpu(rank: int, world: int) -> None:
+    """Without a backend, or with NCCL in its name, the device is the GPU. With gloo alone it is the
+    CPU, also on a machine with GPUs.
+    """
     for backend in ("undefined", "nccl", "cpu:gloo,cuda:nccl"):
         gpus = _Gpus(MACHINE)
-        device = _device(backend, gpus, LOCAL_RANK=str(rank))
+        device = _device_on(backend, gpus, LOCAL_RANK=str(rank))
         assert device == torch.device("cuda", rank), (backend, device)
     for backend in ("gloo", "cpu:gloo"):
-        assert _device(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
+        assert _device_on(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
     assert default_device() == torch.device("cpu")
 
 
-def local_rank_where_no_device_was_chosen(rank: int, world: int) -> None:
+def without_set_device_local_rank_selects_the_gpu(rank: int, world: int) -> None:
     for initialized in (False, True):
         gpus = _Gpus(MACHINE, initialized=initialized)
-        device = _device("nccl", gpus, LOCAL_RANK=str(rank))
+        device = _device_on("nccl", gpus, LOCAL_RANK=str(rank))
         assert device == torch.device("cuda", rank) and gpus.set_to == [rank]
 
 
-def the_chosen_device_stays(rank: int, world: int) -> None:
+def a_chosen_device_is_not_changed(rank: int, world: int) -> None:
     gpus = _Gpus(MACHINE, current=3 - rank)
-    assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
+    assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
     with pytest.MonkeyPatch.context() as patches:
         bound = torch.device("cuda", 1 - rank)
         patches.setattr(
             dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
         )
         gpus = _Gpus(["GPU-e", "GPU-f"])
-        assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == bound
+        assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == bound
 
 
-def a_launcher_that_shows_each_rank_its_own_gpu(rank: int, world: int) -> None:
+def each_rank_sees_only_its_own_gpu(rank: int, world: int) -> None:
     gpus = _Gpus([f"GPU-{rank}"])
-    assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
+    assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
 
 
 def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
-    """On both, before the first collective: without LOCAL_RANK, and with too few GPUs."""
+    """Without LOCAL_RANK both ranks choose GPU 0, and both raise before the first collective."""
     match = r"ranks \d and \d would both compute on GPU GPU-a .*set_device\(int\(os.environ"
     with pytest.raises(ValueError, match=match):
-        _device("nccl", _Gpus(MACHINE))
+        _device_on("nccl", _Gpus(MACHINE))
 
 
 def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) -> None:
-    """Dividing small gradients first would lose their last bits. Both ranks have the same batch, so
-    the mean of their gradients is that of one process, bit by bit. The loss is scaled down until
-    the experts' gradients are subnormal.
+    """Dividing a subnormal fp16 number first would lose its last bits, and the loss is scaled down
+    until the experts' gradients are subnormal. Both ranks have the same batch, so the mean of their
+    gradients must equal the gradient of one process bit by bit.
     """
     stock = tiny(dtype=torch.float16, num_hidden_layers=1)
     inputs = batch(stock, 2, 7, seed=0)
-    alone = patch(copy.deepcopy(stock))
-    (alone(**inputs).loss * 2**-12).backward()
-    want = alone.model.layers[0].mlp.experts.down_proj.grad.float()
+    one_process = patch(copy.deepcopy(stock))
+    (one_process(**inputs).loss * 2**-12).backward()
+    want = one_process.model.layers[0].mlp.experts.down_proj.grad.float()
     assert 0 < want.abs().max() < 2**-14 and (want != 0).float().mean() > 0.2
     for replicas in (1, 2):
         model = apply_ep_fsdp2(copy.deepcopy(stock), dp_replicate_size=replicas)
@@ -129,12 +131,12 @@ def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) ->
         ((torch.bfloat16, torch.float32), 8, 64, (64, 1)),
         ((torch.float16, torch.float32), 8, 64, (8, 8)),
         ((torch.float16, torch.float32), 64, 64, (64, 1)),
-        # As FSDP2 splits 8: 4 before, 2 after a sum in fp16.
+        # For a sum in fp16, FSDP2 splits the divisor 8 into 4 before and 2 after the sum.
         ((torch.float16, torch.float16), 8, 64, (32, 2)),
         ((torch.float16, torch.float16), 1, 6, (2, 3)),
     ],
 )
-def test_what_gradients_are_divided_by(
+def test_grad_divisors(
     dtypes: tuple[torch.dtype, torch.dtype], ep_size: int, world_size: int, want: tuple[int, int]
 ) -> None:
     assert grad_divisors(*dtypes, ep_size=ep_size, world_size=world_size) == want
@@ -143,10 +145,10 @@ def test_what_gradients_are_divided_by(
 ON_TWO_RANKS = on_ranks(
     2,
     fp16_gradients_are_rounded_before_they_are_divided,
-    no_backend_named_means_the_gpu,
-    local_rank_where_no_device_was_chosen,
-    the_chosen_device_stays,
-    a_launcher_that_shows_each_rank_its_own_gpu,
+    the_backend_selects_gpu_or_cpu,
+    without_set_device_local_rank_selects_the_gpu,
+    a_chosen_device_is_not_changed,
+    each_rank_sees_only_its_own_gpu,
     one_gpu_for_two_ranks_is_refused,
 )
 

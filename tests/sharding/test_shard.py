@@ -1,4 +1,4 @@
-"""Which dimension of an expert weight FSDP2 splits: what "auto" picks, what 0 and 1 insist on."""
+"""`expert_shard_dim`, the dimension of expert weights that FSDP2 shards, and shared parameters."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ AUTO: dict[str, tuple[tuple[int, ...], int, int]] = {
     "experts alone divide": ((8, 33, 24), 2, 0),
     "dim 1 alone divides": ((6, 32, 48), 4, 1),
     "fewer experts than ranks": ((2, 32, 48), 4, 1),
-    "more ranks than both": ((2, 4, 48), 8, 0),  # padded: dim 0 all the same
+    "more ranks than both": ((2, 4, 48), 8, 0),  # neither divides, so dim 0 is padded
     "neither divides": ((6, 33, 24), 4, 0),
     "dim 2 alone divides": ((3, 33, 48), 2, 0),
     "no power of two": ((8, 33, 47), 3, 1),
@@ -36,47 +36,47 @@ AUTO: dict[str, tuple[tuple[int, ...], int, int]] = {
 
 
 @pytest.mark.parametrize("name", AUTO)
-def test_auto_pads_only_where_neither_dimension_divides(name: str) -> None:
-    """Dim 0 if it divides evenly, else dim 1 if that one does, else dim 0 with padding."""
+def test_auto_pads_only_if_neither_dimension_divides(name: str) -> None:
+    """It picks dim 0 if the ranks divide it, else dim 1 if they divide that, else dim 0, padded."""
     shape, ranks, dim = AUTO[name]
     assert _expert_placement(torch.Size(shape), "auto", ranks).dim == dim
 
 
 @pytest.mark.parametrize("name", AUTO)
-def test_dim_0_is_taken_whether_it_divides_or_not(name: str) -> None:
+def test_dim_0_is_used_even_if_ranks_do_not_divide_it(name: str) -> None:
     shape, ranks, _ = AUTO[name]
     assert _expert_placement(torch.Size(shape), 0, ranks).dim == 0
 
 
 @pytest.mark.parametrize("name", AUTO)
-def test_dim_1_is_taken_where_it_divides_and_refused_elsewhere(name: str) -> None:
-    """A user who writes 1 gets 1 even if dim 0 would divide, or an error that says why not."""
+def test_dim_1_is_used_if_ranks_divide_it_and_else_refused(name: str) -> None:
+    """expert_shard_dim=1 never falls back to another dimension: it is used, or an error."""
     shape, ranks, _ = AUTO[name]
     if len(shape) > 1 and shape[1] % ranks == 0:
         assert _expert_placement(torch.Size(shape), 1, ranks).dim == 1
         return
     with pytest.raises(ValueError, match=r"dim 1 of .* does not divide dim 1") as refusal:
         _expert_placement(torch.Size(shape), 1, ranks)
-    for said in (str(shape), f"({ranks})", "expert_shard_dim='auto'"):
-        assert said in str(refusal.value)
+    for part in (str(shape), f"({ranks})", "expert_shard_dim='auto'"):
+        assert part in str(refusal.value)
 
 
 ODD = {"hidden_size": 33, "head_dim": 4}  # down_proj (8, 33, 24), gate_up_proj (8, 48, 33)
 
 
 @pytest.mark.parametrize("shard_dim", ["auto", 0])
-def test_a_model_that_dim_1_cannot_split_passes_the_check_otherwise(shard_dim: str | int) -> None:
+def test_auto_and_dim_0_accept_a_model_that_dim_1_cannot_shard(shard_dim: str | int) -> None:
     _check(patch(tiny(**ODD), expert_shard_dim=shard_dim))
 
 
-def test_a_model_is_refused_by_the_shape_that_an_ep_rank_holds() -> None:
-    """At ep 2 the ranks of ep_fsdp share half of 8 experts."""
+def test_the_error_shows_the_shape_that_an_ep_rank_holds() -> None:
+    """With ep 2, an ep rank holds half of 8 experts, and the ranks of ep_fsdp shard these."""
     with pytest.raises(ValueError, match=r"expert weight \(4, 33, 24\) evenly over ep_fsdp \(2\)"):
         _check(patch(tiny(**ODD), expert_shard_dim=1))
 
 
-def test_factors_of_adapters_need_not_divide() -> None:
-    """16 ranks have even parts of weights 48 and 32 wide, and 3 ranks of 8 experts do not."""
+def test_factors_of_adapters_may_be_uneven() -> None:
+    """16 ranks divide dim 1 of the weights (48 and 32), but not dim 1 of the factors."""
     model = with_lora(tiny(), r=3)
     factors = [p.shape for name, p in model.named_parameters() if "experts.lora_B" in name]
     assert factors and all(shape[1] % 16 != 0 for shape in factors)
@@ -90,12 +90,12 @@ def _with_a_shared_scale(**config: Any) -> nn.Module:
     return model
 
 
-def test_what_experts_share_and_nobody_applies_is_not_trained() -> None:
+def test_a_shared_parameter_that_our_experts_do_not_use_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scale of \w+Experts belongs to all experts of a layer"):
         _check(_with_a_shared_scale())
 
 
-def test_what_the_models_own_experts_share_is_trained() -> None:
+def test_a_shared_parameter_is_accepted_with_the_eager_backend() -> None:
     _check(_with_a_shared_scale(experts_backend="eager"))
 
 

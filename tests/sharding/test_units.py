@@ -1,4 +1,4 @@
-"""FSDP2 units: those kept gathered never use old weights, and recomputed units reduce gradients."""
+"""FSDP2 units that stay gathered never use old weights, and recomputed units reduce gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +39,7 @@ def _without_gradients(model: nn.Module, inputs: Batch) -> None:
 
 
 def _losses(rank: int, between: Callable[[nn.Module, Batch], None]) -> list[Tensor]:
-    """Losses of three steps, each with a forward without backward before the optimizer's step."""
+    """Take three steps and return their losses; `between` runs before each optimizer step."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -54,23 +54,23 @@ def _losses(rank: int, between: Callable[[nn.Module, Batch], None]) -> list[Tens
     return losses
 
 
-def _check(between: Callable[[nn.Module, Batch], None], rank: int, world: int) -> None:
+def _check_losses(between: Callable[[nn.Module, Batch], None], rank: int, world: int) -> None:
     want = _losses(rank, _no_forward)
     for step, loss in enumerate(_losses(rank, between)):
         assert torch.equal(loss, want[step]), (step, loss, want[step])
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
-    """Let the code of each MoE block call a reentrant checkpoint itself, as some models do."""
+    """Make each MoE block call a reentrant checkpoint in its own code, as some models do."""
     for layer in model.model.layers:
         stock = layer.mlp.forward
         layer.mlp.forward = partial(checkpoint, stock, use_reentrant=True)
 
 
 def two_forwards_before_one_backward(prepare: Prepare | None, rank: int, world: int) -> None:
-    """The second forward reshards what the first one left for its backward."""
-    sums = []
-    for together in (True, False):
+    """The second forward reshards units that the first one left gathered for its backward."""
+    gradients = []
+    for one_backward in (True, False):
         model = tiny()
         if prepare is not None:
             prepare(model)
@@ -78,21 +78,21 @@ def two_forwards_before_one_backward(prepare: Prepare | None, rank: int, world: 
         losses = []
         for k in range(2):
             losses.append(model(**batch(model, 2, 7, seed=2 * k + rank)).loss)
-            if not together:
+            if not one_backward:
                 losses.pop().backward()
-        if together:
+        if one_backward:
             sum(losses).backward()
-        sums.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-    for name, grad in sums[0].items():
-        assert_close(name, grad, sums[1][name], 1e-10)
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    for name, grad in gradients[0].items():
+        assert_close(name, grad, gradients[1][name], 1e-10)
 
 
 CHECKS = on_ranks(
     2,
     {
-        "in training": partial(_check, _in_training),
-        "in evaluation": partial(_check, _in_evaluation),
-        "without gradients": partial(_check, _without_gradients),
+        "in training": partial(_check_losses, _in_training),
+        "in evaluation": partial(_check_losses, _in_evaluation),
+        "without gradients": partial(_check_losses, _without_gradients),
     },
     {
         "two forwards": partial(two_forwards_before_one_backward, None),
@@ -105,5 +105,5 @@ CHECKS = on_ranks(
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_a_forward_without_backward(found: Found, claim: Check) -> None:
+def test_other_forwards_do_not_change_losses_or_gradients(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,5 +1,7 @@
-"""Where parameters are found, and the five steps from rank 0's value to the registered
-parameter.
+"""find_entries lists the parameters of a model with their owners; materialize distributes them.
+
+materialize runs the five steps of the docstring of sharding/values.py, from rank 0's value to the
+registered parameter.
 """
 
 import pytest
@@ -20,12 +22,12 @@ from hf_moe_ep.sharding.values import ParameterEntry, find_entries, materialize
 from hf_moe_ep.state import find_state
 
 MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), True, True)
-AS_THEY_ARE = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
+NO_MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
 
 
-def test_a_tied_parameter_is_one_place_with_two_owners() -> None:
+def test_a_tied_parameter_is_one_entry_with_two_owners() -> None:
     model = patch(tiny(tie_word_embeddings=True))
-    entries = _entries(model, AS_THEY_ARE)
+    entries = _entries(model, NO_MASTERS)
     assert entries.keys() == set(model.parameters())
     tied = entries[model.lm_head.weight]
     assert [(type(module).__name__, name) for module, name in tied.owners] == [
@@ -34,9 +36,9 @@ def test_a_tied_parameter_is_one_place_with_two_owners() -> None:
     ]
 
 
-def test_experts_and_factors_are_split_and_the_rest_is_not() -> None:
+def test_only_experts_and_their_factors_are_split_over_ep() -> None:
     model = patch(with_lora(tiny()))
-    entries = _entries(model, AS_THEY_ARE)
+    entries = _entries(model, NO_MASTERS)
     split = {name for name, p in model.named_parameters() if entries[p].over_ep}
     stacked = {name for name, p in model.named_parameters() if entries[p].stack is not None}
     assert {name.rpartition(".")[2] for name in split - stacked} == {"gate_up_proj", "down_proj"}
@@ -45,7 +47,7 @@ def test_experts_and_factors_are_split_and_the_rest_is_not() -> None:
     assert not any("self_attn" in name for name in split)
 
 
-def test_what_is_ignored_or_of_its_own_class_has_no_place() -> None:
+def test_ignored_and_subclassed_parameters_have_no_entry() -> None:
     class Packed(nn.Parameter):
         pass
 
@@ -66,7 +68,7 @@ def _entries(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, Para
 
 
 class _Holder(nn.Module):
-    """A module with one parameter that only rank 0 knows the values of."""
+    """A module with one parameter, whose values are NaN on all ranks but rank 0."""
 
     def __init__(self, rank: int, values: Tensor, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -78,20 +80,20 @@ def _meshes() -> Meshes:
     return build_meshes(ParallelConfig(ep_size=2), torch.device("cpu"))
 
 
-def a_factor_as_in_the_docstring(rank: int, world: int) -> None:
-    """(out 5, r 3 * 4 experts), expert fastest: column r * 4 + e is rank r of expert e."""
+def a_lora_factor(rank: int, world: int) -> None:
+    """The packed factor has 5 rows and 3 * 4 columns: column r * 4 + e is rank r of expert e."""
     packed = torch.arange(60.0, dtype=torch.float64).view(5, 12)
     holder = _Holder(rank, packed)
-    other = nn.Module()
-    other.register_parameter("tied", holder.weight)
+    second_owner = nn.Module()
+    second_owner.register_parameter("tied", holder.weight)
     entry = ParameterEntry(
         holder.weight,
-        [(holder, "weight"), (other, "tied")],
+        [(holder, "weight"), (second_owner, "tied")],
         stack=lambda factor: stack_b(factor, 4),
         over_ep=True,
     )
-    (new,) = materialize(entry, _meshes(), AS_THEY_ARE)
-    assert holder.weight is new and other.tied is new
+    (new,) = materialize(entry, _meshes(), NO_MASTERS)
+    assert holder.weight is new and second_owner.tied is new
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.placements == (Shard(0),)
     local = new.to_local()
@@ -101,7 +103,7 @@ def a_factor_as_in_the_docstring(rank: int, world: int) -> None:
         assert torch.equal(local[index], packed[:, columns]), expert
 
 
-def a_plain_weight_with_a_master(rank: int, world: int) -> None:
+def a_dense_weight_with_an_fp32_master(rank: int, world: int) -> None:
     values = torch.tensor([[1.0, 2.0, 3.0]])
     holder = _Holder(rank, values, torch.bfloat16)
     entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=False)
@@ -114,7 +116,7 @@ def a_plain_weight_with_a_master(rank: int, world: int) -> None:
     assert not frozen.weight.requires_grad
 
 
-def experts_without_the_memory_of_the_rest(rank: int, world: int) -> None:
+def a_slice_of_experts_does_not_keep_the_whole_in_memory(rank: int, world: int) -> None:
     values = torch.arange(24.0).view(4, 3, 2)
     holder = _Holder(rank, values, torch.float32)
     entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=True)
@@ -143,9 +145,9 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
     "claim",
     on_ranks(
         2,
-        a_factor_as_in_the_docstring,
-        a_plain_weight_with_a_master,
-        experts_without_the_memory_of_the_rest,
+        a_lora_factor,
+        a_dense_weight_with_an_fp32_master,
+        a_slice_of_experts_does_not_keep_the_whole_in_memory,
         experts_on_meta_stay_there,
     ),
 )

@@ -1,7 +1,8 @@
-"""LoRA on the experts of types with pictures or sound, against stock PEFT on stock in one process.
+"""LoRA on types with pictures or sound, compared with stock PEFT on stock in one process.
 
-On each stacked matrix of the experts, those of pictures among them, and on every linear layer of
-the decoder and the towers; a step of text, then steps where one rank has pictures.
+Adapters are on each stacked expert matrix, including experts for pictures, and on every linear
+layer of the decoder and the towers. In the first step all ranks have text, and in the other steps
+one rank has pictures or sound.
 """
 
 import warnings
@@ -36,36 +37,37 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.upstream.models import output_head
 
 
-def everywhere(name: str, seed: int) -> PeftModel:
-    """Random adapters on all experts and all linear layers, of towers too."""
+def adapters_everywhere(name: str, seed: int) -> PeftModel:
+    """Add random adapters to all experts and to all linear layers, including the towers'."""
     model = build(name)
     head = output_head(model)
-    # By whole names: a layer in a Sequential is called 0, like others that are not linear.
+    # PEFT gets whole names: a linear layer in a Sequential may be called 0, like other modules.
     linear = [n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    return _adapted(model, seed, target_modules=linear)
+    return _add_adapters(model, seed, target_modules=linear)
 
 
-def experts_alone(name: str, seed: int) -> PeftModel:
-    return _adapted(build(name), seed)
+def adapters_on_experts(name: str, seed: int) -> PeftModel:
+    return _add_adapters(build(name), seed)
 
 
-def beside_a_whole_projector(name: str, seed: int) -> PeftModel:
-    """PEFT trains a copy of the module that joins a tower to the text."""
+def with_a_trained_projector(name: str, seed: int) -> PeftModel:
+    """Add adapters to experts, and let PEFT train a copy of the projector (modules_to_save)."""
     model = build(name)
     *_, projector = parts(model)
-    return _adapted(model, seed, modules_to_save=[projector.rpartition(".")[2]])
+    return _add_adapters(model, seed, modules_to_save=[projector.rpartition(".")[2]])
 
 
-def _adapted(model: nn.Module, seed: int, **options: Any) -> PeftModel:
+def _add_adapters(model: nn.Module, seed: int, **options: Any) -> PeftModel:
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False} | options
     return get_peft_model(model, LoraConfig(target_parameters=expert_matrices(model), **options))
 
 
-def assert_equals_peft(adapted: Any, name: str, rank: int, world: int) -> list[float]:
-    """Compare losses, gradients and a step of AdamW of each mix with stock PEFT: the errors."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # views: nobody writes them
-    model, stock = adapted(name, seed=rank), adapted(name, seed=0)
+def assert_equals_peft(build_adapted: Any, name: str, rank: int, world: int) -> list[float]:
+    """Compare losses, gradients and AdamW steps with stock PEFT; return the errors."""
+    # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    model, stock = build_adapted(name, seed=rank), build_adapted(name, seed=0)
     bare = stock.get_base_model()
     trained = [key for key, p in stock.named_parameters() if p.requires_grad]
     assert any("experts" in key for key in trained), trained
@@ -80,7 +82,7 @@ def assert_equals_peft(adapted: Any, name: str, rank: int, world: int) -> list[f
         everyone = [make(bare, 10 * step + i) for i, make in enumerate(makes)]
         loss = model(**everyone[rank]).loss
         (loss * world).backward()
-        want = torch.stack([stock(**one).loss for one in everyone]).sum()
+        want = torch.stack([stock(**x).loss for x in everyone]).sum()
         want.backward()
         errors.append(assert_close(f"{where}: loss", sum_over_ranks(loss), want, budget(name)))
         errors += _compare(f"{where}: grad of", name, model, stock, "grad")
@@ -90,41 +92,43 @@ def assert_equals_peft(adapted: Any, name: str, rank: int, world: int) -> list[f
     return errors + _compare(f"{name}, at the end:", name, model, stock, "data")
 
 
-def _compare(where: str, name: str, model: nn.Module, stock: nn.Module, what: str) -> list[float]:
-    mine = {key: getattr(p, what) for key, p in model.named_parameters()}
-    got = whole(model, {key: tensor for key, tensor in mine.items() if tensor is not None})
+def _compare(
+    where: str, name: str, model: nn.Module, stock: nn.Module, attribute: str
+) -> list[float]:
+    tensors = {key: getattr(p, attribute) for key, p in model.named_parameters()}
+    got = whole(model, {key: tensor for key, tensor in tensors.items() if tensor is not None})
     errors = []
     for key, parameter in stock.named_parameters():
-        want = getattr(parameter, what)
+        want = getattr(parameter, attribute)
         if want is None or key not in got:
-            assert want is None and key not in got, f"{where} {key}: one has none"
+            assert want is None and key not in got, f"{where} {key}: only one model has it"
             continue
-        # AdamW divides a gradient by its own size: see support/parity.py.
-        allowed = budget(name) * (100 if what == "data" and budget(name) >= FP32_INSIDE else 1)
+        # AdamW divides each gradient by its own magnitude: see support/parity.py.
+        allowed = budget(name) * (100 if attribute == "data" and budget(name) >= FP32_INSIDE else 1)
         errors.append(assert_close(f"{where} {key}", got[key], want, allowed))
     return errors
 
 
-def _run(adapted: Any, name: str, rank: int, world: int) -> None:
+def _run(build_adapted: Any, name: str, rank: int, world: int) -> None:
     if name not in MODEL_TYPES:
-        assert_equals_peft(adapted, name, rank, world)
+        assert_equals_peft(build_adapted, name, rank, world)
         return
     with recording(name, "lora") as errors:
-        errors += assert_equals_peft(adapted, name, rank, world)
+        errors += assert_equals_peft(build_adapted, name, rank, world)
 
 
 def _checks() -> list[Any]:
-    found = {name: partial(_run, everywhere, name) for name in (*TYPES, *COMPOSITES)}
+    runs = {name: partial(_run, adapters_everywhere, name) for name in (*TYPES, *COMPOSITES)}
     for name in ("qwen3_vl_moe", "ernie4_5_vl_moe", "kimi_k25"):
-        found[f"{name}: experts alone"] = partial(_run, experts_alone, name)
+        runs[f"{name}: experts alone"] = partial(_run, adapters_on_experts, name)
     for name in ("gemma4", "kimi_k25"):
-        found[f"{name}: whole projector"] = partial(_run, beside_a_whole_projector, name)
+        runs[f"{name}: whole projector"] = partial(_run, with_a_trained_projector, name)
     return [
-        Check(name, 2, run, slow=True, timeout=120.0).as_parameter() for name, run in found.items()
+        Check(name, 2, run, slow=True, timeout=120.0).as_parameter() for name, run in runs.items()
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", _checks())
-def test_adapters_where_ranks_have_other_pictures(found: Found, claim: Check) -> None:
+def test_adapters_on_ranks_with_different_inputs_equal_peft(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,6 +1,7 @@
-"""`generate` and evaluation where one rank alone has pictures: each as stock, alone, does it.
+"""`generate` and evaluation if only one rank has pictures: each rank gets stock's results.
 
-Ranks want other numbers of new tokens, too: whoever has enough runs along until all have.
+Each rank also asks for another number of new tokens. A rank that has all of its tokens continues
+with forwards until the other one has finished.
 """
 
 from collections.abc import Callable
@@ -34,75 +35,75 @@ from torch import nn
 from hf_moe_ep import apply_ep_fsdp2
 
 
-def prompt(make: Make, model: nn.Module, seed: int) -> Batch:
+def without_labels(make: Make, model: nn.Module, seed: int) -> Batch:
     return {name: x for name, x in make(model, seed).items() if name != "labels"}
 
 
-def sharded(name: str, rank: int) -> tuple[Any, Any]:
-    """A model of `name`, and stock; both evaluate."""
+def sharded_and_stock(name: str, rank: int) -> tuple[Any, Any]:
+    """Return a sharded model of type `name` and stock, both in evaluation mode."""
     model, stock = build(name, seed=rank), build(name)
     apply_ep_fsdp2(model, ep_size=2)
     return model.eval(), stock.eval()
 
 
-def assert_generates(model: Any, stock: Any, given: Batch, rank: int, **options: Any) -> None:
+def assert_generates(model: Any, stock: Any, inputs: Batch, rank: int, **options: Any) -> None:
     options = {"max_new_tokens": 2 + 2 * rank, "do_sample": False} | options
-    got = model.generate(**given, **options)
-    want = stock.generate(**given, **options)
+    got = model.generate(**inputs, **options)
+    want = stock.generate(**inputs, **options)
     assert torch.equal(got, want), f"{options}: {got.tolist()}, want {want.tolist()}"
 
 
 def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
-    """Before any forward; then with beams."""
-    model, stock = sharded(name, rank)
-    given = prompt((text, image)[rank], stock, 5)
-    assert_generates(model, stock, given, rank)
-    if TOWER_IN_BLOCKS:  # in older ones beams lose count of the pictures, in stock as well
-        assert_generates(model, stock, given, rank, num_beams=2, num_return_sequences=2)
+    """generate() is the first call of the model, and the second call uses beams."""
+    model, stock = sharded_and_stock(name, rank)
+    inputs = without_labels((text, image)[rank], stock, 5)
+    assert_generates(model, stock, inputs, rank)
+    if TOWER_IN_BLOCKS:  # before, stock's beams did not repeat the pictures correctly either
+        assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)
 
 
 def without_a_cache(name: str, rank: int, world: int) -> None:
-    """Every forward has the whole prompt, and what the tower made of it."""
-    model, stock = sharded(name, rank)
-    given = prompt((text, image)[rank], stock, 5)
-    assert_generates(model, stock, given, rank, use_cache=False)
+    """Every forward gets the whole prompt with its pictures."""
+    model, stock = sharded_and_stock(name, rank)
+    inputs = without_labels((text, image)[rank], stock, 5)
+    assert_generates(model, stock, inputs, rank, use_cache=False)
 
 
-def of_every_kind(name: str, rank: int, world: int) -> None:
-    """Images and videos in different prompts, then both in one, and sound where a model has it."""
-    model, stock = sharded(name, rank)
+def every_kind_of_input(name: str, rank: int, world: int) -> None:
+    """Ranks have images and videos, then both in one prompt, then sound if the model takes it."""
+    model, stock = sharded_and_stock(name, rank)
     makes = [(video, images), (both, text)]
     if takes_sound(stock):
         makes.append((text, sound_and_image))
     for seed, by_rank in enumerate(makes):
-        assert_generates(model, stock, prompt(by_rank[rank], stock, seed), rank)
+        assert_generates(model, stock, without_labels(by_rank[rank], stock, seed), rank)
 
 
 def between_steps_of_training(name: str, rank: int, world: int) -> None:
-    """Forwards that no backward follows, with and without a graph, change no gradient behind."""
-    model, stock = sharded(name, rank)
+    """Forwards without a backward, with or without a graph, do not change later gradients."""
+    model, stock = sharded_and_stock(name, rank)
     by_rank: tuple[Make, Make] = (images, text)
     for seed, guard in enumerate((torch.no_grad, torch.enable_grad, torch.inference_mode)):
-        given = prompt(by_rank[rank], stock, seed)
+        inputs = without_labels(by_rank[rank], stock, seed)
         with guard():
-            got, want = model(**given).logits, stock(**given).logits
+            got, want = model(**inputs).logits, stock(**inputs).logits
         assert_close(f"{guard.__name__}: logits", got, want, 10 * FP32_INSIDE)
     everyone = [make(stock, 7 + i) for i, make in enumerate((text, image))]
     (loss_of(model.train(), everyone[rank]) * world).backward()
-    assert_generates(model.eval(), stock, prompt(by_rank[rank], stock, 9), rank)
-    for one in everyone:
-        loss_of(stock.train(), one).backward()
+    assert_generates(model.eval(), stock, without_labels(by_rank[rank], stock, 9), rank)
+    for x in everyone:
+        loss_of(stock.train(), x).backward()
     assert_same_gradients(name, model, stock, lambda key: max(budget(name, key), FP32_INSIDE))
 
 
-def pictures_that_fit_no_grid_stop_every_rank(rank: int, world: int) -> None:
-    model, stock = sharded("qwen3_vl_moe", rank)
-    given = prompt((text, image)[rank], stock, 5)
+def pictures_that_do_not_fit_their_grid_stop_every_rank(rank: int, world: int) -> None:
+    model, stock = sharded_and_stock("qwen3_vl_moe", rank)
+    inputs = without_labels((text, image)[rank], stock, 5)
     if rank == 1:
-        given["pixel_values"] = given["pixel_values"][:-1]
-    says = "has 8 patches, pixel_values has 7 rows" if rank == 1 else "another rank's images"
-    with pytest.raises(ValueError, match=says):
-        model.generate(**given, max_new_tokens=2)
+        inputs["pixel_values"] = inputs["pixel_values"][:-1]
+    message = "has 8 patches, pixel_values has 7 rows" if rank == 1 else "another rank's images"
+    with pytest.raises(ValueError, match=message):
+        model.generate(**inputs, max_new_tokens=2)
 
 
 FAST = "a_picture_on_rank_1: qwen3_vl_moe"
@@ -116,24 +117,26 @@ EVERY_WAY = (
 RUNS: dict[Callable[..., None], tuple[str, ...]] = {
     a_picture_on_rank_1: (*TYPES, *COMPOSITES),
     without_a_cache: ("qwen3_vl_moe", "kimi_k25"),
-    of_every_kind: EVERY_WAY,
+    every_kind_of_input: EVERY_WAY,
     between_steps_of_training: EVERY_WAY,
 }
 
 
 def _checks() -> list[Any]:
-    found: dict[str, Callable[..., None]] = {
+    runs: dict[str, Callable[..., None]] = {
         f"{run.__name__}: {name}": partial(run, name)
         for run, names in RUNS.items()
         for name in names
     }
-    found["pictures that fit no grid"] = pictures_that_fit_no_grid_stop_every_rank
+    runs["pictures that do not fit their grid"] = (
+        pictures_that_do_not_fit_their_grid_stop_every_rank
+    )
     return [
         Check(name, 2, run, slow=name != FAST, timeout=120.0).as_parameter()
-        for name, run in found.items()
+        for name, run in runs.items()
     ]
 
 
 @pytest.mark.parametrize("claim", _checks())
-def test_ranks_with_other_prompts_equal_stock(found: Found, claim: Check) -> None:
+def test_ranks_with_different_prompts_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

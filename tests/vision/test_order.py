@@ -1,8 +1,8 @@
-"""Ranks reduce the gradients of their towers in one order, whatever inputs each of them has.
+"""Ranks with different kinds of input reduce the gradients of their towers in the same order.
 
-FSDP2 reduces unit by unit and skips units in which a rank has no gradient. So if one rank has sound
-and another one pictures, both must have gradients of both towers. Under reentrant checkpointing the
-code before the backward cannot see what a tower is about to use.
+FSDP2 reduces one unit after the other, and a rank skips units without gradients. If one rank has
+sound and another one pictures, both therefore need gradients for both towers. With reentrant
+checkpointing, the graph before backward does not show which parameters a tower will use.
 """
 
 import warnings
@@ -44,25 +44,25 @@ STEPS: list[tuple[Make, Make]] = [
 ]
 
 
-class Note:
-    """Replace a unit's reduce-scatter: note the unit's name and wait for no rank."""
+class RecordReduceScatter:
+    """Replace a unit's reduce-scatter: record its name and size without communication."""
 
-    def __init__(self, name: str, noted: list[tuple[str, int]]) -> None:
-        self.name, self.noted = name, noted
+    def __init__(self, name: str, records: list[tuple[str, int]]) -> None:
+        self.name, self.records = name, records
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
-        self.noted.append((self.name, input_tensor.numel()))
+        self.records.append((self.name, input_tensor.numel()))
 
 
 def not_checkpointed(model: nn.Module) -> None:
-    """Every node of a tower is in the graph."""
+    """Change nothing: every node of a tower is in the graph."""
 
 
 def checkpointed_behind_a_function(model: Any) -> None:
-    """A user's own checkpointing may hide which module it runs."""
+    """Checkpoint a lambda: unlike a bound method, it does not show which module it runs."""
     checkpointing(model, use_reentrant=True)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -70,7 +70,7 @@ def checkpointed_behind_a_function(model: Any) -> None:
 
 
 def _checkpoint(run: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(lambda *given: run(*given), *args, use_reentrant=True)
+    return checkpoint(lambda *inputs: run(*inputs), *args, use_reentrant=True)
 
 
 WAYS: dict[str, Callable[[Any], None]] = {
@@ -88,7 +88,7 @@ def one_order(name: str, way: str, rank: int, world: int) -> None:
 
 
 def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> None:
-    """The tower has features for two layers and the decoder has one layer. No rank waits."""
+    """The tower has features for two layers, but the decoder has only one layer to use them."""
     options = {"num_hidden_layers": 1, "mlp_only_layers": [], "output_router_logits": False}
     model = tiny(name, **options)
     WAYS[way](model)
@@ -99,31 +99,32 @@ def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> No
 def _assert_one_order(
     model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
 ) -> None:
-    """Compare over ranks which units are reduced, in which order, and how much of each. With
-    `unused`, an unused tower must have no gradient, because weight decay would move it.
+    """Compare the order and the sizes of reduced units over ranks. With `unused`, a tower that no
+    rank used must have no gradient, because weight decay would change it otherwise.
     """
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # views: nobody writes them
+    # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     towers = parts(model)
     everyone = [
         [make(model, 10 * step + i) for i, make in enumerate(makes)]
         for step, makes in enumerate(steps)
     ]
     apply_ep_fsdp2(model, ep_size=2)
-    noted: list[tuple[str, int]] = []
+    records: list[tuple[str, int]] = []
     for unit, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(Note(unit, noted))
+            module.set_custom_reduce_scatter(RecordReduceScatter(unit, records))
     for makes, batches in zip(steps, everyone, strict=True):
-        noted.clear()
+        records.clear()
         loss_of(model, batches[rank]).backward()
         orders: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(orders, noted)
-        said = " and ".join(make.__name__ for make in makes)
-        assert orders[0] == orders[1], f"{said}: {orders[0]} and {orders[1]}"
-        reduced = [unit for unit, _ in noted if unit in towers]
-        assert reduced, f"{said}: no tower in {noted}"
+        dist.all_gather_object(orders, records)
+        inputs = " and ".join(make.__name__ for make in makes)
+        assert orders[0] == orders[1], f"{inputs}: {orders[0]} and {orders[1]}"
+        reduced = [unit for unit, _ in records if unit in towers]
+        assert reduced, f"{inputs}: no tower in {records}"
         if unused:
-            assert (len(reduced) < len(towers)) == (makes == (text, sound)), f"{said}: {reduced}"
+            assert (len(reduced) < len(towers)) == (makes == (text, sound)), f"{inputs}: {reduced}"
         model.zero_grad()
 
 
@@ -147,7 +148,7 @@ def test_ranks_reduce_towers_in_one_order(found: Found, claim: Check) -> None:
 
 
 class Tower(nn.Module):
-    """Two layers that run, and one that does not."""
+    """A module with two layers that run and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class Tower(nn.Module):
         return self.second(self.first(x_BH))
 
 
-def _hide(run: Any, x_BH: Tensor) -> Tensor:
+def _run_checkpointed(run: Any, x_BH: Tensor) -> Tensor:
     return checkpoint(run, x_BH, use_reentrant=True)
 
 
@@ -172,15 +173,17 @@ def _hide(run: Any, x_BH: Tensor) -> Tensor:
     ],
     ids=["module", "method", "partial of a method", "partial of a function", "function"],
 )
-def test_a_reentrant_checkpoint_may_use_what_its_modules_hold(run: Any, hides: str) -> None:
-    """Neither a tower of the module nor a tensor of the graph is hidden from it."""
+def test_a_reentrant_checkpoint_hides_the_parameters_of_its_modules(run: Any, hides: str) -> None:
+    """The graph before backward does not show which parameters a reentrant checkpoint will use. All
+    parameters of its modules count as hidden, or all candidates if its modules are unknown.
+    """
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
-    out_BH = _hide(run(tower), before(torch.ones(2, 3)))
-    everything = [*before.parameters(), *tower.parameters(), *other.parameters()]
-    reached, hidden = reached_parameters([out_BH], everything)
+    out_BH = _run_checkpointed(run(tower), before(torch.ones(2, 3)))
+    candidates = [*before.parameters(), *tower.parameters(), *other.parameters()]
+    reached, hidden = reached_parameters([out_BH], candidates)
     assert reached == {id(parameter) for parameter in before.parameters()}
-    held = [tower] if hides == "one tower" else [tower, other]
-    assert hidden == {id(parameter) for one in held for parameter in one.parameters()}
+    hidden_towers = [tower] if hides == "one tower" else [tower, other]
+    assert hidden == {id(parameter) for t in hidden_towers for parameter in t.parameters()}
 
 
 def test_without_reentrant_checkpoints_nothing_is_hidden() -> None:

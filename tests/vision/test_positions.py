@@ -1,4 +1,4 @@
-"""Positions made in the data loader give stock's outputs, bit for bit."""
+"""PositionCollator computes position ids in the data loader. Outputs equal stock's bit by bit."""
 
 import pickle
 from typing import Any
@@ -25,8 +25,8 @@ ROWS: dict[str, list[Row]] = {
 }
 
 
-def first(samples: list[Batch]) -> Batch:
-    """Collate function of data sets whose samples are batches."""
+def first_sample(samples: list[Batch]) -> Batch:
+    """Collate by returning the first sample, which is a whole batch."""
     return dict(samples[0])
 
 
@@ -35,23 +35,25 @@ def first(samples: list[Batch]) -> Batch:
 def test_outputs_equal_stock(rows: str, left: bool) -> None:
     model = tiny(**MODEL)
     batch = vision_batch(model, ROWS[rows], left=left)
-    placed = PositionCollator(model, first)([batch])
+    collated = PositionCollator(model, first_sample)([batch])
     shape = None if rows == "text" else (3, *batch["input_ids"].shape)
-    assert getattr(placed.pop("position_ids", None), "shape", None) == shape
-    assert placed.keys() == batch.keys()
+    assert getattr(collated.pop("position_ids", None), "shape", None) == shape
+    assert collated.keys() == batch.keys()
     with torch.no_grad():
         want = model(**batch)
-        got = model(**PositionCollator(model, first)([batch]))
-        moved = model(**batch, position_ids=torch.zeros(3, *batch["input_ids"].shape).long())
+        got = model(**PositionCollator(model, first_sample)([batch]))
+        with_wrong_positions = model(
+            **batch, position_ids=torch.zeros(3, *batch["input_ids"].shape).long()
+        )
     assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
-    assert not torch.equal(moved.logits, want.logits)
+    assert not torch.equal(with_wrong_positions.logits, want.logits)
 
 
-def test_positions_by_hand() -> None:
-    """Two text tokens, a picture of 2 x 2 tokens, text again. The second row is shorter."""
+def test_positions_of_an_example() -> None:
+    """Row 0 has two text tokens, a picture of 2 x 2 tokens, and text. Row 1 is shorter."""
     model = tiny(**MODEL)
     batch = vision_batch(model, [[2, (4, 4), 1], [3]])
-    got = PositionCollator(model, first)([batch])["position_ids"]
+    got = PositionCollator(model, first_sample)([batch])["position_ids"]
     pad = [0] * 4
     want = [
         [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, *pad]],
@@ -66,22 +68,22 @@ def test_without_attention_mask() -> None:
     batch = vision_batch(model, [ROWS["image"][0]])
     del batch["attention_mask"]
     with torch.no_grad():
-        got = model(**PositionCollator(model, first)([batch]))
+        got = model(**PositionCollator(model, first_sample)([batch]))
         assert torch.equal(got.logits, model(**batch).logits)
 
 
-def test_positions_that_are_there_stay() -> None:
+def test_existing_positions_are_not_changed() -> None:
     model = tiny(**MODEL)
     batch = vision_batch(model, ROWS["image"])
-    mine = torch.ones(3, *batch["input_ids"].shape).long()
-    got = PositionCollator(model, first)([batch | {"position_ids": mine}])
-    assert got["position_ids"] is mine
+    positions = torch.ones(3, *batch["input_ids"].shape).long()
+    got = PositionCollator(model, first_sample)([batch | {"position_ids": positions}])
+    assert got["position_ids"] is positions
 
 
 @pytest.mark.slow
-def test_spawned_workers_are_sent_no_weights() -> None:
+def test_spawned_workers_get_a_collator_without_weights() -> None:
     model = patch(tiny(**MODEL))
-    collator = PositionCollator(model, first)
+    collator = PositionCollator(model, first_sample)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     assert len(pickle.dumps(collator)) < 20_000 < weights / 10
     batches = [vision_batch(model, rows, seed=i) for i, rows in enumerate(ROWS.values())]
@@ -100,30 +102,33 @@ def _assert_same(got: Batch, want: Batch) -> None:
 def _after_sharding(rank: int, world: int) -> None:
     stock = tiny(**MODEL)
     batch = vision_batch(stock, ROWS["both"])
-    want = PositionCollator(stock, first)([batch])
+    want = PositionCollator(stock, first_sample)([batch])
     for model in (tiny(**MODEL), tiny(**MODEL).model):  # with its head, and without
         apply_ep_fsdp2(model)
-        collator = pickle.loads(pickle.dumps(PositionCollator(model, first)))
+        collator = pickle.loads(pickle.dumps(PositionCollator(model, first_sample)))
         _assert_same(collator([batch]), want)
 
 
-def test_made_of_a_sharded_model() -> None:
+def test_a_collator_of_a_sharded_model() -> None:
     run_ranks(_after_sharding, 1)
 
 
 @pytest.mark.parametrize("name", ["", "model"], ids=["with head", "without"])
-def test_made_of_a_model_under_peft(name: str) -> None:
+def test_a_collator_of_a_peft_model(name: str) -> None:
     stock = tiny(**MODEL)
     batch = vision_batch(stock, ROWS["both"])
     wrapped = get_peft_model(
         tiny(**MODEL).get_submodule(name), LoraConfig(target_modules=["q_proj"])
     )
-    _assert_same(PositionCollator(wrapped, first)([batch]), PositionCollator(stock, first)([batch]))
+    _assert_same(
+        PositionCollator(wrapped, first_sample)([batch]),
+        PositionCollator(stock, first_sample)([batch]),
+    )
 
 
 def test_a_text_model_is_refused() -> None:
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not a vision-language model"):
-        PositionCollator(tiny(), first)
+        PositionCollator(tiny(), first_sample)
 
 
 def test_pictures_without_token_types_are_refused() -> None:
@@ -131,4 +136,4 @@ def test_pictures_without_token_types_are_refused() -> None:
     batch: dict[str, Any] = vision_batch(model, ROWS["image"])
     del batch["mm_token_type_ids"]
     with pytest.raises(ValueError, match="no mm_token_type_ids, only input_ids, attention_mask"):
-        PositionCollator(model, first)([batch])
+        PositionCollator(model, first_sample)([batch])

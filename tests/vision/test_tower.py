@@ -1,8 +1,8 @@
-"""Qwen3-VL-MoE where ranks differ in modality, against stock in one process, in fp64.
+"""Qwen3-VL-MoE on ranks that differ in modality, compared with stock in one process, in fp64.
 
-Stock code applies the tower's rotary embedding in fp32 whatever the model's dtype (transformers,
-modeling_qwen3_vl_moe.py, apply_rotary_pos_emb_vision), so where a rounding falls otherwise a value
-moves by 6e-8: cases with pixels have the budget FP32_INSIDE.
+Stock computes the tower's rotary embedding in fp32 in a model of any dtype (transformers,
+modeling_qwen3_vl_moe.py, apply_rotary_pos_emb_vision). A value that is rounded to another fp32
+number changes by 6e-8, so the budget of cases with pixels is FP32_INSIDE.
 """
 
 import copy
@@ -39,8 +39,8 @@ DATA: dict[str, tuple[list[Row], ...]] = {
     "both on one, nothing on another": ([BOTH], [TEXT]),
     "several images": ([IMAGES, IMAGE], [TEXT], [IMAGES]),
 }
-# With sp 2 and 4: pictures that end, begin, or lie across where a slice does, and a slice of
-# nothing but a picture.
+# For sp 2 and 4: pictures that begin, end or continue at the edge of a slice, and a slice that
+# consists of one picture.
 EDGES: dict[str, tuple[list[Row], ...]] = {
     "image at the edge of a slice": ([[2, (4, 4), 6]], [[5, (4, 6), 1]]),
     "one slice all image": ([[1, (8, 8), 2]], [TEXT]),
@@ -48,7 +48,7 @@ EDGES: dict[str, tuple[list[Row], ...]] = {
 
 
 def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Three documents in one row, two of them with images, separated by their positions."""
+    """Pack three documents, two of them with images, in one row; position ids separate them."""
     rows: list[Row] = [IMAGE, [5 + rank], [2, (2, 4), 3]]
     parts = [vision_batch(model, [row], seed=10 * step + i) for i, row in enumerate(rows)]
     positions = []
@@ -95,8 +95,8 @@ def _cases(
     ]
 
 
-def _everything(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Case]:
-    """All data, all ways to train, at one layout."""
+def _all_cases(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Case]:
+    """List the cases of one layout: all data, packed and padded, frozen, checkpointed."""
     layout = (world, ep, replicate, sp)
     where = f"{world} ranks, ep {ep}, sp {sp}, {replicate} replicas"
     return [
@@ -128,9 +128,9 @@ FOUR_RANKS = [
 FOUR_RANKS_SP = [
     Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
 ]
-TWO_RANKS_MORE = [*_everything(2, 1), *_everything(2, 1, sp=2), *_cases(2, 2)]
+TWO_RANKS_MORE = [*_all_cases(2, 1), *_all_cases(2, 1, sp=2), *_cases(2, 2)]
 FOUR_RANKS_MORE = [
-    *_everything(4, 2),
+    *_all_cases(4, 2),
     Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
     Case("modality by step", 4, 2).with_(**BY_STEP),
     Case("frozen language model", 4, 2, freeze=("model.language_model",)).with_(**BY_STEP),
@@ -139,16 +139,16 @@ FOUR_RANKS_MORE = [
     Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
 ]
 FOUR_RANKS_SP_MORE = [
-    case for ep, sp in ((2, 2), (4, 2), (2, 4)) for case in _everything(4, ep, sp=sp)
+    case for ep, sp in ((2, 2), (4, 2), (2, 4)) for case in _all_cases(4, ep, sp=sp)
 ]
 EIGHT_RANKS = [
     Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP),
-    *_everything(8, 2, 2, sp=2),
+    *_all_cases(8, 2, 2, sp=2),
 ]
 
 
-FEW = TWO_RANKS + TWO_RANKS_SP + FOUR_RANKS_SP
-MORE = (
+FAST_CASES = TWO_RANKS + TWO_RANKS_SP + FOUR_RANKS_SP
+SLOW_CASES = (
     ONE_RANK
     + TWO_RANKS_SP_MORE
     + FOUR_RANKS
@@ -159,23 +159,23 @@ MORE = (
 )
 
 
-def _where_it_runs(cases: list[Case]) -> list[Case]:
-    """With sp > 1 the tower's forward has to be called by us."""
+def _with_needs(cases: list[Case]) -> list[Case]:
+    """Mark cases with sp > 1: there our code calls the tower, which needs a recent transformers."""
     return [case if case.sp == 1 else case.with_(needs=NO_TOWER_IN_BLOCKS) for case in cases]
 
 
-@pytest.mark.parametrize("claim", on_ranks(_where_it_runs(FEW)))
+@pytest.mark.parametrize("claim", on_ranks(_with_needs(FAST_CASES)))
 def test_ranks_with_different_modalities_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(_where_it_runs(MORE), slow=True))
-def test_more_layouts_and_pictures_equal_one_process(found: Found, claim: Check) -> None:
+@pytest.mark.parametrize("claim", on_ranks(_with_needs(SLOW_CASES), slow=True))
+def test_more_layouts_and_data_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 def _sixty_steps(rank: int, world: int) -> None:
-    """In every step each rank has another modality, and sometimes no rank has one."""
+    """Each rank draws a modality in every step; in some steps all ranks have text only."""
     model, reference = tiny(seed=rank, **MODEL), tiny(seed=0, **MODEL)
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
@@ -190,11 +190,10 @@ def _sixty_steps(rank: int, world: int) -> None:
         num_tokens = global_token_count(model, everyone[rank]["labels"])
         loss = model(**everyone[rank], num_items_in_batch=num_tokens).loss
         (loss * world).backward()
-        want = sum(reference(**one, num_items_in_batch=num_tokens).loss for one in everyone)
+        want = sum(reference(**x, num_items_in_batch=num_tokens).loss for x in everyone)
         want.backward()
-        assert_close(
-            f"step {step}: loss", sum_over_ranks(loss), want, 1e-5
-        )  # FP32_INSIDE, grown by 60 steps
+        # FP32_INSIDE holds for one step, and the difference grows over 60 steps.
+        assert_close(f"step {step}: loss", sum_over_ranks(loss), want, 1e-5)
         for name, parameter in model.named_parameters():
             grad = parameter.grad
             assert grad is None or bool(grad.to_local().isfinite().all()), f"step {step}: {name}"
@@ -209,24 +208,26 @@ def test_sixty_steps_of_random_modalities_equal_one_process() -> None:
 
 
 def broken_pictures_stop_every_rank(rank: int, world: int) -> None:
-    """A batch that is wrong on rank 1 alone stops every rank, before anything is exchanged."""
+    """If the batch of rank 1 is wrong, both ranks raise before they exchange any features."""
     model = tiny(seed=rank, **MODEL)
     apply_ep_fsdp2(model, ep_size=2)
     good = vision_batch(model, [IMAGE], seed=rank)
-    for change, says in (
+    for change, message in (
         ({"image_grid_thw": torch.tensor([[1, 2, 6]])}, "has 12 patches, pixel_values has 24 rows"),
         ({"pixel_values": None, "image_grid_thw": None}, "6 tokens of image_token_id, .* makes 0"),
         ({"image_grid_thw": None}, "has 0 patches, pixel_values has 24 rows"),
         ({"pixel_values": None}, "has 24 patches, pixel_values has 0 rows"),
     ):
         broken = {name: x for name, x in (good | change).items() if x is not None}
-        with pytest.raises(ValueError, match=says if rank == 1 else "another rank's images"):
+        with pytest.raises(ValueError, match=message if rank == 1 else "another rank's images"):
             model(**(broken if rank == 1 else good))
     assert model(**good).loss.isfinite()
 
 
 def a_new_embedding_keeps_the_tower_in_the_graph(rank: int, world: int) -> None:
-    """One that took the place of the old after patch() keeps a run without pixels in the graph."""
+    """A rank without pixels connects its tower to the text embeddings (ZeroGradients), also if the
+    embedding was replaced after patch().
+    """
     model = tiny(seed=rank, **MODEL)
     patch(model, ep_size=2)
     model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
@@ -236,19 +237,19 @@ def a_new_embedding_keeps_the_tower_in_the_graph(rank: int, world: int) -> None:
 
 
 def a_frozen_tower_keeps_nothing_for_backward(rank: int, world: int) -> None:
-    """Ranks without pixels run a frozen tower as well, and keep nothing of it."""
+    """Ranks without pixels run a frozen tower as well. Its outputs need no gradient."""
     model = tiny(seed=rank, **MODEL)
     model.model.visual.requires_grad_(False)
     apply_ep_fsdp2(model, ep_size=2)
-    kept = []
+    need_gradients = []
 
     def record(tower: nn.Module, args: object, outputs: Any) -> None:
         features = [outputs.pooler_output, *outputs.deepstack_features]
-        kept.append([feature.requires_grad for feature in features])
+        need_gradients.append([feature.requires_grad for feature in features])
 
     model.model.visual.register_forward_hook(record)
     model(**vision_batch(model, [IMAGE if rank == 0 else TEXT], seed=rank)).loss.backward()
-    assert kept == [[False, False, False]]
+    assert need_gradients == [[False, False, False]]
 
 
 def different_pixels_on_the_ranks_of_a_sequence_are_an_error(rank: int, world: int) -> None:
@@ -274,7 +275,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @needs_tower_in_blocks
-def test_heads_of_the_tower_have_to_be_split_too() -> None:
+def test_sp_size_must_divide_the_heads_of_the_tower() -> None:
     tower = {"hidden_size": 24, "num_heads": 3}
     model = tiny(**MODEL, vision_config=QWEN3_VL_MOE["vision_config"] | tower)
     with pytest.raises(ValueError, match=r"sp_size \(2\) must divide the attention heads \(3\)"):
@@ -282,7 +283,7 @@ def test_heads_of_the_tower_have_to_be_split_too() -> None:
 
 
 @needs_tower_in_blocks
-def test_unpatch_leaves_nothing() -> None:
+def test_unpatch_removes_hooks_and_restores_attention() -> None:
     model, stock = tiny(**MODEL), tiny(**MODEL)
     patch(model, sp_size=2)
     unpatch(model)
@@ -293,7 +294,7 @@ def test_unpatch_leaves_nothing() -> None:
 
 
 @needs_tower_in_blocks
-def test_a_plan_with_blocks_needs_a_forward_that_takes_what_the_tower_returned(monkeypatch) -> None:
+def test_a_plan_with_tower_blocks_needs_a_forward_that_takes_features(monkeypatch) -> None:
     model = tiny(**MODEL)
     plan = derive_plan(model)
     monkeypatch.setattr(type(model.model), "forward", lambda self, input_ids=None: None)

@@ -1,7 +1,7 @@
-"""Ranks that have very different things to see, over several micro-batches: equal to stock.
+"""Gradient accumulation on ranks with different numbers and sizes of pictures equals stock.
 
-Two rounds of three micro-batches: other counts and sizes of pictures on every rank, gradients given
-away behind the last one alone, which is one of text in the second round.
+Each of two rounds has three micro-batches, and FSDP2 reduces gradients only after the last one. In
+the second round, the last micro-batch of all ranks is text.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ Prepare = Callable[[nn.Module], None]
 
 
 def many(model: Any, seed: int) -> Batch:
+    """Return two rows, with three pictures and with one picture."""
     return mixed_batch(model, [3, 1], text=3, seed=seed)
 
 
@@ -36,8 +37,8 @@ ROUNDS: list[list[tuple[Make, ...]]] = [
 ]
 
 
-def as_it_is(model: nn.Module) -> None:
-    """Every parameter is trained, in fp64."""
+def unchanged(model: nn.Module) -> None:
+    """Change nothing: every parameter is trained, in fp64."""
 
 
 def frozen_tower(model: nn.Module) -> None:
@@ -55,10 +56,12 @@ def frozen_tower_in_fp32(model: nn.Module) -> None:
     tower_in_fp32(model)
 
 
-def adds_up(name: str, rank: int, world: int, prepare: Prepare = as_it_is, **config: Any) -> None:
+def accumulate_gradients(
+    name: str, rank: int, world: int, prepare: Prepare = unchanged, **config: Any
+) -> None:
     model, stock = build(name, seed=rank), build(name)
-    for one in (model, stock):
-        prepare(one)
+    for prepared in (model, stock):
+        prepare(prepared)
     apply_ep_fsdp2(model, **({"ep_size": 2} | config))
     for number, micro_batches in enumerate(ROUNDS):
         losses = []
@@ -67,20 +70,20 @@ def adds_up(name: str, rank: int, world: int, prepare: Prepare = as_it_is, **con
             everyone = [make(stock, 10 * step + i) for i, make in enumerate(makes[:world])]
             loss = loss_of(model, everyone[rank])
             (loss * world).backward()
-            want = torch.stack([loss_of(stock, one) for one in everyone]).sum()
+            want = torch.stack([loss_of(stock, x) for x in everyone]).sum()
             want.backward()
             losses.append((sum_over_ranks(loss), want))
-        for got, want in losses:  # of fp32, in the order of the ranks
+        for got, want in losses:  # the losses are fp32 and summed in another order
             assert_close(f"{name}, round {number}: loss", got, want, FP32_INSIDE)
         fp32 = FP32_INSIDE if "fp32" in getattr(prepare, "__name__", "") else 0.0
         where = f"round {number}"
         assert_same_gradients(where, model, stock, lambda k: max(10 * fp32, budget(name, k)))  # noqa: B023
-        for one in (model, stock):
-            one.zero_grad()
+        model.zero_grad()
+        stock.zero_grad()
 
 
 def pictures_without_a_label(name: str, rank: int, world: int) -> None:
-    """Rank 1 alone has pictures, and nothing of it counts: its tower gets zeros."""
+    """Only rank 1 has pictures, and all its labels are ignored: gradients of its tower are zero."""
     model, stock = build(name, seed=rank), build(name)
     apply_ep_fsdp2(model, ep_size=2)
     everyone = [text(stock, 1), images(stock, 2)]
@@ -88,7 +91,7 @@ def pictures_without_a_label(name: str, rank: int, world: int) -> None:
     num_tokens = everyone[0]["labels"][:, 1:].ne(-100).sum()
     loss = model(**everyone[rank], num_items_in_batch=num_tokens).loss
     (loss * world).backward()
-    want = sum(stock(**one, num_items_in_batch=num_tokens).loss for one in everyone)
+    want = sum(stock(**x, num_items_in_batch=num_tokens).loss for x in everyone)
     want.backward()
     assert_close("loss", sum_over_ranks(loss), want, budget(name))
     _assert_same_grads(name, model, stock)
@@ -103,51 +106,53 @@ def _assert_same_grads(name: str, model: nn.Module, stock: nn.Module) -> None:
         assert_close(f"grad of {key}", grad, want, budget(name, key))
 
 
-def low_precision_in_front_of_generate(name: str, rank: int, world: int) -> None:
-    """Pixels in fp32, a model of fp32 that computes in bf16: the first token is the forward's."""
+def generate_in_low_precision(name: str, rank: int, world: int) -> None:
+    """An fp32 model that computes in bf16 gets fp32 pixels. The first token that it generates must
+    be the one with the largest logit in a forward.
+    """
     model = build(name, seed=rank)
-    given = {key: x for key, x in (text, image)[rank](model, 5).items() if key != "labels"}
-    given = {key: x.float() if x.is_floating_point() else x for key, x in given.items()}
+    inputs = {key: x for key, x in (text, image)[rank](model, 5).items() if key != "labels"}
+    inputs = {key: x.float() if x.is_floating_point() else x for key, x in inputs.items()}
     model.float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     apply_ep_fsdp2(model.eval(), ep_size=2, mp_policy=policy)
-    got = model.generate(**given, max_new_tokens=1, do_sample=False)
+    got = model.generate(**inputs, max_new_tokens=1, do_sample=False)
     with torch.no_grad():
-        want = model(**given).logits[:, -1].argmax(-1)
+        want = model(**inputs).logits[:, -1].argmax(-1)
     assert torch.equal(got[:, -1], want), f"{got[:, -1]}, want {want}"
 
 
 PREPARED: dict[str, Prepare] = {
-    "as it is": as_it_is,
+    "as it is": unchanged,
     "checkpoint": partial(checkpointing, use_reentrant=False),
     "reentrant": partial(checkpointing, use_reentrant=True),
     "frozen tower": frozen_tower,
     "tower in fp32": tower_in_fp32,
     "frozen tower in fp32": frozen_tower_in_fp32,
 }
-THREE = ("qwen3_vl_moe", "kimi_k25", "ernie4_5_vl_moe")
+ALL_WAYS = ("qwen3_vl_moe", "kimi_k25", "ernie4_5_vl_moe")
 DO_NOT_CAST = ("aria", "deepseek_ocr2", "inkling_mm_model")
 
 
 def _checks() -> list[Any]:
-    found: list[tuple[str, int, Callable[..., None]]] = [
-        (f"{name}: {way}", 2, partial(adds_up, name, prepare=prepare))
-        for name in THREE
+    runs: list[tuple[str, int, Callable[..., None]]] = [
+        (f"{name}: {way}", 2, partial(accumulate_gradients, name, prepare=prepare))
+        for name in ALL_WAYS
         for way, prepare in PREPARED.items()
-        if name != "kimi_k25" or "fp32" not in way  # its tower takes pixels of its own dtype alone
+        if name != "kimi_k25" or "fp32" not in way  # its tower does not cast pixels to its dtype
     ]
-    found += [
+    runs += [
         (f"{name}: pictures without a label", 2, partial(pictures_without_a_label, name))
-        for name in THREE
+        for name in ALL_WAYS
     ]
-    found += [
-        (f"{name}: low precision", 2, partial(low_precision_in_front_of_generate, name))
-        for name in (*THREE, *DO_NOT_CAST)
+    runs += [
+        (f"{name}: low precision", 2, partial(generate_in_low_precision, name))
+        for name in (*ALL_WAYS, *DO_NOT_CAST)
     ]
-    found.append(("HSDP", 4, partial(adds_up, "kimi_k25", dp_replicate_size=2)))
+    runs.append(("HSDP", 4, partial(accumulate_gradients, "kimi_k25", dp_replicate_size=2)))
     return [
         Check(name, world, run, slow=True, timeout=120.0).as_parameter()
-        for name, world, run in found
+        for name, world, run in runs
     ]
 
 
