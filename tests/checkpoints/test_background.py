@@ -1,4 +1,4 @@
-"""Background saves: a destroyed process group, errors without wait(), and changes meanwhile."""
+"""Background saves: a destroyed process group, errors without wait(), a changed directory."""
 
 import logging
 import threading

@@ -58,7 +58,7 @@ def _decode(
 
 
 def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
-    """[192, 300] has 2 x 3 scales, and row 130 is in the second row of blocks."""
+    """A [192, 300] matrix has 2 x 3 scales. Row 130 is in the second row of blocks."""
     values, scales = torch.zeros(192, 300, dtype=torch.uint8), torch.ones(2, 3)
     values[130, 5], values[127, 256], scales[1, 0], scales[0, 2] = 0x38, 0xC0, 0.25, 8.0
     state = {"w": values.view(torch.float8_e4m3fn), "w_scale_inv": scales}
@@ -329,7 +329,7 @@ def test_a_model_that_stock_decoded_is_saved_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("original_format", [True, False])
 def test_files_that_transformers_quantised(tmp_path: Path, original_format: bool) -> None:
-    """They stack the scales of experts. The quantiser requires a GPU, and does not use it."""
+    """transformers stacks the scales of experts. Its quantiser requires a GPU without using it."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     tiny(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "bf16")
     config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])

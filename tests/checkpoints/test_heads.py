@@ -1,4 +1,4 @@
-"""A checkpoint and a model of which only one has a head; and modules that stay in fp32."""
+"""Checkpoints with a head that the model lacks, and the reverse; modules that stay in fp32."""
 
 from pathlib import Path
 

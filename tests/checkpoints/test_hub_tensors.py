@@ -1,4 +1,4 @@
-"""hub_tensors yields on every rank the tensors that save_pretrained writes, or merges LoRA."""
+"""hub_tensors yields on every rank the tensors of save_pretrained, with LoRA merged on request."""
 
 import copy
 from functools import partial
@@ -146,7 +146,7 @@ def stopping_early(rank: int, world: int) -> None:
 
 
 def in_the_middle_of_a_step(rank: int, world: int) -> None:
-    """Between forward and backward, a call changes no tensor and no gradient, and has no graph."""
+    """Between forward and backward it yields the same tensors. Gradients do not change."""
     stock = with_lora(tiny(), seed=1)
     want = merge_with_peft(stock)
     inputs = batch(tiny(), 2, 9, seed=rank)
@@ -183,7 +183,7 @@ def merged_before_it_was_sharded(rank: int, world: int) -> None:
 
 
 def ranks_that_differ(rank: int, world: int) -> None:
-    """Every rank raises if ranks have different active adapters or models: shards would not fit."""
+    """Every rank raises an error if ranks differ in the active adapter or in the model."""
     model: Any = apply_ep_fsdp2(add_adapters(tiny()), ep_size=2)
     model.set_adapter("second" if rank == 1 else "default")
     for _ in range(2):
@@ -196,7 +196,7 @@ def ranks_that_differ(rank: int, world: int) -> None:
         next(hub_tensors(other if rank == 3 else model, merge_adapters=True))
 
 
-class Alive(TorchDispatchMode):
+class AliveBytes(TorchDispatchMode):
     """Measures new storages: `most` is the largest number of bytes that were alive at once."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ def memory(adapters: bool, rank: int, world: int) -> int:
     model = apply_ep_fsdp2(stock, ep_size=2)
     # The weights of one expert take an eighth of the budget, and a stack has 16 experts.
     budget = 8 * 128 * 64 * 2
-    with Alive() as alive:
+    with AliveBytes() as alive:
         for _, tensor in hub_tensors(model, merge_adapters=adapters, max_bytes=budget):
             assert tensor.nbytes <= budget
     del tensor

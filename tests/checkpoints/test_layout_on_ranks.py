@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_moe_ep import from_pretrained, hub_tensors, save_pretrained
 
-# These types have one tensor per expert, and stacked tensors with biases.
+# deepseek_v3 has one tensor per expert; gpt_oss has stacked tensors with biases.
 FAST = ("deepseek_v3", "gpt_oss")
 # `patch` refuses the first three (tests/architectures/test_every_type.py). Stock does not write the
 # last type in the layout on the hub (tests/checkpoints/test_hub.py).
@@ -56,6 +56,6 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_files_equal_stocks_after_two_ranks(found: Found, claim: Check) -> None:
+def test_two_ranks_write_the_files_that_stock_wrote(found: Found, claim: Check) -> None:
     """Experts are sharded over ep. Stock loads the files that were written."""
     found.raise_if_failed(claim)

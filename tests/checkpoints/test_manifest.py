@@ -1,4 +1,4 @@
-"""With a manifest a checkpoint is complete. Every rank raises the error that names a damage."""
+"""A manifest marks a complete checkpoint, and errors on every rank name any damage."""
 
 import errno
 import hashlib
@@ -51,7 +51,7 @@ def test_a_manifest_has_the_size_and_hash_of_every_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_its_writer_hashed_is_not_read(tmp_path: Path) -> None:
-    """The manifest takes the hash of the writer. If the file has another size now, it raises."""
+    """The manifest takes the hash of the writer; `write` raises if the file's size has changed."""
     hashed = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
     manifest.begin(_write_files(tmp_path))
     with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:

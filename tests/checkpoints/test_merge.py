@@ -1,4 +1,4 @@
-"""`hf-moe-ep merge-adapter` writes slab by slab the same model as PEFT merges in memory."""
+"""The model that `hf-moe-ep merge-adapter` writes equals the one that PEFT merges in memory."""
 
 import json
 import os
@@ -85,8 +85,8 @@ def assert_merged(actual: dict[str, Tensor], peft: PeftMerge) -> None:
     """Check keys, dtypes and errors, and in bf16 that nearly all values are bitwise equal.
 
     The product of a slab may sum its terms in another order than PEFT's. So the error against fp64
-    may be twice PEFT's, as for a kernel. It must be 0 where PEFT's is 0: no product changes these
-    tensors. In bf16 this budget misses a product that is rounded once too often or too seldom,
+    may be twice PEFT's error. It must be 0 where PEFT's is 0: no product changes these tensors.
+    In bf16 this budget misses a product that is rounded once too often or too seldom,
     which changes at least a quarter of the values. Another order of summation changes an fp32 value
     by less than 2 (r + 3) 2**-24 of its terms, and bf16 values are at least 2**-8 apart. With
     r <= 7 it changes one bf16 value in 3,000, or ten times as many where terms cancel. More than
@@ -213,7 +213,7 @@ def test_every_kind_of_adapter(kind: str, dtype: torch.dtype, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base, an adapter and PEFT's merge of both. No test changes its files."""
+    """Create a folder with a base, an adapter and PEFT's merge. No test changes its files."""
     folder = tmp_path_factory.mktemp("small")
     model_class = write_base(folder, "qwen3_moe", torch.float32)
     write_adapter(folder, model_class.from_pretrained(folder / BASE), modules=DENSE)
@@ -258,7 +258,7 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_note_names_the_base_of_the_adapter(inputs: Path, tmp_path: Path) -> None:
-    """The hub's name and the cache path of a base count as the base. One file stays one file."""
+    """The hub's name and the cache path of a base count as the base. One file gives one file."""
     for name in ("base", "Tiny", "models--somebody--Tiny/snapshots/f00d"):
         AutoModelForCausalLM.from_pretrained(inputs / BASE).save_pretrained(tmp_path / name)
     shutil.copytree(inputs / ADAPTER, tmp_path / ADAPTER)
@@ -291,8 +291,8 @@ def test_the_command_and_a_target_that_exists(
     assert f"target {tmp_path / 'out'} exists and is not empty" in capsys.readouterr().err
 
 
-def test_the_largest_tensor_in_memory_is_no_whole_parameter(inputs: Path, tmp_path: Path) -> None:
-    """The tensor is a slab, an expert or a factor: the adapter is not read whole either."""
+def test_the_largest_tensor_in_memory_is_a_slab(inputs: Path, tmp_path: Path) -> None:
+    """The largest may also be one expert or one factor, but no whole matrix is ever read."""
     watch = LargestTensor(())
 
     def write(*arguments: Any, **options: Any) -> None:
@@ -333,7 +333,7 @@ MIB = 2**20
 def _peaks(rank: int, world: int, folder: Path) -> list[int]:
     return_what_is_freed()
     peaks = []
-    for name, max_bytes in (("in one", 2**30), ("sliced", MIB)):  # the first pays for imports
+    for name, max_bytes in (("in one", 2**30), ("sliced", MIB)):  # the first includes imports
         with Resident() as resident:
             merge_adapter(folder / BASE, folder / ADAPTER, folder / name, max_bytes=max_bytes)
         peaks.append(resident.grown)
@@ -360,7 +360,7 @@ def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -
 
 @contextmanager
 def failing_from(first: int, fail: Callable[[], object]) -> Iterator[None]:
-    """Call `fail` before write number `first` and all later ones; a copy of a file is a write."""
+    """Call `fail` before write number `first` and each later write; file copies are writes too."""
     remaining, stock_write, stock_copy = [first], Writer.write, merge._copy
 
     def counted(function: Any, *arguments: Any) -> None:
@@ -481,7 +481,7 @@ BEYOND_A_PRODUCT: dict[str, Any] = {
     "monteclora_config": {},
 }
 
-# What spoils the base and the adapter, and a regular expression for the error.
+# A function that spoils the base or the adapter, and a regular expression for the error.
 REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "fp8": (partial(_quantize, "fp8"), r"quantized by fp8, to which .* dequantize=True"),
     "mxfp4": (partial(_quantize, "mxfp4"), r"quantized by mxfp4, .*name the bf16 checkpoint"),

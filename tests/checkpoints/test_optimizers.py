@@ -36,7 +36,7 @@ def _save(folder: Path, kind: type) -> Run:
 
 
 @pytest.mark.parametrize("kinds", [(torch.optim.AdamW, OwnAdamW), (OwnAdamW, torch.optim.AdamW)])
-def test_a_subclass_resumes_its_base(tmp_path: Path, kinds: tuple[type, type]) -> None:
+def test_subclass_and_base_resume_each_other(tmp_path: Path, kinds: tuple[type, type]) -> None:
     run = _save(tmp_path / "one", kinds[0])
     other = _run(kinds[1], seed=5)
     load_checkpoint(tmp_path, other.model, other.optimizer, other.scheduler)

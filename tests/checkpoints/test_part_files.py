@@ -1,4 +1,4 @@
-"""Ranks read boxes of tensors from the files of other ranks, and few headers of these files."""
+"""A rank reads its shards from the files of other ranks, with as few headers as possible."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each rank plans its own writes of a torch.distributed.checkpoint save, with DCP's result."""
+"""Each rank plans its own writes for torch.distributed.checkpoint (DCP), as DCP would plan them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

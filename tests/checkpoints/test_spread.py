@@ -145,7 +145,7 @@ def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
 
 
 @pytest.mark.slow
-def test_ranks_write_each_value_once_and_read_what_they_need(tmp_path: Path) -> None:
+def test_ranks_write_each_value_once_and_read_few_headers(tmp_path: Path) -> None:
     """A rank reads the headers of two files. torch's reader loads all files."""
     tensors = tmp_path / folder.TENSORS
     tensors.mkdir()

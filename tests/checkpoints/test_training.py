@@ -1,4 +1,4 @@
-"""A checkpoint of one layout loads bit by bit at another, and the next training step is equal."""
+"""A checkpoint loads at another layout with the same bits, and the next step is the same."""
 
 import errno
 import json
@@ -207,7 +207,7 @@ def test_saving_in_the_background(tmp_path: Path) -> None:
 
 
 def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
-    """Every rank raises an error with rank and cause. The checkpoint before it stays valid."""
+    """Every rank raises an error with the failed rank and the cause. The older checkpoint loads."""
     run = start("full", TWO)
     step(run, 0)
     _save_run(run, f"{folder}/one")
@@ -256,7 +256,7 @@ def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path) -> None:
 
 
 def _optimizers(folder: str) -> None:
-    """The next step is equal for each optimizer, also if the save was before the first step."""
+    """A loaded optimizer takes the same next step, also if it was saved before its first step."""
     kinds: dict[str, Any] = {
         "sgd": partial(torch.optim.SGD, lr=0.1),
         "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -368,7 +368,7 @@ def _refused(rank: int, folder: str) -> None:
     dist.barrier()
 
 
-def _no_group_for_a_state(folder: str) -> None:
+def _state_without_a_group(folder: str) -> None:
     run = start("full", TWO)
     step(run, 0)
     run.optimizer.param_groups[0]["params"].pop(0)
@@ -405,7 +405,7 @@ def _cases(rank: int, world: int, folder: str) -> None:
     _masters_and_ties(folder)
     _refused(rank, folder)
     _disagree(rank, folder)
-    _no_group_for_a_state(folder)
+    _state_without_a_group(folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 

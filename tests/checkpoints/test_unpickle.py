@@ -74,7 +74,7 @@ def test_values_are_loaded_with_their_types(tmp_path: Path) -> None:
 
 
 def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
-    """The error names the file. Stock torch runs the code, which proves that the plant works."""
+    """The error names the file. Stock torch runs the code, so the planted item works."""
     trace = tmp_path / "code ran"
     file = plant(_save(tmp_path / "state", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: its item options.lr .*mkdir"):

@@ -38,7 +38,7 @@ def texts() -> list[str]:
 
 
 def _quotes(message: str, text: str) -> bool:
-    """Return True if a text has the parts of a message, which are separated by "...", in order."""
+    """Return True if `text` has the parts of `message`, separated by "...", in this order."""
     position = 0
     for part in message.split("..."):
         position = text.find(part, position)

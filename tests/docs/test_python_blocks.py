@@ -141,7 +141,7 @@ def resume_from_checkpoints(page: str, number: int, rank: int, world: int, folde
 
     with _work_in(folder) as inputs:
         for _ in range(2):
-            model, optimizer = _sharded(inputs)
+            model, optimizer = _shard_and_step(inputs)
             _run(page, number, model=model, optimizer=optimizer, train_one_step=train_one_step)
         assert steps == list(range(200))
         assert sorted(os.listdir("out")) == ["step-100", "step-200"]
@@ -179,7 +179,7 @@ def train_qlora(page: str, number: int, rank: int, world: int, folder: str) -> N
         assert any("experts" in name for name in trained)
 
 
-def _sharded(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimizer]:
+def _shard_and_step(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimizer]:
     """Return a sharded fp64 model and its optimizer after one step."""
     stock = AutoModelForCausalLM.from_pretrained("start").double().train()
     model = apply_ep_fsdp2(stock, ep_size=2)
@@ -192,14 +192,14 @@ def _sharded(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimize
 
 def print_expert_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs, mock.patch("builtins.print") as printed:
-        model, _ = _sharded(inputs)
+        model, _ = _shard_and_step(inputs)
         _run(page, number, model=model)
         assert "expert load of 2 layers of 8 experts" in str(printed.call_args.args[0])
 
 
 def balance_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs:
-        model, optimizer = _sharded(inputs)
+        model, optimizer = _shard_and_step(inputs)
         with torch.no_grad():
             before = model(**inputs).logits
         assert (expert_load(model, reset=False).rank_max_over_mean > 1).all()
@@ -211,7 +211,7 @@ def balance_load(page: str, number: int, rank: int, world: int, folder: str) -> 
 
 def record_and_replay(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs:
-        model, _ = _sharded(inputs)
+        model, _ = _shard_and_step(inputs)
         names = _run(
             page,
             number,

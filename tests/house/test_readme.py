@@ -1,4 +1,4 @@
-"""Links, paths, names and calls in the pages exist, and README links to every page."""
+"""Links, paths, names and calls in the pages exist. README leads to every page."""
 
 import ast
 import importlib
@@ -77,7 +77,7 @@ def _rows(page: str, columns: int) -> Iterator[list[str]]:
 
 
 def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
-    """ARCHITECTURES.md has the same number of types and the same entries as the last column."""
+    """The last column of the table agrees with ARCHITECTURES.md; so does the number of types."""
     tested = {row[0].strip("`"): row for row in _rows("ARCHITECTURES.md", 7) if "`" in row[0]}
     assert f"all {len(tested)} model types" in pages.read("README.md")
     num_types = 0

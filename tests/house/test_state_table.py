@@ -90,7 +90,7 @@ def find_writes(file: str, tree: ast.Module) -> Iterator[Write]:
 
 
 def _constant(tree: ast.Module, name: str) -> str:
-    """Return the string of a module's constant, or the name of an imported one."""
+    """Return the string of a module's constant, or the constant's name if it is imported."""
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant(value=str(text))):

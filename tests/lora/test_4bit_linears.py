@@ -101,7 +101,7 @@ def _shard(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Modu
 
 
 def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
-    """Losses and gradients of three steps equal stock's with every storage, loop and Accelerate."""
+    """Losses and gradients of three steps equal stock's: all storages, own loop and Accelerate."""
     _write_base(rank, folder)
     stock = load_lora(folder, torch.uint8, torch.float32)
     unquantised = run_steps(stock)
@@ -121,7 +121,7 @@ def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
 
 
 def evaluation_between_steps(rank: int, world: int, folder: str) -> None:
-    """With AVX512-BF16, bitsandbytes would repack weights in eval mode, wrongly if sharded."""
+    """With AVX512-BF16, bitsandbytes would repack weights in eval mode, which breaks sharded ones."""
     _write_base(rank, folder)
     for storage in STORAGE.values():
         model = _shard("own loop", load_lora(folder, storage, torch.float32), 2)

@@ -146,7 +146,8 @@ def test_adapters_attached_after_patch() -> None:
     assert_close("logits", logits, stock_logits, FP64_MODEL)
 
 
-def test_layers_see_adapters_in_a_forward_and_copies_their_own() -> None:
+def test_layers_have_adapters_only_during_a_forward() -> None:
+    """A deep copy of a model uses its own adapters."""
     model = patch(with_lora(tiny(), seed=0))
     twin = copy.deepcopy(model)
     with torch.no_grad():

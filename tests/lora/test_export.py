@@ -324,9 +324,7 @@ def test_one_differing_a_doubles_the_rank(tmp_path: Path) -> None:
     ],
     ids=["regular expression", "layers_to_transform", "exclude_modules"],
 )
-def test_targets_that_names_cannot_extend_become_names(
-    limits: dict[str, Any], tmp_path: Path
-) -> None:
+def test_regexes_and_limits_become_full_names(limits: dict[str, Any], tmp_path: Path) -> None:
     save_stock(tmp_path / "a", modules=("layers.0.self_attn.q_proj",))
     edit(tmp_path / "a", **limits)
     export_adapter(tmp_path / "a", tmp_path / "b")
@@ -367,7 +365,7 @@ def test_other_files_dtypes_and_tensors_are_copied(tmp_path: Path) -> None:
     exported = load_file(tmp_path / "b" / WEIGHTS)
     assert exported["base_model.model.lm_head.weight"].view(torch.int16).tolist() == [0x7FC1, -1]
     assert {t.dtype for k, t in exported.items() if "0.mlp.experts" in k} == {torch.bfloat16}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "deep"], "no other"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "deep"], "leftovers"
 
 
 def set_tensor(folder: Path, name: str, tensor: Tensor | None) -> None:

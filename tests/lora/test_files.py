@@ -1,4 +1,4 @@
-"""A sharded model's adapter files open in stock PEFT, and stock PEFT's files in a sharded model."""
+"""Adapter files of a sharded model open in stock PEFT, and files of stock PEFT open here."""
 
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def test_states_and_adapters_saved_by_accelerate(tmp_path: Path) -> None:
 
 
 def _add_by_transformers(rank: int, world: int, folder: str) -> None:
-    """`model.add_adapter` of transformers makes no PeftModel."""
+    """`model.add_adapter` makes no PeftModel. The files are still those of PEFT."""
     model = tiny(dtype=torch.float32)
     torch.manual_seed(rank)
     model.add_adapter(

@@ -131,7 +131,7 @@ def test_quantised_experts_equal_one_process(found: Found, claim: Check) -> None
     found.raise_if_failed(claim)
 
 
-# Transposed and interleaved with biases; no gate; separate experts for text and for images.
+# gpt_oss: transposed, interleaved, biases; nemotron_h: no gate; ernie4_5_vl_moe: image experts.
 SIZES_OF_TYPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
     "nemotron_h": {"hidden_size": 64, "moe_intermediate_size": 128},

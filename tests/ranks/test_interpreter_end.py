@@ -28,7 +28,7 @@ def test_ranks_exit_with_code_0() -> None:
 
 @pytest.mark.slow
 def test_stock_ranks_abort() -> None:
-    """If this fails, torch has fixed the abort, and ranks/interpreter_end.py can be removed with the
+    """If this fails, torch has fixed the abort: ranks/interpreter_end.py can be removed with the
     test above. On a busy machine half of the runs end without an abort.
     """
     assert "-6" in " ".join(_exit_codes(15, "stock"))

@@ -302,7 +302,7 @@ def _count_new_groups(world: int, config: ParallelConfig) -> int:
 
 
 def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
-    """Groups are made of ep, of ep_fsdp, of one rank and of all ranks. torch would make more."""
+    """New groups: each of ep, each of ep_fsdp, this rank, all ranks. torch alone creates more."""
     assert _count_new_groups(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
     assert _count_new_groups(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
     assert _count_new_groups(64, ParallelConfig()) == 1 + 1

@@ -1,4 +1,4 @@
-"""Which rank gets which value from `together` and its relatives, and how an error reaches all."""
+"""`together`, `everyone` and `on_first` return values, and raise one rank's error on all ranks."""
 
 from collections.abc import Callable
 from typing import Any
