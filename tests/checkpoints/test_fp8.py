@@ -44,9 +44,9 @@ def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Scaled
     (folder / "config.json").write_text(json.dumps(config))
     entry = join_scales(read_index(folder), folder)["w"]
     values, scales = state.values()
-    want = stock_product(values, scales, block)
+    expected = stock_product(values, scales, block)
     assert isinstance(entry, ScaledTensor)
-    return entry, want
+    return entry, expected
 
 
 def _decode(
@@ -69,15 +69,15 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
     with Reader() as reader:
         whole = _decode(entry, ((0, 192), (0, 300)), (192, 300), torch.bfloat16, reader)
         part = _decode(entry, ((125, 131), (5, 257)), (192, 300), torch.bfloat16, reader)
-    want = torch.zeros(192, 300, dtype=torch.bfloat16)
-    want[130, 5], want[127, 256] = 0.25, -16.0
-    assert torch.equal(whole, want) and torch.equal(part, want[125:131, 5:257])
+    expected = torch.zeros(192, 300, dtype=torch.bfloat16)
+    expected[130, 5], expected[127, 256] = 0.25, -16.0
+    assert torch.equal(whole, expected) and torch.equal(part, expected[125:131, 5:257])
 
 
 def test_every_box_of_every_view_equals_the_whole_tensor(tmp_path: Path) -> None:
     """A [3, 10, 7] stack with blocks of 4 x 3 is read by boxes of three views of its shape."""
     torch.manual_seed(0)
-    entry, want = _entry(tmp_path, torch.randn(3, 10, 7), (4, 3))
+    entry, whole = _entry(tmp_path, torch.randn(3, 10, 7), (4, 3))
     boxes = [[(0, size), (1, size), (size // 2, size // 2 + 1)] for size in (3, 10, 7)]
     with Reader() as reader:
 
@@ -87,12 +87,12 @@ def test_every_box_of_every_view_equals_the_whole_tensor(tmp_path: Path) -> None
         for values in (1 << 22, 1):
             with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", values):
                 for box in product(*boxes):
-                    part = want[tuple(slice(*dim) for dim in box)]
+                    part = whole[tuple(slice(*dim) for dim in box)]
                     assert torch.equal(decode(box, (3, 10, 7)), part)
                 pairs = decode(((1, 3), (1, 4), (1, 2), (2, 6)), (3, 5, 2, 7))
-                assert torch.equal(pairs, want.view(3, 5, 2, 7)[1:, 1:4, 1:2, 2:6])
+                assert torch.equal(pairs, whole.view(3, 5, 2, 7)[1:, 1:4, 1:2, 2:6])
                 rows = decode(((8, 23), (0, 7)), (30, 7))
-                assert torch.equal(rows, want.view(30, 7)[8:23])
+                assert torch.equal(rows, whole.view(30, 7)[8:23])
         with pytest.raises(ValueError, match=r"rows of \(3, 10, 7\) do not begin where dims of"):
             decode(((0, 3), (0, 70)), (3, 70))
 
@@ -113,12 +113,12 @@ def test_scales_of_each_dtype(tmp_path: Path, kind: str) -> None:
     assert isinstance(entry, ScaledTensor)
     with Reader() as reader:
         decoded = _decode(entry, ((0, 8), (0, 8)), (8, 8), torch.float32, reader)
-    want = state["w"].float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)
-    assert torch.equal(decoded, want)
+    expected = state["w"].float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert torch.equal(decoded, expected)
 
 
 def test_a_large_box_is_decoded_in_parts(tmp_path: Path) -> None:
-    entry, want = _entry(tmp_path, torch.randn(64, 8, 8), (4, 4))
+    entry, expected = _entry(tmp_path, torch.randn(64, 8, 8), (4, 4))
     box = ((0, 64), (0, 8), (0, 8))
     with (
         Reader() as reader,
@@ -126,7 +126,7 @@ def test_a_large_box_is_decoded_in_parts(tmp_path: Path) -> None:
         mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", 256),
     ):
         decoded = _decode(entry, box, (64, 8, 8), torch.float32, reader)
-    assert torch.equal(decoded, want)
+    assert torch.equal(decoded, expected)
     (scales, _), *values = [call.args[:2] for call in read.call_args_list]
     assert scales == entry.scales
     assert [part[0] for _, part in values] == [(i, i + 4) for i in range(0, 64, 4)]
@@ -184,8 +184,8 @@ def _saved_in_bf16(rank: int, world: int, folder: str) -> None:
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     state = read_all(Path(folder, "saved"))
     assert not [key for key in state if "scale" in key] and state[DOWN].dtype == torch.bfloat16
-    again = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
-    assert_equal(_gather_fp32(again), _gather_fp32(_load_stock(folder)))
+    reloaded = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    assert_equal(_gather_fp32(reloaded), _gather_fp32(_load_stock(folder)))
 
 
 def _trains_like_stock(rank: int, world: int, folder: str) -> None:
@@ -320,10 +320,11 @@ def test_a_model_that_stock_decoded_is_saved_in_bf16(tmp_path: Path) -> None:
     """Stock's own save would write FP8 again, with stacked experts; ours writes bf16."""
     write_fp8(tmp_path, tiny(dtype=torch.bfloat16, **SIZES), BLOCK)
     stock = _load_stock(tmp_path)
-    want = dict(stock.state_dict())
+    decoded = dict(stock.state_dict())
     save_pretrained(patch(stock), tmp_path / "saved")
     assert DOWN in read_all(tmp_path / "saved")
-    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()), want)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_equal(dict(loaded.state_dict()), decoded)
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
         if rank == 0:
             write_hub(Path(folder, case), stock)
         dist.barrier()
-        want = apply_ep_fsdp2(copy.deepcopy(stock), ep_size=2)
+        sharded = apply_ep_fsdp2(copy.deepcopy(stock), ep_size=2)
         ours = from_pretrained(Path(folder, case), ep_size=2, experts_implementation="eager")
         assert not ours.training and ours.train().generation_config is not None
         meta_loaded = apply_ep_fsdp2(_meta(name, **options), weights=f"{folder}/{case}", ep_size=2)
@@ -122,7 +122,7 @@ def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
         inputs["input_ids"].clamp_(max=89)  # image tokens begin at 90
         losses: list[Tensor] = []
         grads: list[dict[str, Tensor]] = []
-        for model in (want, ours, meta_loaded):
+        for model in (sharded, ours, meta_loaded):
             loss = model(**inputs).loss
             loss.backward()
             losses.append(loss.detach())
@@ -131,7 +131,7 @@ def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
         for loss, grad in zip(losses[1:], grads[1:], strict=True):
             assert torch.equal(loss, losses[0]) and grad.keys() == grads[0].keys()
             assert all(torch.equal(grad[n], grads[0][n]) for n in grad)
-        assert next(want.parameters()).dtype == next(ours.parameters()).dtype == torch.float64
+        assert next(sharded.parameters()).dtype == next(ours.parameters()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -213,22 +213,22 @@ def _load_with_adapters(rank: int, world: int, folder: str) -> None:
             modules_to_save=["post_attention_layernorm", "lm_head"],
             init_lora_weights=drawn,
         )
-        lean = from_pretrained(folder, ep_size=2, peft_config=config)
-        found = {n: full_tensor(p) for n, p in lean.named_parameters() if "lora_" in n}
-        for name, factor in found.items():
+        loaded = from_pretrained(folder, ep_size=2, peft_config=config)
+        gathered = {n: full_tensor(p) for n, p in loaded.named_parameters() if "lora_" in n}
+        for name, factor in gathered.items():
             assert factor.isfinite().all() and (factor.std() > 0) == (
                 "lora_A" in name or not drawn
             ), name
         everyone = [None] * world
-        dist.all_gather_object(everyone, found)
+        dist.all_gather_object(everyone, gathered)
         assert all(torch.equal(everyone[1][n], factor) for n, factor in everyone[0].items())
         model = get_peft_model(copy.deepcopy(base), config)
-        packed = factors.pack_factors(lean, found)
+        packed = factors.pack_factors(loaded, gathered)
         assert packed.keys() == {n for n, _ in model.named_parameters() if "lora_" in n}
         model.load_state_dict(packed, strict=False)
         inputs = batch(base, 2, 9, seed=rank)
-        assert_close("logits", lean.eval()(**inputs).logits, model.eval()(**inputs).logits, 1e-5)
-        trained = {n for n, p in lean.named_parameters() if p.requires_grad}
+        assert_close("logits", loaded.eval()(**inputs).logits, model.eval()(**inputs).logits, 1e-5)
+        trained = {n for n, p in loaded.named_parameters() if p.requires_grad}
         assert trained == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -256,15 +256,15 @@ def _train_with_accelerate(rank: int, world: int, folder: str) -> None:
     dist.barrier()
     with launched():
         accelerator = Accelerator(cpu=True)
-        lean = from_pretrained(f"{folder}/base", ep_size=2).train()
-        optimizer = torch.optim.AdamW(lean.parameters(), lr=0.1)
-        lean, optimizer = accelerator.prepare(lean, optimizer)
-        numbers = _steps(accelerator, lean, optimizer, rank)
+        loaded = from_pretrained(f"{folder}/base", ep_size=2).train()
+        optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1)
+        loaded, optimizer = accelerator.prepare(loaded, optimizer)
+        numbers = _steps(accelerator, loaded, optimizer, rank)
         accelerator.save_state(f"{folder}/state")
-        saved = {n: full_tensor(p) for n, p in lean.named_parameters()}
-        _steps(accelerator, lean, optimizer, rank)
+        saved = {n: full_tensor(p) for n, p in loaded.named_parameters()}
+        _steps(accelerator, loaded, optimizer, rank)
         accelerator.load_state(f"{folder}/state")
-        for name, parameter in lean.named_parameters():
+        for name, parameter in loaded.named_parameters():
             assert torch.equal(full_tensor(parameter), saved[name]), name
     with launched():
         assert numbers == _steps(*prepared(copy.deepcopy(base), ep_size=2), rank)

@@ -100,15 +100,16 @@ ADAPTERS = {
 def merged(name: str, adapters: str, rank: int, world: int) -> None:
     """LoRA is merged as PEFT merges it in one process; the model's parameters stay unchanged."""
     stock = ADAPTERS[adapters](tiny(name))
-    want = merge_with_peft(stock)
+    expected = merge_with_peft(stock)
     base = hub_state(tiny(name))
-    assert want.keys() == base.keys() and any(not torch.equal(want[k], base[k]) for k in want)
+    assert expected.keys() == base.keys()
+    assert any(not torch.equal(expected[k], base[k]) for k in expected)
     for layout in ("ep 2, fsdp 2", "ep 2, fsdp 2, dim 1", "ep 2, HSDP", "ep 1, eager experts"):
         model = apply_ep_fsdp2(copy.deepcopy(stock), **LAYOUTS[layout])
         before = {n: p.to_local().clone() for n, p in model.named_parameters()}
         for max_bytes in (SMALL, 2**30):
-            got = collect(model, merge_adapters=True, max_bytes=max_bytes)
-            assert_merged(got, want, f"{layout}: ")
+            tensors = collect(model, merge_adapters=True, max_bytes=max_bytes)
+            assert_merged(tensors, expected, f"{layout}: ")
         for n, p in model.named_parameters():
             assert torch.equal(p.to_local(), before[n]), n
 
@@ -148,7 +149,7 @@ def stopping_early(rank: int, world: int) -> None:
 def in_the_middle_of_a_step(rank: int, world: int) -> None:
     """Between forward and backward it yields the same tensors. Gradients do not change."""
     stock = with_lora(tiny(), seed=1)
-    want = merge_with_peft(stock)
+    expected = merge_with_peft(stock)
     inputs = batch(tiny(), 2, 9, seed=rank)
     gradients = []
     for modes in ((), (torch.enable_grad, torch.no_grad, torch.inference_mode)):
@@ -156,9 +157,9 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
         loss = model(**inputs).loss
         for mode in modes:
             with mode():
-                got = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
-            assert not any(tensor.requires_grad for tensor in got.values())
-            assert_merged(got, want)
+                tensors = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
+            assert not any(tensor.requires_grad for tensor in tensors.values())
+            assert_merged(tensors, expected)
         loss.backward()
         gradients.append(
             {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
@@ -170,13 +171,13 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
 def merged_before_it_was_sharded(rank: int, world: int) -> None:
     """Merged weights are yielded unchanged. PEFT's unmerge would fail half way: it is refused."""
     stock: Any = with_lora(tiny(), seed=1)
-    want = merge_with_peft(stock)
+    expected = merge_with_peft(stock)
     stock.merge_adapter()
     model: Any = apply_ep_fsdp2(stock, ep_size=2)
     with pytest.raises(ValueError, match=r"unmerge_adapter on .* sharded over .*q_proj before;"):
         model.unmerge_adapter()
-    got = collect(model, merge_adapters=True)
-    assert_merged(got, want)
+    tensors = collect(model, merge_adapters=True)
+    assert_merged(tensors, expected)
     model = apply_ep_fsdp2(with_lora(tiny(), seed=1), ep_size=2)
     with pytest.warns(UserWarning, match="Already unmerged"):
         model.unmerge_adapter()
@@ -270,17 +271,17 @@ def test_hub_tensors_in_one_process(max_bytes: int) -> None:
     model = patch(tiny(dtype=torch.float32))
     assert_equal(collect(model, max_bytes=max_bytes), hub_state(model))
     stock = with_lora(tiny(), seed=1)
-    want = merge_with_peft(stock)
-    got = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
-    assert_merged(got, want)
+    expected = merge_with_peft(stock)
+    tensors = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
+    assert_merged(tensors, expected)
 
 
 def test_a_merged_adapter_is_not_added_twice() -> None:
     model = with_lora(tiny(), seed=1, modules=())
-    want = merge_with_peft(model)
+    expected = merge_with_peft(model)
     model.merge_adapter()
-    got = collect(patch(model), merge_adapters=True)
-    assert_merged(got, want)
+    tensors = collect(patch(model), merge_adapters=True)
+    assert_merged(tensors, expected)
 
 
 @needs_add_adapter
@@ -294,9 +295,9 @@ def test_adapters_of_transformers_are_merged_too() -> None:
     with torch.no_grad():
         for stock_factor, factor in zip(*pairs, strict=True):
             factor.copy_(stock_factor.normal_())
-    want = merge_with_peft(stock)
-    got = collect(patch(model), merge_adapters=True)
-    assert_merged(got, want)
+    expected = merge_with_peft(stock)
+    tensors = collect(patch(model), merge_adapters=True)
+    assert_merged(tensors, expected)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
@@ -307,10 +308,10 @@ def test_a_trained_copy_of_a_tied_weight(module: str) -> None:
         for name, parameter in stock.named_parameters():
             if "modules_to_save" in name:
                 parameter.add_(1)
-    want = merge_with_peft(stock)
-    assert not torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"])
-    got = collect(patch(stock), merge_adapters=True)
-    assert_merged(got, want)
+    expected = merge_with_peft(stock)
+    assert not torch.equal(expected["lm_head.weight"], expected["model.embed_tokens.weight"])
+    tensors = collect(patch(stock), merge_adapters=True)
+    assert_merged(tensors, expected)
 
 
 def test_yielded_tensors_are_copies() -> None:
@@ -366,14 +367,14 @@ def test_disabled_adapters_are_not_merged() -> None:
 def test_the_caller_may_overwrite_yielded_tensors() -> None:
     """The next tensors may be views of the same slab; the caller's write does not change them."""
     model = patch(tiny(dtype=torch.float32))
-    want = hub_state(model)
+    expected = hub_state(model)
     copies: dict[str, Tensor] = {}
     for max_bytes in (SMALL, 2**30):
         for key, tensor in hub_tensors(model, max_bytes=max_bytes):
-            assert torch.equal(tensor, want[key]), key
+            assert torch.equal(tensor, expected[key]), key
             copies[key] = tensor.clone()
             tensor.fill_(7)
-        assert_equal(copies, want)
+        assert_equal(copies, expected)
 
 
 def test_a_model_without_values_is_refused() -> None:

@@ -44,8 +44,8 @@ def _assert_same_files(model_type: str, rank: int, folder: str) -> None:
     assert_equal(iterated, written)
     if rank == 0:
         # Two loaded models are compared, because stock resets a bias of Zaya when it loads.
-        loaded, wanted = (model_class.from_pretrained(folder) for folder in (ours, stock))
-        assert_equal(loaded.state_dict(), wanted.state_dict())
+        loaded, expected = (model_class.from_pretrained(folder) for folder in (ours, stock))
+        assert_equal(loaded.state_dict(), expected.state_dict())
 
 
 CHECKS = [

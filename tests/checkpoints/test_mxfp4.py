@@ -70,9 +70,9 @@ def test_a_byte_is_two_numbers_with_the_low_bits_first(tmp_path: Path) -> None:
         stored.read_into(weight, ((0, 1), (0, 32), (0, 2)), reader)
         part = torch.empty(1, 3, 1, dtype=torch.bfloat16)
         stored.read_into(part, ((0, 1), (1, 4), (0, 1)), reader)
-    want = torch.zeros(32, 2)
-    want[2, 0], want[3, 0], want[0, 1], want[1, 1] = 8.0, 48.0, 0.25, -3.0
-    assert torch.equal(weight[0].float(), want)
+    expected = torch.zeros(32, 2)
+    expected[2, 0], expected[3, 0], expected[0, 1], expected[1, 1] = 8.0, 48.0, 0.25, -3.0
+    assert torch.equal(weight[0].float(), expected)
     assert part[0, :, 0].tolist() == [0.0, 8.0, 48.0]
 
 
@@ -82,8 +82,8 @@ def _load_and_save(rank: int, world: int, folder: str) -> None:
         assert getattr(model.config, "quantization_config", None) is None
         # Our masters are fp32, and stock's tensors are bf16.
         loaded = {name: full_tensor(t).float() for name, t in model.state_dict().items()}
-        want = _load_stock(Path(folder)).state_dict()
-        assert_equal(loaded, {name: tensor.float() for name, tensor in want.items()})
+        expected = _load_stock(Path(folder)).state_dict()
+        assert_equal(loaded, {name: tensor.float() for name, tensor in expected.items()})
     save_pretrained(model, f"{folder}/saved")
     dist.barrier()
 
@@ -92,10 +92,10 @@ def test_two_ranks_read_the_values_that_stock_decodes(tmp_path: Path) -> None:
     """Each rank reads its experts, or its rows of all experts, and the model is saved in bf16."""
     _write_published(tmp_path)
     run_ranks(_load_and_save, 2, str(tmp_path))
-    want = _load_stock(tmp_path).state_dict()
-    assert_equal(read_all(tmp_path / "saved"), dict(want))
+    expected = _load_stock(tmp_path).state_dict()
+    assert_equal(read_all(tmp_path / "saved"), dict(expected))
     loaded = GptOssForCausalLM.from_pretrained(tmp_path / "saved")
-    assert_equal(loaded.state_dict(), dict(want))
+    assert_equal(loaded.state_dict(), dict(expected))
     ids = torch.arange(7)[None]
     assert_close("logits", loaded(ids).logits, _load_stock(tmp_path)(ids).logits, 0.0)
 
@@ -103,9 +103,9 @@ def test_two_ranks_read_the_values_that_stock_decodes(tmp_path: Path) -> None:
 def test_a_model_that_stock_decoded_is_saved_under_loadable_names(tmp_path: Path) -> None:
     """transformers 5.23 saves decoded weights under names with "_blocks" that no loader reads."""
     _write_published(tmp_path)
-    want = dict(_load_stock(tmp_path).state_dict())
+    expected = dict(_load_stock(tmp_path).state_dict())
     save_pretrained(patch(_load_stock(tmp_path)), tmp_path / "saved")
-    assert_equal(read_all(tmp_path / "saved"), want)
+    assert_equal(read_all(tmp_path / "saved"), expected)
 
 
 @pytest.mark.parametrize("damage", ["scales", "shape"])

@@ -77,14 +77,14 @@ def test_a_model_saved_without_an_optimizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model was saved without an optimizer; call with opt"):
         load_checkpoint(tmp_path, other.model, other.optimizer)
     assert load_checkpoint(tmp_path, other.model, None) == {"step": 3}
-    wanted = dict(run.model.named_parameters())
-    assert all(torch.equal(p, wanted[name]) for name, p in other.model.named_parameters())
+    expected = dict(run.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in other.model.named_parameters())
 
 
 def test_only_the_model_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     run = _save(tmp_path / "one", torch.optim.AdamW)
     other = _run(torch.optim.AdamW, seed=5)
     load_checkpoint(tmp_path, other.model, None)
-    wanted = dict(run.model.named_parameters())
-    assert all(torch.equal(p, wanted[name]) for name, p in other.model.named_parameters())
+    expected = dict(run.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in other.model.named_parameters())
     assert not other.optimizer.state

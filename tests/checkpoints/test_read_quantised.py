@@ -193,11 +193,11 @@ def test_each_shard_equals_quantising_after_loading(name: str, kind: str, tmp_pa
         shape_EOI = values.mT.shape if transposed else values.shape
         for boxes, shard in cut_shards(whole, quantisation):
             tensors = [torch.full_like(tensor, 77) for tensor in shard.by_name("").values()]
-            held = HeldAsBytes(
+            target = HeldAsBytes(
                 Quantised(*tensors), boxes, (shape_EOI[1], shape_EOI[2]), quantisation, transposed
             )
             with Reader() as reader:
-                held.read(stored[f"{MATRIX}.{weight}"], reader, torch.device("cpu"))
+                target.read(stored[f"{MATRIX}.{weight}"], reader, torch.device("cpu"))
             for actual, tensor in zip(tensors, shard.by_name("").values(), strict=True):
                 assert torch.equal(actual, tensor), (weight, boxes)
 
@@ -210,14 +210,14 @@ def test_fp8_of_the_same_blocks_is_not_decoded(tmp_path: Path) -> None:
         stored = locate_weights(tmp_path / blocks)[f"{MATRIX}.down_proj"]
         local = empty_stack((8, 256, 256), FORMATS["fp8"], "cpu")
         boxes = [tuple((0, n) for n in tensor.shape) for tensor in local.by_name("").values()]
-        held = HeldAsBytes(local, boxes, (256, 256), FORMATS["fp8"], False)
+        target = HeldAsBytes(local, boxes, (256, 256), FORMATS["fp8"], False)
         with (
             Reader() as reader,
             mock.patch("hf_moe_ep.checkpoints.hub.quantised.quantise") as quantise,
             mock.patch("hf_moe_ep.checkpoints.hub.fp8.ScaledTensor.read_into") as decode,
         ):
             quantise.return_value = local.of(0)
-            held.read(stored, reader, torch.device("cpu"))
+            target.read(stored, reader, torch.device("cpu"))
         decoded.append((decode.call_count, quantise.call_count))
     assert decoded == [(0, 0), (8, 8)]
 
@@ -273,11 +273,11 @@ def _compare_with_stock(name: str, rank: int, world: int, folder: str) -> None:
 
 def _assert_equals_file(files: Path, model: Any) -> None:
     number = 0
-    for name, held, _ in quantised_matrices(model):
+    for name, stack, _ in quantised_matrices(model):
         if ".layers.1." not in name:
             continue
         stored = read_fp8(files, name.rpartition(".")[2]).by_name("").values()
-        for actual, tensor in zip(held.by_name("").values(), stored, strict=True):
+        for actual, tensor in zip(stack.by_name("").values(), stored, strict=True):
             assert torch.equal(full_tensor(actual), tensor), name
             number += 1
     assert number == 4

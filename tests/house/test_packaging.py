@@ -59,8 +59,8 @@ def test_the_sdist_has_the_files_that_its_tests_read(sdist: tuple[set[str], Mess
         for path in (ROOT / folder).rglob("*.*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    wanted = {os.fspath(path.relative_to(ROOT)) for path in [*top, *inside]}
-    assert wanted - names == set()
+    expected = {os.fspath(path.relative_to(ROOT)) for path in [*top, *inside]}
+    assert expected - names == set()
 
 
 def test_the_metadata_is_complete(sdist: tuple[set[str], Message]) -> None:

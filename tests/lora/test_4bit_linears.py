@@ -107,8 +107,8 @@ def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
     unquantised = run_steps(stock)
     stock = load_lora(folder, torch.uint8, torch.float32)
     dequantise_experts(stock, "nf4")
-    want = run_steps(stock)
-    assert max_error(unquantised["0 loss"], want["0 loss"]) > 1e-4, "quantising has no effect"
+    expected = run_steps(stock)
+    assert max_error(unquantised["0 loss"], expected["0 loss"]) > 1e-4, "quantising has no effect"
     for name, storage in STORAGE.items():
         for way, ep_size in (("own loop", 1), ("own loop", 2), ("Accelerate", 2)):
             # Ranks build different adapters, and all must train those of rank 0.
@@ -117,11 +117,11 @@ def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
             packed = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj").weight
             assert isinstance(packed, DTensor) == (name != "bytes"), "bytes are not sharded"
             for key, tensor in run_steps(model).items():
-                assert_close(f"{name}, {way}, {key}", tensor, want[key], FP32_BUDGET)
+                assert_close(f"{name}, {way}, {key}", tensor, expected[key], FP32_BUDGET)
 
 
 def evaluation_between_steps(rank: int, world: int, folder: str) -> None:
-    """With AVX512-BF16, bitsandbytes would repack weights in eval mode, which breaks sharded ones."""
+    """With AVX512-BF16, bitsandbytes would repack weights in eval mode: that breaks shards."""
     _write_base(rank, folder)
     for storage in STORAGE.values():
         model = _shard("own loop", load_lora(folder, storage, torch.float32), 2)

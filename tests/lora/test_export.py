@@ -214,13 +214,13 @@ def test_exported_deltas_give_the_logits_of_peft(name: str, tmp_path: Path) -> N
     plain = tiny(name)
     inputs = batch(plain, 2, 9)
     with torch.no_grad():
-        want, before = model(**inputs).logits, plain(**inputs).logits
+        expected, before = model(**inputs).logits, plain(**inputs).logits
         parameters = dict(plain.named_parameters())
         for key, delta in stack_deltas(read_single_deltas(tmp_path / "b")).items():
             parameter = parameters[key.removeprefix("base_model.model.")]
             parameter += delta if delta.shape == parameter.shape else delta.transpose(1, 2)
-        assert_close("logits", plain(**inputs).logits, want, 1e-10)
-        assert (want - before).abs().max() > 0.1, "the adapter changes them"
+        assert_close("logits", plain(**inputs).logits, expected, 1e-10)
+        assert (expected - before).abs().max() > 0.1, "the adapter changes them"
 
 
 def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:

@@ -66,15 +66,15 @@ def test_an_adapter_trained_at_ep_4_opens_in_stock_peft(tmp_path: Path) -> None:
     run_ranks(_train_at_ep_4, 4, str(tmp_path / "adapter"))
 
 
-def _open_at_ep_2(rank: int, world: int, folder: str, want: Tensor) -> None:
+def _open_at_ep_2(rank: int, world: int, folder: str, logits: Tensor) -> None:
     model = peft.PeftModel.from_pretrained(
         tiny(dtype=torch.float32), f"{folder}/stock", is_trainable=True
     )
     apply_ep_fsdp2(model, ep_size=2)
-    assert_close("logits at ep 2", _logits(model), want, BUDGET)
+    assert_close("logits at ep 2", _logits(model), logits, BUDGET)
     save_pretrained(model, f"{folder}/again")
     _train(model, steps=1)
-    assert (_logits(model) - want).abs().max() > 1e-3, "training has no effect"  # a step is 1e-2
+    assert (_logits(model) - logits).abs().max() > 1e-3, "training has no effect"  # a step is 1e-2
 
 
 def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def _compare_initial_factors(rank: int, world: int) -> None:
 
     model, stock = attach(seed=rank), attach(seed=0)
     apply_ep_fsdp2(model, ep_size=2)
-    found = {name: full_tensor(p) for name, p in model.named_parameters() if "lora_" in name}
-    for name, tensor in factors.pack_factors(model, found).items():
+    gathered = {name: full_tensor(p) for name, p in model.named_parameters() if "lora_" in name}
+    for name, tensor in factors.pack_factors(model, gathered).items():
         assert torch.equal(tensor, stock.get_parameter(name)), name
     local = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
-    assert local < 0.3 * sum(tensor.numel() for tensor in found.values()), "a quarter per rank"
+    assert local < 0.3 * sum(tensor.numel() for tensor in gathered.values()), "a quarter per rank"
 
 
 def test_initial_factors_are_those_of_rank_0() -> None:
@@ -140,8 +140,8 @@ def _train_on_bf16(rank: int, world: int, folder: str) -> None:
     assert (after - before).abs().max() > 0.01
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.bfloat16), folder)
-    found = {name: full_tensor(p) for name, p in adapters.items()}
-    for name, tensor in factors.pack_factors(model, found).items():
+    gathered = {name: full_tensor(p) for name, p in adapters.items()}
+    for name, tensor in factors.pack_factors(model, gathered).items():
         assert torch.equal(opened.get_parameter(name), tensor), name
     # The mean, not the maximum: rounding may route a token to another expert.
     error = (_logits(opened) - after).abs().mean() / after.abs().mean()
@@ -161,11 +161,11 @@ def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
             accelerator, model, _ = prepared(model, ep_size=2)
             _train(model)
             accelerator.save_state(state)
-            want = _logits(model)
+            logits = _logits(model)
             _train(model, steps=1)
-            assert (_logits(model) - want).abs().max() > 0.01, kind
+            assert (_logits(model) - logits).abs().max() > 0.01, kind
             accelerator.load_state(state)
-            assert torch.equal(_logits(model), want), kind
+            assert torch.equal(_logits(model), logits), kind
             # Called on every rank, as in PEFT's examples for FSDP.
             accelerator.unwrap_model(model).save_pretrained(
                 adapter,
@@ -174,7 +174,7 @@ def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
             )
             accelerator.wait_for_everyone()
             opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), adapter)
-            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), want, BUDGET)
+            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), logits, BUDGET)
 
 
 @pytest.mark.slow
@@ -190,12 +190,12 @@ def _add_by_transformers(rank: int, world: int, folder: str) -> None:
         peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
     )
     apply_ep_fsdp2(model, ep_size=2)
-    want = _logits(model)
+    logits = _logits(model)
     gathered = gather_state_dict(model)
     assert all("lora_" in name for name in gathered) and len(gathered) == (0 if rank else 2 * 4)
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
-    assert_close("logits in stock PEFT", _logits(opened), want, BUDGET)
+    assert_close("logits in stock PEFT", _logits(opened), logits, BUDGET)
 
 
 def _read_keys(folder: str) -> set[str]:
@@ -217,9 +217,9 @@ def _save_embeddings(rank: int, world: int, folder: str) -> None:
             model.save_pretrained(f"{folder}/stock {name}", **options)
         apply_ep_fsdp2(model, ep_size=2)
         save_pretrained(model, f"{folder}/{name}", **options)
-        want = _read_keys(f"{folder}/stock {name}")
-        assert any("embed_tokens" in key for key in want)
-        assert _read_keys(f"{folder}/{name}") == want, name
+        keys = _read_keys(f"{folder}/stock {name}")
+        assert any("embed_tokens" in key for key in keys)
+        assert _read_keys(f"{folder}/{name}") == keys, name
 
 
 def _save_with_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:

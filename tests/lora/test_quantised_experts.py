@@ -169,7 +169,7 @@ def _compare_type(model_type: str, kind: str, rank: int, world: int) -> None:
 
 
 def _doubled(size: Any) -> Any:
-    return [2 * one for one in size] if isinstance(size, list) else 2 * size
+    return [2 * each for each in size] if isinstance(size, list) else 2 * size
 
 
 CHECKS = [

@@ -58,7 +58,7 @@ def shard(kind: str, seed: int = 0, model: Any = None, **config: Any) -> nn.Modu
 
 
 def bytes_per_parameter(rank: int, world: int) -> None:
-    """The bytes per parameter on a rank are within MOST, and `describe` prints them."""
+    """The bytes per parameter on a rank are within MAX_BYTES, and `describe` prints them."""
     plain_text = describe(plain := apply_ep_fsdp2(with_lora(tiny(**LARGE)), ep_size=2))
     counts = plain_text[plain_text.index("parameters") : plain_text.index("\n  precision")]
     del plain
@@ -122,8 +122,8 @@ def a_changed_byte_or_swapped_experts_change_a_hash(rank: int, world: int) -> No
     model = shard("nf4", ep_size=2)
     before = describe_base(model)
     assert before is not None
-    _, held, _ = next(quantised_matrices(model))
-    local = _local(held.values)
+    _, stack, _ = next(quantised_matrices(model))
+    local = _local(stack.values)
     if rank == 1:
         local[0, 3, 5] ^= 1
     flipped = describe_base(model)
@@ -163,7 +163,7 @@ def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
     """The first save and a load read all bytes. A save after training LoRA alone reads none."""
     model = shard(kind, ep_size=2)
     optimizer = _adamw(model)
-    tensors = [t for n, held, _ in quantised_matrices(model) for t in held.by_name(n).values()]
+    tensors = [t for n, stack, _ in quantised_matrices(model) for t in stack.by_name(n).values()]
     whole = sum(_local(tensor).nbytes for tensor in tensors)
 
     def read(run: Callable[..., Any], name: str) -> int:
@@ -199,8 +199,8 @@ def _adamw(model: nn.Module) -> Any:
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
-    return pack_factors(model, found)
+    factors = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+    return pack_factors(model, factors)
 
 
 def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, folder: str) -> None:
