@@ -165,14 +165,14 @@ def cut_shards(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[A
         yield boxes, Quantised(*tensors)
 
 
-def name_pairs() -> Iterator[Any]:
+def list_cases() -> Iterator[Any]:
     for name, kind in product(FILES, FORMATS):
         usual = (name, kind) in (("hub", "nested"), ("fp8 files", "fp8"), ("mxfp4 files", "nf4"))
         marks = [] if usual else [pytest.mark.slow]
         yield pytest.param(name, kind, id=f"{name}, {kind}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "kind"), list(name_pairs()))
+@pytest.mark.parametrize(("name", "kind"), list(list_cases()))
 def test_each_shard_equals_quantising_after_loading(name: str, kind: str, tmp_path: Path) -> None:
     """Each layout of files is read into the shards of `cut_shards`. FP8 into FP8 copies the bytes.
     Nested scales depend on the whole matrix, and ranks that have a part of its rows agree on them.

@@ -83,7 +83,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered_bytes_are_fewer_too(rank: int, world: int) -> None:
+def gathered_bytes_of_experts(rank: int, world: int) -> None:
     """All-gathers of experts in one step: each format against bf16, with LoRA on attention only."""
     sums = {}
     for kind in ("", *HELD):
@@ -360,7 +360,7 @@ def missing_bitsandbytes_and_gptq_are_refused(rank: int, world: int, folder: str
 CHECKS = [
     missing_bitsandbytes_and_gptq_are_refused,
     bytes_per_parameter,
-    gathered_bytes_are_fewer_too,
+    gathered_bytes_of_experts,
     hashes_are_equal_at_every_layout,
     a_changed_byte_or_swapped_experts_change_a_hash,
     {f"base is read once, {kind}": partial(base_is_read_once, kind) for kind in HELD},
