@@ -1,4 +1,4 @@
-"""Saves in the background whose process group is destroyed, or for whose error nobody waits."""
+"""Background saves: a destroyed process group, errors without wait(), a changed directory."""
 
 import logging
 import threading
@@ -19,78 +19,76 @@ ONE = Layout("unsharded", 1)
 TWO = Layout("two", 2, {"ep_size": 2})
 
 
-def _destroyed(rank: int, world: int, folder: str, when: str) -> str:
-    run, gone, stock = start("full", TWO), threading.Event(), getattr(training_folder, when)
+def _save_and_destroy(rank: int, world: int, folder: str, when: str) -> str:
+    run, destroyed, write = start("full", TWO), threading.Event(), getattr(training_folder, when)
     step(run, 0)
 
-    def late(*args: Any, **kwargs: Any) -> Any:
-        assert gone.wait(30)
-        return stock(*args, **kwargs)
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        assert destroyed.wait(30)
+        return write(*args, **kwargs)
 
-    with mock.patch.object(training_folder, when, late):
+    with mock.patch.object(training_folder, when, write_late):
         handle = save_checkpoint(folder, run.model, run.optimizer, asynchronous=True)
         dist.destroy_process_group()
-        gone.set()
+        destroyed.set()
         with pytest.raises(RuntimeError) as caught:
             handle.wait()
-    store = dist.HashStore()  # run_ranks destroys a group in the end
+    store = dist.HashStore()  # run_ranks needs a group to destroy
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("when", ["write_tensors", "write_json"])
 def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
-    """Without a group every rank would be rank 0 and write its own manifest."""
+    """Without a process group every rank would take itself for rank 0 and write a manifest."""
     folder = tmp_path / "one"
-    for said in run_ranks(_destroyed, 2, str(folder), when):
-        assert "call wait() of the handle that save_checkpoint returned before destroy" in said
+    for message in run_ranks(_save_and_destroy, 2, str(folder), when):
+        assert "call wait() of the handle that save_checkpoint returned before destroy" in message
     assert not (folder / manifest.MANIFEST).exists()
 
 
-def test_an_error_is_logged_though_nobody_waits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_is_logged_without_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = start("full", ONE)
     full = mock.patch.object(training_folder, "write_json", side_effect=OSError(28, "disk full"))
     with full, caplog.at_level(logging.ERROR, "hf_moe_ep"):
         handle = save_checkpoint(tmp_path / "one", run.model, run.optimizer, asynchronous=True)
         assert handle._thread is not None
         handle._thread.join()
-    (said,) = caplog.messages
-    assert "one was not saved: " in said and "rank 0: OSError: [Errno 28] disk full" in said
+    (message,) = caplog.messages
+    assert "one was not saved: " in message and "rank 0: OSError: [Errno 28] disk full" in message
 
 
-def test_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, write, stock = start("full", ONE), threading.Event(), training_folder.write_tensors
+def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, may_write, write = start("full", ONE), threading.Event(), training_folder.write_tensors
 
-    def late(*args: Any) -> None:
-        assert write.wait(30)
-        stock(*args)
+    def write_late(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with mock.patch.object(training_folder, "write_tensors", late):
+    with mock.patch.object(training_folder, "write_tensors", write_late):
         handle = save_checkpoint("x", run.model, run.optimizer, asynchronous=True)
         monkeypatch.chdir(tmp_path / "elsewhere")
-        write.set()
+        may_write.set()
         handle.wait()
     manifest.check(tmp_path / "x")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_two_models_to_one_directory(tmp_path: Path) -> None:
-    """The second save must not remove files of the first one as leftovers of an unfinished save."""
-    one, two, write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
-    stock = training_folder.write_tensors
+def test_two_models_in_one_directory_are_refused(tmp_path: Path) -> None:
+    """The second save must not take the first one's files for those of an unfinished save."""
+    first, second, may_write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
+    write = training_folder.write_tensors
 
-    def late(*args: Any) -> None:
-        assert write.wait(30)
-        stock(*args)
+    def write_late(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
 
-    with mock.patch.object(training_folder, "write_tensors", late):
-        handle = save_checkpoint(tmp_path / "x", one.model, one.optimizer, asynchronous=True)
+    with mock.patch.object(training_folder, "write_tensors", write_late):
+        handle = save_checkpoint(tmp_path / "x", first.model, first.optimizer, asynchronous=True)
         with pytest.raises(ValueError, match=r"another model is being saved to .*x; save each"):
-            save_checkpoint(f"{tmp_path}/x", two.model, two.optimizer)
-        write.set()
+            save_checkpoint(f"{tmp_path}/x", second.model, second.optimizer)
+        may_write.set()
         handle.wait()
     manifest.check(tmp_path / "x")

@@ -1,4 +1,4 @@
-"""`hf-moe-ep convert`, `verify` and `inspect FOLDER`, on what real ranks wrote."""
+"""`hf-moe-ep convert`, `verify` and `inspect FOLDER` on checkpoints that several ranks wrote."""
 
 import errno
 import json
@@ -31,8 +31,8 @@ from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli import main as cli
 
 
-def _shifted(name: str) -> nn.Module:
-    """Ranks save these values, and not those of the folder that --config names."""
+def _build_shifted(name: str) -> nn.Module:
+    """Build a model whose values differ from those in the folder that --config names."""
     model = tiny(name, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -40,17 +40,17 @@ def _shifted(name: str) -> nn.Module:
     return model
 
 
-def _saved(rank: int, world: int, folder: str) -> None:
-    """Save both kinds of model at layouts that split every axis."""
+def _save_all(rank: int, world: int, folder: str) -> None:
+    """Save both architectures, by save_checkpoint and by Accelerate, at two layouts."""
     for name in ARCHITECTURES:
-        model = apply_ep_fsdp2(_shifted(name), ep_size=2)
+        model = apply_ep_fsdp2(_build_shifted(name), ep_size=2)
         save_checkpoint(f"{folder}/ours {name}", model, torch.optim.AdamW(model.parameters()))
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
-            accelerator, _, _ = prepared(_shifted(name), ep_size=2, expert_shard_dim=1)
+            accelerator, _, _ = prepared(_build_shifted(name), ep_size=2, expert_shard_dim=1)
             accelerator.save_state(f"{folder}/accelerate {name}")
-    low = apply_ep_fsdp2(_shifted("qwen3_moe").bfloat16(), ep_size=world)
+    low = apply_ep_fsdp2(_build_shifted("qwen3_moe").bfloat16(), ep_size=world)
     save_checkpoint(f"{folder}/low", low, torch.optim.AdamW(low.parameters()))
-    adapted = apply_ep_fsdp2(with_lora(_shifted("qwen3_moe")), ep_size=2)
+    adapted = apply_ep_fsdp2(with_lora(_build_shifted("qwen3_moe")), ep_size=2)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     save_checkpoint(f"{folder}/adapters", adapted, torch.optim.AdamW(trained))
 
@@ -58,7 +58,7 @@ def _saved(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(_saved, 4, str(folder))
+    run_ranks(_save_all, 4, str(folder))
     for name in ARCHITECTURES:
         write_hub(folder / f"base {name}", tiny(name, dtype=torch.float32))
     return folder
@@ -77,27 +77,25 @@ def test_a_training_checkpoint_becomes_a_model(
     (saved / f"base {name}" / "tokenizer.json").write_text("{}")
     out = tmp_path / "model"
     assert _run("convert", saved / f"{kind} {name}", out, "--max-shard-size", "50KB", *config) == 0
-    model = _shifted(name)
-    want = hub_state(model)
-    size = sum(tensor.nbytes for tensor in want.values())
+    model = _build_shifted(name)
+    tensors = hub_state(model)
+    size = sum(tensor.nbytes for tensor in tensors.values())
     assert f"{size:,} bytes" in capsys.readouterr().out
-    assert_equal(read_all(out), want)
+    assert_equal(read_all(out), tensors)
     assert len(list(out.glob("*.safetensors"))) > 3
     assert (out / "tokenizer.json").is_file() == bool(config)
-    assert_equal(hub_state(type(model).from_pretrained(out)), want)
+    assert_equal(hub_state(type(model).from_pretrained(out)), tensors)
     assert _run("verify", out) == 0
-    assert f"{len(want)}, files as long" in capsys.readouterr().out
+    assert f"{len(tensors)}, files as long" in capsys.readouterr().out
 
 
-def test_masters_become_the_dtype_of_the_model_or_the_one_asked_for(
-    saved: Path, tmp_path: Path
-) -> None:
-    want = hub_state(_shifted("qwen3_moe").bfloat16())
+def test_masters_are_saved_in_the_dtype_of_the_option(saved: Path, tmp_path: Path) -> None:
+    tensors = hub_state(_build_shifted("qwen3_moe").bfloat16())
     assert _run("convert", saved / "low", tmp_path / "low", "--dtype", "bfloat16") == 0
-    assert_equal(read_all(tmp_path / "low"), want)
+    assert_equal(read_all(tmp_path / "low"), tensors)
     assert _run("convert", saved / "low", tmp_path / "masters", "--dtype", "float32") == 0
     assert_equal(
-        read_all(tmp_path / "masters"), {key: tensor.float() for key, tensor in want.items()}
+        read_all(tmp_path / "masters"), {key: tensor.float() for key, tensor in tensors.items()}
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "masters")
     assert loaded.dtype == torch.float32
@@ -108,10 +106,10 @@ def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
     with alive_at_writes() as alive:
         convert(saved / "ours qwen3_moe", tmp_path / "model")
     largest = max(p.nbytes for p in tiny(dtype=torch.float32).parameters())
-    assert max(alive) < 0.25 * largest, "beside the tensor that is written"
+    assert max(alive) < 0.25 * largest, "besides the tensor that is written"
 
 
-def test_what_cannot_be_converted(
+def test_folders_that_cannot_be_converted(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = saved / "ours qwen3_moe"
@@ -133,14 +131,14 @@ def test_what_cannot_be_converted(
     assert not (tmp_path / "a").exists()
 
 
-def _damaged(path: Path) -> None:
+def _flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
 
 
-def _ours(folder: Path) -> Path:
-    """A complete checkpoint of one process."""
+def _save_ours(folder: Path) -> Path:
+    """Save a complete training checkpoint from one process."""
     model = patch(tiny(dtype=torch.float32))
     save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
     return folder
@@ -149,33 +147,33 @@ def _ours(folder: Path) -> Path:
 def test_a_damaged_checkpoint_is_not_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The new model gets new hashes, so `verify` could not find the flipped bit later."""
-    source, out = _ours(tmp_path / "training"), tmp_path / "model"
-    piece = next((source / "tensors").iterdir())
-    _damaged(piece)
+    """The hub folder gets new hashes, so a later `verify` would not find the flipped bit."""
+    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
+    part_file = next((source / "tensors").iterdir())
+    _flip_bit(part_file)
     assert _run("convert", source, out) == 2
-    assert f"{piece} has changed since it was written: sha256" in capsys.readouterr().err
-    _damaged(piece)
+    assert f"{part_file} has changed since it was written: sha256" in capsys.readouterr().err
+    _flip_bit(part_file)
     config = (source / "config.json").read_text()
     (source / "config.json").write_text(config.replace("1e-06", "1e-05"))
     with pytest.raises(ValueError, match=r"config.json has changed since it was written: sha256"):
         convert(source, out)
     assert os.listdir(tmp_path) == ["training"]
     (source / "config.json").write_text(config)
-    _damaged(piece)
+    _flip_bit(part_file)
     assert convert(source, out, check_hashes=False) > 0
 
 
-def test_a_conversion_that_fails_leaves_nothing_and_can_be_repeated(
+def test_a_failed_conversion_leaves_no_files_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
 
-    def full(*_: object) -> None:
+    def raise_no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patches:
-        patches.setattr(Writer, "write", full)
+        patches.setattr(Writer, "write", raise_no_space)
         with pytest.raises(OSError, match="No space left"):
             convert(source, out)
     assert os.listdir(tmp_path) == ["training"]
@@ -188,7 +186,7 @@ def test_a_conversion_that_fails_leaves_nothing_and_can_be_repeated(
 
 
 def test_a_killed_conversion_leaves_no_model(tmp_path: Path) -> None:
-    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
     if (child := os.fork()) == 0:
         _HubWriter.commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         convert(source, out)
@@ -200,7 +198,7 @@ def test_a_killed_conversion_leaves_no_model(tmp_path: Path) -> None:
 
 
 def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
-    source = _ours(tmp_path / "training")
+    source = _save_ours(tmp_path / "training")
     (tmp_path / "link").symlink_to(source)
     for out in (source / "model", tmp_path / "link" / "deep" / "model"):
         with pytest.raises(ValueError, match=f"target {out} lies in {source}"):
@@ -208,8 +206,8 @@ def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
     assert verify(source).what == "complete"
 
 
-def test_pickles_of_a_run_are_not_published(tmp_path: Path) -> None:
-    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+def test_pickles_are_not_copied(tmp_path: Path) -> None:
+    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
     for name in ("random_states_0.pkl", "custom_checkpoint_0.pkl", "chat_template.jinja"):
         (source / name).write_text("a")
     convert(source, out)
@@ -221,41 +219,41 @@ def test_verify_finds_every_damage(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, training = tmp_path / "model", tmp_path / "training"
-    apart = tiny(dtype=torch.float32)
-    save_pretrained(patch(apart), model)
-    save_checkpoint(training, apart, torch.optim.AdamW(apart.parameters()))
+    unsharded = tiny(dtype=torch.float32)
+    save_pretrained(patch(unsharded), model)
+    save_checkpoint(training, unsharded, torch.optim.AdamW(unsharded.parameters()))
     for folder in (model, training):
         assert _run("verify", folder) == 0
     progress = capsys.readouterr().err
     for folder in (model, training):
         assert f"reading {folder}: 100%" in progress
     assert _run("inspect", training) == 0
-    shown = capsys.readouterr().out
-    assert "training checkpoint" in shown and "ep_size" in shown and "torch" in shown
+    output = capsys.readouterr().out
+    assert "training checkpoint" in output and "ep_size" in output and "torch" in output
     assert _run("inspect", model) == 0
     assert "torch.float32" in capsys.readouterr().out
     shard = next(model.glob("*.safetensors"))
-    _damaged(shard)
+    _flip_bit(shard)
     assert _run("verify", model) == 2
     assert f"{shard} has changed since it was written" in capsys.readouterr().err
-    _damaged(shard)
+    _flip_bit(shard)
     assert _run("verify", model) == 0
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
     assert _run("verify", model) == 2
     assert "misshapen 48 tensors" in capsys.readouterr().err
-    piece = next((training / "tensors").iterdir())
-    _damaged(piece)
+    part_file = next((training / "tensors").iterdir())
+    _flip_bit(part_file)
     assert _run("verify", training) == 2
-    assert f"{piece} has changed" in capsys.readouterr().err
+    assert f"{part_file} has changed" in capsys.readouterr().err
     assert _run("verify", tmp_path) == 2
     assert "holds no safetensors checkpoint" in capsys.readouterr().err
 
 
-def test_verify_checks_the_files_that_are_read(
+def test_verify_ignores_an_index_that_loaders_ignore(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stock saves into our folder: it removes our shards and leaves our index."""
+    """Stock has saved into our folder. It removed our shards, but our old index is still there."""
     model = tiny(dtype=torch.float32)
     save_pretrained(patch(model), tmp_path)
     tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
@@ -264,8 +262,8 @@ def test_verify_checks_the_files_that_are_read(
     assert "none are known" in capsys.readouterr().out
 
 
-def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """The safetensors library refuses all of these files as well."""
+def test_damaged_headers_and_indexes_are_named(tmp_path: Path) -> None:
+    """The safetensors library refuses the same files."""
     good = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     headers: dict[str, Any] = {
         "overlap": {"a": good, "b": good | {"shape": [8], "data_offsets": [0, 32]}},

@@ -1,4 +1,4 @@
-"""A checkpoint with a head for a model without one, and the other way round; and fp32 modules."""
+"""Checkpoints with a head that the model lacks, and the reverse; modules that stay in fp32."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from hf_moe_ep.upstream.hub import empty_model
 IDS = torch.arange(5)[None]
 
 
-def _into_the_base(rank: int, world: int, folder: str) -> Tensor:
+def _load_base_model(rank: int, world: int, folder: str) -> Tensor:
     model = from_pretrained(
         f"{folder}/lm", model_class=AutoModel, ep_size=2, experts_implementation="eager"
     )
@@ -38,19 +38,20 @@ def _into_the_base(rank: int, world: int, folder: str) -> Tensor:
     return hidden
 
 
-def test_a_head_is_left_out_and_never_made_up(tmp_path: Path) -> None:
+def test_a_head_is_ignored_and_a_missing_head_is_an_error(tmp_path: Path) -> None:
     tiny(dtype=torch.float32).save_pretrained(tmp_path / "lm")
-    found = run_ranks(_into_the_base, 2, str(tmp_path))
+    by_rank = run_ranks(_load_base_model, 2, str(tmp_path))
     for name in ("lm", "base"):
         stock = Qwen3MoeModel.from_pretrained(tmp_path / name, experts_implementation="eager")
         with torch.no_grad():
-            want = stock(input_ids=IDS).last_hidden_state
-        for hidden in found:
-            torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)  # fp32, other order
+            stock_hidden = stock(input_ids=IDS).last_hidden_state
+        for hidden in by_rank:
+            # fp32 sums in another order.
+            torch.testing.assert_close(hidden, stock_hidden, rtol=1e-5, atol=1e-5)
 
 
 class WithFp32(Qwen3MoeForCausalLM):
-    """Architectures with a sensitive router declare this."""
+    """A model class that keeps modules in fp32, as architectures with a sensitive router do."""
 
     _keep_in_fp32_modules = ("q_norm",)
     _keep_in_fp32_modules_strict = ("mlp.gate.weight",)
@@ -61,11 +62,11 @@ def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_modules_that_stock_keeps_in_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_modules_stay_in_fp32_as_in_stock(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny(dtype=torch.float32).save_pretrained(tmp_path)
     stock = WithFp32.from_pretrained(tmp_path, dtype=dtype)
     ours = empty_model(tmp_path, WithFp32, torch.get_default_dtype, {"dtype": dtype})
     assert _dtypes(ours) == _dtypes(stock)
-    wide = {name for name, found in _dtypes(ours).items() if found == torch.float32}
-    assert any("gate" in name for name in wide)
-    assert any("q_norm" in name for name in wide) == (dtype != torch.bfloat16)
+    fp32_names = {name for name, kind in _dtypes(ours).items() if kind == torch.float32}
+    assert any("gate" in name for name in fp32_names)
+    assert any("q_norm" in name for name in fp32_names) == (dtype != torch.bfloat16)

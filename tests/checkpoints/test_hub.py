@@ -1,4 +1,4 @@
-"""Checkpoints of the hub: every rank reads its shards alone, what is saved has the same bytes."""
+"""Hub checkpoints: each rank reads only its shards, and a saved model has the same bytes."""
 
 import copy
 import hashlib
@@ -41,8 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Counted:
-    """os.preadv that counts how often every byte of a file is read."""
+class CountedReads:
+    """Replaces os.open and os.preadv, and counts how often each byte of a file is read."""
 
     def __init__(self) -> None:
         self.read: dict[str, Tensor] = {}
@@ -56,22 +56,22 @@ class Counted:
         return descriptor
 
     def preadv(self, descriptor: int, buffers: Any, offset: int) -> int:
-        got = self._preadv(descriptor, buffers, offset)
-        self._times[descriptor][offset : offset + got] += 1
-        return got
+        num_bytes = self._preadv(descriptor, buffers, offset)
+        self._times[descriptor][offset : offset + num_bytes] += 1
+        return num_bytes
 
 
 def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]:
     reads = {}
     for layout, sizes in LAYOUTS.items():
-        counted = Counted()
+        counted = CountedReads()
         with (
             mock.patch.object(safetensors_file.os, "preadv", counted.preadv),
             mock.patch.object(safetensors_file.os, "open", counted.open),
         ):
             model = from_pretrained(f"{folder}/{name}", **sizes)
         reads[layout] = counted.read
-        # Norms are gathered whole here, everything else part by part.
+        # With this limit norms are gathered whole, and all other tensors slab by slab.
         with mock.patch.object(hub_gather, "SMALL", 1000):
             save_pretrained(model, f"{folder}/{name} {layout}", max_shard_size=20_000)
     return reads
@@ -82,19 +82,19 @@ def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]
 )
 def test_hub_to_shards_to_hub_keeps_every_byte(name: str, tmp_path: Path) -> None:
     model = tiny(name, dtype=torch.float32)
-    want = write_hub(tmp_path / name, model)
+    tensors = write_hub(tmp_path / name, model)
     reads = run_ranks(_round_trip, 4, str(tmp_path), name)
-    size = sum(tensor.nbytes for tensor in want.values())
+    size = sum(tensor.nbytes for tensor in tensors.values())
     for layout, sizes in LAYOUTS.items():
         folder = tmp_path / f"{name} {layout}"
         assert len(list(folder.glob("*.safetensors"))) > 3
-        assert_equal(read_all(folder), want)
+        assert_equal(read_all(folder), tensors)
         names = set().union(*(rank[layout] for rank in reads))
         times = [sum(r[layout][n] for r in reads if n in r[layout]) for n in names]
-        read = torch.cat([t[t > 0] for t in times])
-        assert read.unique().tolist() == [sizes.get("dp_replicate_size", 1)], "no byte twice"
-        assert len(read) == size, "every byte of every tensor"
-        assert_equal(hub_state(type(model).from_pretrained(folder)), want)
+        counts = torch.cat([t[t > 0] for t in times])
+        assert counts.unique().tolist() == [sizes.get("dp_replicate_size", 1)], "no byte twice"
+        assert len(counts) == size, "every byte is read"
+        assert_equal(hub_state(type(model).from_pretrained(folder)), tensors)
 
 
 def _meta(name: str, **options: Any) -> PreTrainedModel:
@@ -104,8 +104,8 @@ def _meta(name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _same_model(rank: int, world: int, folder: str, name: str) -> None:
-    """Loaded lean, the model trains as one that stock loads; text with tied weights too."""
+def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
+    """from_pretrained, and weights= on a meta model, train with the loss and gradients of stock."""
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     if name == "qwen3_moe":
         cases["tied"] = {"tie_word_embeddings": True}
@@ -114,15 +114,15 @@ def _same_model(rank: int, world: int, folder: str, name: str) -> None:
         if rank == 0:
             write_hub(Path(folder, case), stock)
         dist.barrier()
-        want = apply_ep_fsdp2(copy.deepcopy(stock), ep_size=2)
-        lean = from_pretrained(Path(folder, case), ep_size=2, experts_implementation="eager")
-        assert not lean.training and lean.train().generation_config is not None
-        by_hand = apply_ep_fsdp2(_meta(name, **options), weights=f"{folder}/{case}", ep_size=2)
+        sharded = apply_ep_fsdp2(copy.deepcopy(stock), ep_size=2)
+        ours = from_pretrained(Path(folder, case), ep_size=2, experts_implementation="eager")
+        assert not ours.training and ours.train().generation_config is not None
+        meta_loaded = apply_ep_fsdp2(_meta(name, **options), weights=f"{folder}/{case}", ep_size=2)
         inputs = batch(stock, 2, 9, seed=rank)
-        inputs["input_ids"].clamp_(max=89)  # no picture: those tokens begin at 90
+        inputs["input_ids"].clamp_(max=89)  # image tokens begin at 90
         losses: list[Tensor] = []
         grads: list[dict[str, Tensor]] = []
-        for model in (want, lean, by_hand):
+        for model in (sharded, ours, meta_loaded):
             loss = model(**inputs).loss
             loss.backward()
             losses.append(loss.detach())
@@ -131,40 +131,40 @@ def _same_model(rank: int, world: int, folder: str, name: str) -> None:
         for loss, grad in zip(losses[1:], grads[1:], strict=True):
             assert torch.equal(loss, losses[0]) and grad.keys() == grads[0].keys()
             assert all(torch.equal(grad[n], grads[0][n]) for n in grad)
-        assert next(want.parameters()).dtype == next(lean.parameters()).dtype == torch.float64
+        assert next(sharded.parameters()).dtype == next(ours.parameters()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_lean_model_trains_like_one_that_stock_loaded(name: str, tmp_path: Path) -> None:
-    run_ranks(_same_model, 2, str(tmp_path), name)
+def test_a_loaded_model_trains_like_stocks(name: str, tmp_path: Path) -> None:
+    run_ranks(_compare_with_stock, 2, str(tmp_path), name)
 
 
-def _masters(rank: int, world: int, folder: str) -> None:
-    """A bf16 checkpoint: fp32 masters, saved in bf16 again, or as the masters they are."""
+def _save_both_dtypes(rank: int, world: int, folder: str) -> None:
+    """A bf16 checkpoint is loaded as fp32 masters and saved in bf16, or in fp32 on request."""
     model = from_pretrained(f"{folder}/hub", ep_size=2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     save_pretrained(model, f"{folder}/again")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + 1e-5)  # less than bf16 can show
+            parameter.mul_(1 + 1e-5)  # a change that bf16 rounds away
     save_pretrained(model, f"{folder}/masters", dtype=torch.float32)
 
 
-def test_low_precision_is_saved_as_it_came_and_masters_on_demand(tmp_path: Path) -> None:
-    want = write_hub(tmp_path / "hub", tiny(dtype=torch.bfloat16))
-    run_ranks(_masters, 2, str(tmp_path))
-    assert_equal(read_all(tmp_path / "again"), want)
-    changed = {key: tensor.float() * (1 + 1e-5) for key, tensor in want.items()}
+def test_bf16_is_saved_as_bf16_or_as_fp32_masters(tmp_path: Path) -> None:
+    tensors = write_hub(tmp_path / "hub", tiny(dtype=torch.bfloat16))
+    run_ranks(_save_both_dtypes, 2, str(tmp_path))
+    assert_equal(read_all(tmp_path / "again"), tensors)
+    changed = {key: tensor.float() * (1 + 1e-5) for key, tensor in tensors.items()}
     assert_equal(read_all(tmp_path / "masters"), changed)
     for folder, dtype in (("again", "bfloat16"), ("masters", "float32")):
         assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == dtype
 
 
-# Twice the expert width equal to the hidden size: gate_up_proj fits both ways.
+# gate_up_proj of an expert is square, so its shape does not show if it is transposed.
 SQUARE = {"text_config": QWEN3_VL_MOE["text_config"] | {"moe_intermediate_size": 16}}
 
 
-def _layouts_of_others(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
+def _load_and_save(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
     states = []
     for case in ("v5", "square v5", "square hub", "fused"):
         model = from_pretrained(f"{folder}/{case}", ep_size=2)
@@ -173,8 +173,8 @@ def _layouts_of_others(rank: int, world: int, folder: str) -> list[dict[str, Ten
     return states
 
 
-def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
-    """Transformers 5 saves Qwen3-VL-MoE in its memory layout."""
+def test_layouts_of_transformers_5_are_read(tmp_path: Path) -> None:
+    """transformers 5 saves Qwen3-VL-MoE in its memory layout, or stacked with one option."""
     models = [
         tiny("qwen3_vl_moe", dtype=torch.float32),
         tiny("qwen3_vl_moe", dtype=torch.float32, **SQUARE),
@@ -189,7 +189,7 @@ def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
     assert load_file(tmp_path / "v5" / "model.safetensors")[shape].shape == (8, 48, 32)
     fused = load_file(tmp_path / "fused" / "model.safetensors")
     assert "model.layers.0.mlp.experts.gate_up_proj" in fused
-    states = run_ranks(_layouts_of_others, 2, str(tmp_path))[0]
+    states = run_ranks(_load_and_save, 2, str(tmp_path))[0]
     for model, state, case in zip(
         models, states, ("v5", "square v5", "square hub", "fused"), strict=True
     ):
@@ -198,8 +198,8 @@ def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
         assert_equal(read_all(tmp_path / f"{case} again"), hub_state(model))
 
 
-def _with_adapters(rank: int, world: int, folder: str) -> None:
-    """LoRA on a lean base: factors as PEFT draws them, of rank 0; copies are read as the base."""
+def _load_with_adapters(rank: int, world: int, folder: str) -> None:
+    """Factors are drawn as PEFT draws them on rank 0; modules_to_save are read from the base."""
     base = tiny(dtype=torch.float32)
     if rank == 0:
         write_hub(Path(folder), base)
@@ -213,27 +213,27 @@ def _with_adapters(rank: int, world: int, folder: str) -> None:
             modules_to_save=["post_attention_layernorm", "lm_head"],
             init_lora_weights=drawn,
         )
-        lean = from_pretrained(folder, ep_size=2, peft_config=config)
-        found = {n: full_tensor(p) for n, p in lean.named_parameters() if "lora_" in n}
-        for name, factor in found.items():
+        loaded = from_pretrained(folder, ep_size=2, peft_config=config)
+        gathered = {n: full_tensor(p) for n, p in loaded.named_parameters() if "lora_" in n}
+        for name, factor in gathered.items():
             assert factor.isfinite().all() and (factor.std() > 0) == (
                 "lora_A" in name or not drawn
             ), name
         everyone = [None] * world
-        dist.all_gather_object(everyone, found)
+        dist.all_gather_object(everyone, gathered)
         assert all(torch.equal(everyone[1][n], factor) for n, factor in everyone[0].items())
         model = get_peft_model(copy.deepcopy(base), config)
-        packed = factors.pack_factors(lean, found)
+        packed = factors.pack_factors(loaded, gathered)
         assert packed.keys() == {n for n, _ in model.named_parameters() if "lora_" in n}
         model.load_state_dict(packed, strict=False)
         inputs = batch(base, 2, 9, seed=rank)
-        assert_close("logits", lean.eval()(**inputs).logits, model.eval()(**inputs).logits, 1e-5)
-        trained = {n for n, p in lean.named_parameters() if p.requires_grad}
+        assert_close("logits", loaded.eval()(**inputs).logits, model.eval()(**inputs).logits, 1e-5)
+        trained = {n for n, p in loaded.named_parameters() if p.requires_grad}
         assert trained == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
-def test_adapters_on_a_lean_model(tmp_path: Path) -> None:
-    run_ranks(_with_adapters, 2, str(tmp_path / "hub"))
+def test_adapters_on_a_sharded_load(tmp_path: Path) -> None:
+    run_ranks(_load_with_adapters, 2, str(tmp_path / "hub"))
 
 
 def _steps(accelerator: Any, model: Any, optimizer: Any, rank: int) -> list[float]:
@@ -248,26 +248,26 @@ def _steps(accelerator: Any, model: Any, optimizer: Any, rank: int) -> list[floa
     return numbers
 
 
-def _lean_under_accelerate(rank: int, world: int, folder: str) -> None:
-    """accelerator.prepare takes a model that is sharded already; clip, AdamW, states as ever."""
+def _train_with_accelerate(rank: int, world: int, folder: str) -> None:
+    """accelerator.prepare accepts a sharded model; clipping, AdamW and load_state work as usual."""
     base = tiny(dtype=torch.float32)
     if rank == 0:
         write_hub(Path(folder, "base"), base)
     dist.barrier()
     with launched():
         accelerator = Accelerator(cpu=True)
-        lean = from_pretrained(f"{folder}/base", ep_size=2).train()
-        optimizer = torch.optim.AdamW(lean.parameters(), lr=0.1)
-        lean, optimizer = accelerator.prepare(lean, optimizer)
-        got = _steps(accelerator, lean, optimizer, rank)
+        loaded = from_pretrained(f"{folder}/base", ep_size=2).train()
+        optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1)
+        loaded, optimizer = accelerator.prepare(loaded, optimizer)
+        numbers = _steps(accelerator, loaded, optimizer, rank)
         accelerator.save_state(f"{folder}/state")
-        kept = {n: full_tensor(p) for n, p in lean.named_parameters()}
-        _steps(accelerator, lean, optimizer, rank)
+        saved = {n: full_tensor(p) for n, p in loaded.named_parameters()}
+        _steps(accelerator, loaded, optimizer, rank)
         accelerator.load_state(f"{folder}/state")
-        for name, parameter in lean.named_parameters():
-            assert torch.equal(full_tensor(parameter), kept[name]), name
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(full_tensor(parameter), saved[name]), name
     with launched():
-        assert got == _steps(*prepared(copy.deepcopy(base), ep_size=2), rank)
+        assert numbers == _steps(*prepared(copy.deepcopy(base), ep_size=2), rank)
     with launched():
         accelerator = Accelerator(cpu=True)
         small = tiny(dtype=torch.float32, num_experts=2, moe_intermediate_size=9)
@@ -276,11 +276,11 @@ def _lean_under_accelerate(rank: int, world: int, folder: str) -> None:
             accelerator.prepare(small, torch.optim.AdamW(small.parameters()))
 
 
-def test_a_lean_model_under_accelerate(tmp_path: Path) -> None:
-    run_ranks(_lean_under_accelerate, 4, str(tmp_path))
+def test_a_sharded_load_in_accelerate(tmp_path: Path) -> None:
+    run_ranks(_train_with_accelerate, 4, str(tmp_path))
 
 
-def _lean_under_the_trainer(rank: int, world: int, folder: str) -> list[list[Any]]:
+def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any]]:
     base = tiny(dtype=torch.float32)
     if rank == 0:
         write_hub(Path(folder, "base"), base)
@@ -312,14 +312,14 @@ def _lean_under_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
 
 
 @pytest.mark.slow
-def test_a_lean_model_under_the_trainer(tmp_path: Path) -> None:
-    for lean, stock in run_ranks(_lean_under_the_trainer, 2, str(tmp_path)):
+def test_a_sharded_load_in_the_trainer(tmp_path: Path) -> None:
+    for lean, stock in run_ranks(_train_with_the_trainer, 2, str(tmp_path)):
         assert lean == stock and len(lean) == 4
     assert_equal(read_all(tmp_path / "lean"), read_all(tmp_path / "stock"))
 
 
-def _given_state_dict(rank: int, world: int, folder: str) -> None:
-    """The way of Accelerate's examples: gather, then the model's own save_pretrained."""
+def _save_gathered(rank: int, world: int, folder: str) -> None:
+    """Accelerate's examples gather a state dict and pass it to the model's save_pretrained."""
     model = tiny("qwen3_vl_moe", dtype=torch.float32)
     with launched():
         accelerator, model, _ = prepared(model, ep_size=2)
@@ -333,12 +333,12 @@ def _given_state_dict(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_gathered_state_dict_is_saved_in_hub_layout(tmp_path: Path) -> None:
-    run_ranks(_given_state_dict, 2, str(tmp_path))
+    run_ranks(_save_gathered, 2, str(tmp_path))
     assert_equal(read_all(tmp_path), hub_state(tiny("qwen3_vl_moe", dtype=torch.float32)))
 
 
 def test_one_process_saves_a_patched_model_over_an_older_save(tmp_path: Path) -> None:
-    """Stock's single file would hide the new index, so the save removes it and older shards."""
+    """Loaders prefer stock's single file to an index, so a save removes it and older shards."""
     model = tiny(dtype=torch.float32)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""hub_tensors gives every rank, tensor after tensor, what save_pretrained writes; LoRA merged."""
+"""hub_tensors yields on every rank the tensors of save_pretrained, with LoRA merged on request."""
 
 import copy
 from functools import partial
@@ -30,44 +30,44 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 4": {"ep_size": 4},
     "ep 1, eager experts": {"experts_backend": "eager"},
 }
-SMALL = 40_000  # bytes: stacks of experts and the embedding come in many slabs
+SMALL = 40_000  # bytes: expert stacks and the embedding are gathered in many slabs
 
 
-def merged_by_peft(model: nn.Module) -> dict[str, Tensor]:
-    """The hub's tensors after PEFT has merged in one process."""
+def merge_with_peft(model: nn.Module) -> dict[str, Tensor]:
+    """Return the hub's tensors after PEFT has merged the adapters in one process."""
     merged = copy.deepcopy(model).merge_and_unload()
     return {key: tensor.detach() for key, tensor in hub_state(merged).items()}
 
 
-def assert_merged(got: dict[str, Tensor], want: dict[str, Tensor], where: str = "") -> None:
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(f"{where}{key}", got[key], tensor, 1e-10)
+def assert_merged(actual: dict[str, Tensor], expected: dict[str, Tensor], where: str = "") -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_close(f"{where}{key}", actual[key], tensor, 1e-10)
 
 
 def collect(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, tensor in hub_tensors(model, **options):
-        assert key not in found and tensor.is_contiguous() and type(tensor) is Tensor
-        found[key] = tensor.clone()
-    return found
+        assert key not in tensors and tensor.is_contiguous() and type(tensor) is Tensor
+        tensors[key] = tensor.clone()
+    return tensors
 
 
 def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None:
-    """Keys, dtypes and values are those of the files, in the files' order, in every layout."""
+    """Keys, dtypes and values are those of the files in every layout."""
     tied = name == "qwen3_moe"
     stock = tiny(name, dtype=torch.bfloat16, **({"tie_word_embeddings": True} if tied else {}))
     model = apply_ep_fsdp2(stock, **LAYOUTS[layout])
     save_pretrained(model, folder)
-    want = read_all(Path(folder))
-    assert ("lm_head.weight" in want) != tied
+    saved = read_all(Path(folder))
+    assert ("lm_head.weight" in saved) != tied
     for max_bytes in (SMALL, 2**30):
-        assert_equal(collect(model, max_bytes=max_bytes), want)
-    masters = {key: tensor.float() for key, tensor in want.items()}
+        assert_equal(collect(model, max_bytes=max_bytes), saved)
+    masters = {key: tensor.float() for key, tensor in saved.items()}
     assert_equal(collect(model, dtype=torch.float32, max_bytes=SMALL), masters)
 
 
-def several(model: nn.Module) -> nn.Module:
+def add_adapters(model: nn.Module) -> nn.Module:
     """Add two active adapters of different ranks and scales (one is rsLoRA) and an idle one."""
     model = with_lora(model, r=4, seed=1, use_rslora=True, modules_to_save=["norm", "q_norm"])
     torch.manual_seed(2)
@@ -84,37 +84,38 @@ def several(model: nn.Module) -> nn.Module:
     return model
 
 
-def everywhere(model: nn.Module) -> nn.Module:
+def adapt_many_modules(model: nn.Module) -> nn.Module:
     modules = (*ATTENTION, "k_proj", "o_proj", "embed_tokens")
     return with_lora(model, r=3, seed=3, modules=modules)
 
 
 ADAPTERS = {
     "experts and attention": partial(with_lora, seed=4),
-    "several at once": several,
-    "the embedding": everywhere,
+    "several at once": add_adapters,
+    "the embedding": adapt_many_modules,
     "the router": partial(with_lora, seed=5, parameters=(*EXPERTS, "mlp.gate.weight")),
 }
 
 
 def merged(name: str, adapters: str, rank: int, world: int) -> None:
-    """LoRA is merged in flight as PEFT merges it in one process; the model stays as it was."""
+    """LoRA is merged as PEFT merges it in one process; the model's parameters stay unchanged."""
     stock = ADAPTERS[adapters](tiny(name))
-    want = merged_by_peft(stock)
+    expected = merge_with_peft(stock)
     base = hub_state(tiny(name))
-    assert want.keys() == base.keys() and any(not torch.equal(want[k], base[k]) for k in want)
+    assert expected.keys() == base.keys()
+    assert any(not torch.equal(expected[k], base[k]) for k in expected)
     for layout in ("ep 2, fsdp 2", "ep 2, fsdp 2, dim 1", "ep 2, HSDP", "ep 1, eager experts"):
         model = apply_ep_fsdp2(copy.deepcopy(stock), **LAYOUTS[layout])
         before = {n: p.to_local().clone() for n, p in model.named_parameters()}
         for max_bytes in (SMALL, 2**30):
-            got = collect(model, merge_adapters=True, max_bytes=max_bytes)
-            assert_merged(got, want, f"{layout}: ")
+            tensors = collect(model, merge_adapters=True, max_bytes=max_bytes)
+            assert_merged(tensors, expected, f"{layout}: ")
         for n, p in model.named_parameters():
             assert torch.equal(p.to_local(), before[n]), n
 
 
 def stopping_early(rank: int, world: int) -> None:
-    """If one rank stops, the others raise an error that names it. If all stop, none waits."""
+    """If one rank stops iterating, the others raise and name it. If all stop, no rank waits."""
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     total = len(list(hub_tensors(model, max_bytes=SMALL)))
     for leaver, after in ((2, 1), (0, 7), (3, total - 1)):
@@ -133,7 +134,7 @@ def stopping_early(rank: int, world: int) -> None:
         for taken, _ in enumerate(hub_tensors(model, max_bytes=SMALL), start=1):
             if taken == after:
                 break
-    # What is not taken after the last tensor misses nothing.
+    # A rank that stops after the last tensor has missed nothing, so no rank raises.
     tensors = hub_tensors(model, max_bytes=SMALL)
     for _ in range(total):
         next(tensors)
@@ -146,9 +147,9 @@ def stopping_early(rank: int, world: int) -> None:
 
 
 def in_the_middle_of_a_step(rank: int, world: int) -> None:
-    """Between forward and backward: the same tensors, none of them in a graph; same gradients."""
+    """Between forward and backward it yields the same tensors. Gradients do not change."""
     stock = with_lora(tiny(), seed=1)
-    want = merged_by_peft(stock)
+    expected = merge_with_peft(stock)
     inputs = batch(tiny(), 2, 9, seed=rank)
     gradients = []
     for modes in ((), (torch.enable_grad, torch.no_grad, torch.inference_mode)):
@@ -156,9 +157,9 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
         loss = model(**inputs).loss
         for mode in modes:
             with mode():
-                got = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
-            assert not any(tensor.requires_grad for tensor in got.values())
-            assert_merged(got, want)
+                tensors = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
+            assert not any(tensor.requires_grad for tensor in tensors.values())
+            assert_merged(tensors, expected)
         loss.backward()
         gradients.append(
             {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
@@ -168,23 +169,23 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
 
 
 def merged_before_it_was_sharded(rank: int, world: int) -> None:
-    """Sent as it is; PEFT would stop half way to unmerge it, and the rest be merged twice."""
+    """Merged weights are yielded unchanged. PEFT's unmerge would fail half way: it is refused."""
     stock: Any = with_lora(tiny(), seed=1)
-    want = merged_by_peft(stock)
+    expected = merge_with_peft(stock)
     stock.merge_adapter()
     model: Any = apply_ep_fsdp2(stock, ep_size=2)
     with pytest.raises(ValueError, match=r"unmerge_adapter on .* sharded over .*q_proj before;"):
         model.unmerge_adapter()
-    got = collect(model, merge_adapters=True)
-    assert_merged(got, want)
+    tensors = collect(model, merge_adapters=True)
+    assert_merged(tensors, expected)
     model = apply_ep_fsdp2(with_lora(tiny(), seed=1), ep_size=2)
     with pytest.warns(UserWarning, match="Already unmerged"):
         model.unmerge_adapter()
 
 
-def other_things_on_a_rank(rank: int, world: int) -> None:
-    """Another active adapter, another model: refused on every rank, where pieces would mix."""
-    model: Any = apply_ep_fsdp2(several(tiny()), ep_size=2)
+def ranks_that_differ(rank: int, world: int) -> None:
+    """Every rank raises an error if ranks differ in the active adapter or in the model."""
+    model: Any = apply_ep_fsdp2(add_adapters(tiny()), ep_size=2)
     model.set_adapter("second" if rank == 1 else "default")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"active_adapters: rank 0 with .*'default'.* rank 1"):
@@ -198,8 +199,8 @@ def other_things_on_a_rank(rank: int, world: int) -> None:
         next(hub_tensors(other if rank == 3 else model, merge_adapters=True))
 
 
-class Alive(TorchDispatchMode):
-    """`most`: the most bytes of storages made inside the block that were alive together."""
+class AliveBytes(TorchDispatchMode):
+    """Measures new storages: `most` is the largest number of bytes that were alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +209,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does on plain tensors comes here again
+            return NotImplemented  # its operations on plain tensors are dispatched here too
         given = {StorageWeakRef(t.untyped_storage()) for t in _plain_tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for tensor in _plain_tensors(out):
@@ -225,14 +226,14 @@ def _plain_tensors(tree: Any) -> list[Tensor]:
 
 
 def memory(adapters: bool, rank: int, world: int) -> int:
-    """At most max_bytes beyond the shards, the tensor that the caller holds included."""
+    """At most max_bytes are alive besides the shards, including the tensor that was yielded."""
     stock = tiny(dtype=torch.bfloat16, hidden_size=64, moe_intermediate_size=64, num_experts=16)
     if adapters:
         stock = with_lora(stock, r=1)
     model = apply_ep_fsdp2(stock, ep_size=2)
-    # Small, yet an eighth of it holds the weights of one expert; a stack has 16.
+    # The weights of one expert take an eighth of the budget, and a stack has 16 experts.
     budget = 8 * 128 * 64 * 2
-    with Alive() as alive:
+    with AliveBytes() as alive:
         for _, tensor in hub_tensors(model, merge_adapters=adapters, max_bytes=budget):
             assert tensor.nbytes <= budget
     del tensor
@@ -244,7 +245,7 @@ FAST = {
     "as saved, ep 2, fsdp 2": partial(as_saved, "qwen3_moe", "ep 2, fsdp 2"),
     "stopping early": stopping_early,
     "in the middle of a step": in_the_middle_of_a_step,
-    "other things on a rank": other_things_on_a_rank,
+    "ranks that differ": ranks_that_differ,
     "merged before it was sharded": merged_before_it_was_sharded,
 }
 SLOW = {
@@ -252,9 +253,9 @@ SLOW = {
     **{f"merged, {kind}": partial(merged, "qwen3_moe", kind) for kind in ADAPTERS},
     "memory": partial(memory, False),
     "memory, adapters": partial(memory, True),
-    "pictures as saved": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2"),
-    "pictures as saved, dim 1": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"),
-    "pictures merged": partial(merged, "qwen3_vl_moe", "experts and attention"),
+    "vision as saved": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2"),
+    "vision as saved, dim 1": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"),
+    "vision merged": partial(merged, "qwen3_vl_moe", "experts and attention"),
 }
 ON_FOUR_RANKS = [
     *on_ranks(4, FAST),
@@ -268,21 +269,21 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [SMALL, 2**30])
-def test_one_process(max_bytes: int) -> None:
+def test_hub_tensors_in_one_process(max_bytes: int) -> None:
     model = patch(tiny(dtype=torch.float32))
     assert_equal(collect(model, max_bytes=max_bytes), hub_state(model))
     stock = with_lora(tiny(), seed=1)
-    want = merged_by_peft(stock)
-    got = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
-    assert_merged(got, want)
+    expected = merge_with_peft(stock)
+    tensors = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
+    assert_merged(tensors, expected)
 
 
-def test_what_is_merged_already_is_not_added_again() -> None:
+def test_a_merged_adapter_is_not_added_twice() -> None:
     model = with_lora(tiny(), seed=1, modules=())
-    want = merged_by_peft(model)
+    expected = merge_with_peft(model)
     model.merge_adapter()
-    got = collect(patch(model), merge_adapters=True)
-    assert_merged(got, want)
+    tensors = collect(patch(model), merge_adapters=True)
+    assert_merged(tensors, expected)
 
 
 @needs_add_adapter
@@ -294,35 +295,35 @@ def test_adapters_of_transformers_are_merged_too() -> None:
     torch.manual_seed(0)
     pairs = [[p for n, p in m.named_parameters() if "lora_" in n] for m in (stock, model)]
     with torch.no_grad():
-        for one, other in zip(*pairs, strict=True):
-            other.copy_(one.normal_())
-    want = merged_by_peft(stock)
-    got = collect(patch(model), merge_adapters=True)
-    assert_merged(got, want)
+        for stock_factor, factor in zip(*pairs, strict=True):
+            factor.copy_(stock_factor.normal_())
+    expected = merge_with_peft(stock)
+    tensors = collect(patch(model), merge_adapters=True)
+    assert_merged(tensors, expected)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_a_trained_copy_of_one_of_two_tied_weights(module: str) -> None:
-    """Both tensors are sent: the trained copy, and the other weight as it was."""
+def test_a_trained_copy_of_a_tied_weight(module: str) -> None:
+    """Both tensors are yielded: the trained copy, and the other weight unchanged."""
     stock = with_lora(tiny(tie_word_embeddings=True), seed=1, modules_to_save=[module])
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
             if "modules_to_save" in name:
                 parameter.add_(1)
-    want = merged_by_peft(stock)
-    assert not torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"])
-    got = collect(patch(stock), merge_adapters=True)
-    assert_merged(got, want)
+    expected = merge_with_peft(stock)
+    assert not torch.equal(expected["lm_head.weight"], expected["model.embed_tokens.weight"])
+    tensors = collect(patch(stock), merge_adapters=True)
+    assert_merged(tensors, expected)
 
 
 def test_yielded_tensors_are_copies() -> None:
     model = patch(tiny(dtype=torch.float32))
-    kept = dict(hub_tensors(model))
-    want = {key: tensor.clone() for key, tensor in kept.items()}
+    yielded = dict(hub_tensors(model))
+    copies = {key: tensor.clone() for key, tensor in yielded.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert_equal(kept, want)
+    assert_equal(yielded, copies)
 
 
 def _dora(model: nn.Module) -> nn.Module:
@@ -349,33 +350,33 @@ def _prompt(model: nn.Module) -> nn.Module:
         (_prompt, {"merge_adapters": True}, "adapter default trains a prompt"),
     ],
 )
-def test_bad_input(wrap: Any, options: dict[str, Any], words: str) -> None:
+def test_what_is_refused(wrap: Any, options: dict[str, Any], words: str) -> None:
     model = patch(wrap(tiny(dtype=torch.float32)))
     with pytest.raises(ValueError, match=words):
         hub_tensors(model, **options)
 
 
-def test_adapters_that_are_switched_off() -> None:
-    """The model computes without them, so they are sent only on request, merged or not."""
+def test_disabled_adapters_are_not_merged() -> None:
+    """A model with a disabled adapter computes without it, so a merge would yield other weights."""
     model: Any = patch(with_lora(tiny(), seed=1))
-    want = collect(model, merge_adapters=True)
+    before = collect(model, merge_adapters=True)
     with model.disable_adapter():
         with pytest.raises(ValueError, match=r"adapter of .*q_proj is disabled .*disable_adapt"):
             hub_tensors(model, merge_adapters=True)
-    assert_equal(collect(model, merge_adapters=True), want)
+    assert_equal(collect(model, merge_adapters=True), before)
 
 
-def test_what_the_caller_does_to_a_tensor_reaches_no_other() -> None:
-    """Neither later pieces of the same slab nor pieces that the caller kept change."""
+def test_the_caller_may_overwrite_yielded_tensors() -> None:
+    """The next tensors may be views of the same slab; the caller's write does not change them."""
     model = patch(tiny(dtype=torch.float32))
-    want = hub_state(model)
-    kept: dict[str, Tensor] = {}
+    expected = hub_state(model)
+    copies: dict[str, Tensor] = {}
     for max_bytes in (SMALL, 2**30):
         for key, tensor in hub_tensors(model, max_bytes=max_bytes):
-            assert torch.equal(tensor, want[key]), key
-            kept[key] = tensor.clone()
+            assert torch.equal(tensor, expected[key]), key
+            copies[key] = tensor.clone()
             tensor.fill_(7)
-        assert_equal(kept, want)
+        assert_equal(copies, expected)
 
 
 def test_a_model_without_values_is_refused() -> None:

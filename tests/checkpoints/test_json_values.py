@@ -1,4 +1,4 @@
-"""The values of a training state that are no tensors, to JSON and back."""
+"""Values and small tensors of a training state are written to JSON and read back."""
 
 import json
 
@@ -8,24 +8,24 @@ import torch
 from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 
 
-def test_tensors_come_back_on_the_host() -> None:
-    """Otherwise AdamW's `step` would go to the default device, and the next step would raise."""
+def test_tensors_are_decoded_on_the_host() -> None:
+    """AdamW's `step` on another default device would make the next step raise."""
     encoded = encode(torch.tensor(3.0), "step")
     torch.set_default_device("meta")
     try:
-        back = decode(encoded)
+        decoded = decode(encoded)
     finally:
         torch.set_default_device(None)
-    assert back.device.type == "cpu" and back == 3.0
+    assert decoded.device.type == "cpu" and decoded == 3.0
 
 
-def test_states_of_generators_and_no_larger_tensors() -> None:
-    """Stateful data loaders keep such states in their progress."""
+def test_a_generator_state_is_encoded_and_a_larger_tensor_refused() -> None:
+    """Stateful data loaders have the state of a generator in their progress."""
     generator = torch.Generator().manual_seed(5)
     state = {"sampler": {"yielded": 3, "generator": generator.get_state()}}
-    back = decode(json.loads(json.dumps(encode(state, "progress"))))
-    assert back["sampler"]["yielded"] == 3
-    assert torch.equal(back["sampler"]["generator"], generator.get_state())
+    decoded = decode(json.loads(json.dumps(encode(state, "progress"))))
+    assert decoded["sampler"]["yielded"] == 3
+    assert torch.equal(decoded["sampler"]["generator"], generator.get_state())
     with pytest.raises(ValueError, match=r"progress\['x'\] is a tensor of 65537 .* up to 65536"):
         encode({"x": torch.zeros(65537)}, "progress")
 
@@ -45,9 +45,9 @@ def test_states_of_generators_and_no_larger_tensors() -> None:
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}",
 )
 def test_a_tensor_keeps_its_shape_dtype_and_values(tensor: torch.Tensor) -> None:
-    back = decode(json.loads(json.dumps(encode(tensor, "progress"))))
-    assert back.dtype == tensor.dtype and back.shape == tensor.shape
-    assert torch.allclose(back, tensor, rtol=0, atol=0, equal_nan=True)
+    decoded = decode(json.loads(json.dumps(encode(tensor, "progress"))))
+    assert decoded.dtype == tensor.dtype and decoded.shape == tensor.shape
+    assert torch.allclose(decoded, tensor, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_a_tensor_without_plain_values_is_refused(tensor: torch.Tensor) -> None:
         encode({"x": tensor}, "progress")
 
 
-def test_a_file_from_before_the_shape_was_written() -> None:
+def test_a_file_without_shapes_is_read() -> None:
     assert decode({"__tensor__": [[1, 2]], "dtype": "int32"}).tolist() == [[1, 2]]

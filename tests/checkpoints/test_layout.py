@@ -101,12 +101,12 @@ def _layout(
     model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], *conversions: WeightConverter
 ) -> dict[str, list[Piece]]:
     """Derive the pieces of made-up tensors, {name: shape}, under made-up conversions."""
-    kept = getattr(model, "_weight_conversions", None)
+    stock_conversions = getattr(model, "_weight_conversions", None)
     model._weight_conversions = list(conversions)
     try:
         layout = dict(hub_layout(model, PLAN, shapes))
     finally:
-        model._weight_conversions = kept
+        model._weight_conversions = stock_conversions
     return layout if layout[PADDING] else {name: layout[name] for name in shapes}
 
 
@@ -143,9 +143,9 @@ def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
     """
     loading = WeightConverter("attn.both", ["attn.one", "attn.two"], [Chunk(dim=1)])
     layout = _layout(stock, {"attn.one": (4, 3), "attn.two": (4, 3)}, loading)
-    (one,), (two,) = layout.values()
-    assert (one.shape, one.view, one.corner) == ((4, 6), (4, 2, 3), (0, 0, 0))
-    assert (two.shape, two.view, two.corner) == ((4, 6), (4, 2, 3), (0, 1, 0))
+    (first,), (second,) = layout.values()
+    assert (first.shape, first.view, first.corner) == ((4, 6), (4, 2, 3), (0, 0, 0))
+    assert (second.shape, second.view, second.corner) == ((4, 6), (4, 2, 3), (0, 1, 0))
 
 
 class _Pad(ConversionOps):
@@ -173,11 +173,11 @@ def test_padding_by_hand(stock: PreTrainedModel) -> None:
 def test_permuted_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
     """The file holds the rows 0 1 2 3 of each head in the order 0 2 1 3; there are 2 heads."""
     loading = WeightConverter("q.hub", "q.weight", [PermuteForRope(permute_layer_names=["q."])])
-    stock.config.num_attention_heads, kept = 2, stock.config.num_attention_heads
+    stock.config.num_attention_heads, num_heads = 2, stock.config.num_attention_heads
     try:
         pieces = _layout(stock, {"q.weight": (8, 3)}, loading)["q.weight"]
     finally:
-        stock.config.num_attention_heads = kept
+        stock.config.num_attention_heads = num_heads
     in_file = torch.full((8, 3), -1)
     parameter = torch.arange(24).view(8, 3)
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""A hub folder of every MoE type, read by 2 ranks and written again: the bytes that stock wrote."""
+"""Two ranks read a hub folder that stock wrote, for every MoE type, and write the same bytes."""
 
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hf_moe_ep import from_pretrained, hub_tensors, save_pretrained
 
-# One tensor per expert, and stacked ones with biases.
-IN_FAST_SUITE = ("deepseek_v3", "gpt_oss")
-# Refused by `patch`, tests/architectures/test_every_type.py; and one that stock does not write as
-# it is published, tests/checkpoints/test_hub.py.
-OTHERS = ("diffusion_gemma", "inkling2", "inkling2_text", "qwen3_vl_moe")
+# deepseek_v3 has one tensor per expert; gpt_oss has stacked tensors with biases.
+FAST = ("deepseek_v3", "gpt_oss")
+# `patch` refuses the first three (tests/architectures/test_every_type.py). Stock does not write the
+# last type in the layout on the hub (tests/checkpoints/test_hub.py).
+NOT_TESTED = ("diffusion_gemma", "inkling2", "inkling2_text", "qwen3_vl_moe")
 
 
-def _there_and_back(model_type: str, rank: int, world: int, folder: str) -> None:
+def _read_and_write(model_type: str, rank: int, world: int, folder: str) -> None:
     with recording(model_type, "hub") as errors:
         _assert_same_files(model_type, rank, folder)
         errors.append(0.0)
@@ -43,19 +43,19 @@ def _assert_same_files(model_type: str, rank: int, folder: str) -> None:
     assert_equal(read_all(ours), written)
     assert_equal(iterated, written)
     if rank == 0:
-        # Not the tiny model's own: whatever is in the files, stock sets a bias of Zaya anew.
-        loaded, wanted = (model_class.from_pretrained(folder) for folder in (ours, stock))
-        assert_equal(loaded.state_dict(), wanted.state_dict())
+        # Two loaded models are compared, because stock resets a bias of Zaya when it loads.
+        loaded, expected = (model_class.from_pretrained(folder) for folder in (ours, stock))
+        assert_equal(loaded.state_dict(), expected.state_dict())
 
 
 CHECKS = [
-    Check(name, 2, partial(_there_and_back, name), slow=name not in IN_FAST_SUITE).as_parameter()
+    Check(name, 2, partial(_read_and_write, name), slow=name not in FAST).as_parameter()
     for name in MODEL_TYPES
-    if name not in OTHERS
+    if name not in NOT_TESTED
 ]
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_there_and_back_on_two_ranks(found: Found, claim: Check) -> None:
-    """Experts are split over ep. Stock reads the files that are written."""
+def test_two_ranks_write_the_files_that_stock_wrote(found: Found, claim: Check) -> None:
+    """Experts are sharded over ep. Stock loads the files that were written."""
     found.raise_if_failed(claim)

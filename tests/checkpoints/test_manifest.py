@@ -1,4 +1,4 @@
-"""Complete or not there: every damage is named, every rank hears of it, each file is read once."""
+"""A manifest marks a complete checkpoint, and errors on every rank name any damage."""
 
 import errno
 import hashlib
@@ -18,56 +18,56 @@ FILES = {"a.bin": b"x" * 1000, "deep/b.bin": b"y" * 70, "deep/empty": b"", "c.js
 LAYOUT = {"world_size": 1, "ep_size": 1}
 
 
-def _folder(path: Path) -> Path:
+def _write_files(path: Path) -> Path:
     for name, data in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
     return path
 
 
-def _complete(path: Path, when: float | None = None) -> Path:
-    manifest.begin(_folder(path))
+def _write_complete(path: Path, when: float | None = None) -> Path:
+    manifest.begin(_write_files(path))
     manifest.write(path, LAYOUT)
     if when is not None:
-        found = json.loads((path / manifest.MANIFEST).read_text())
-        found["written"]["time"] = when
-        (path / manifest.MANIFEST).write_text(json.dumps(found))
+        content = json.loads((path / manifest.MANIFEST).read_text())
+        content["written"]["time"] = when
+        (path / manifest.MANIFEST).write_text(json.dumps(content))
     return path
 
 
-def test_it_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
-    folder = _complete(tmp_path / "one")
-    found = manifest.read(folder)
-    wanted = {
+def test_a_manifest_has_the_size_and_hash_of_every_file(tmp_path: Path) -> None:
+    folder = _write_complete(tmp_path / "one")
+    content = manifest.read(folder)
+    expected = {
         name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in FILES.items()
     }
-    marker = found["files"].pop(manifest.STARTED)
+    marker = content["files"].pop(manifest.STARTED)
     assert marker["size"] == (folder / manifest.STARTED).stat().st_size
-    assert found["files"] == wanted and found["layout"] == LAYOUT and found["number"] == 1
-    assert set(found["written"]) == {"time", "hf_moe_ep", "torch", "transformers"}
+    assert content["files"] == expected and content["layout"] == LAYOUT and content["number"] == 1
+    assert set(content["written"]) == {"time", "hf_moe_ep", "torch", "transformers"}
     manifest.check(folder)
     assert not (folder / manifest.PARTIAL).exists()
 
 
-def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
-    """The manifest takes the hash of the writer, except where the file has another size by now."""
-    told = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
-    manifest.begin(_folder(tmp_path))
+def test_a_file_that_its_writer_hashed_is_not_read(tmp_path: Path) -> None:
+    """The manifest takes the hash of the writer; `write` raises if the file's size has changed."""
+    hashed = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
+    manifest.begin(_write_files(tmp_path))
     with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:
-        manifest.write(tmp_path, LAYOUT, written=told)
+        manifest.write(tmp_path, LAYOUT, written=hashed)
     names = sorted(call.args[0].name for call in read.mock_calls)
     assert names == ["b.bin", "c.json", "empty", manifest.STARTED]
-    found = manifest.read(tmp_path)["files"]
-    assert found["a.bin"] == told["a.bin"] and found.keys() == {*FILES, manifest.STARTED}
+    files = manifest.read(tmp_path)["files"]
+    assert files["a.bin"] == hashed["a.bin"] and files.keys() == {*FILES, manifest.STARTED}
     manifest.begin(tmp_path)
     os.truncate(tmp_path / "a.bin", 999)
     with pytest.raises(ValueError, match=r"a\.bin has 999 bytes, manifest\.json says 1000"):
-        manifest.write(tmp_path, LAYOUT, written=told)
+        manifest.write(tmp_path, LAYOUT, written=hashed)
     assert not (tmp_path / manifest.MANIFEST).exists()
 
 
-def _flip(path: Path) -> None:
+def _flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[500] ^= 1
     path.write_bytes(data)
@@ -75,11 +75,8 @@ def _flip(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "truncated": (lambda f: os.truncate(f / "a.bin", 999), r"a\.bin has 999 bytes.*says 1000"),
-    "missing": (
-        lambda f: (f / "deep/b.bin").unlink(),
-        r"deep/b\.bin is missing.*has 70 bytes",
-    ),
-    "flipped": (lambda f: _flip(f / "a.bin"), r"a\.bin has changed.*sha256 [0-9a-f]{64}.*says"),
+    "missing": (lambda f: (f / "deep/b.bin").unlink(), r"deep/b\.bin is missing.*has 70 bytes"),
+    "flipped": (lambda f: _flip_bit(f / "a.bin"), r"a\.bin has changed.*sha256 [0-9a-f]{64}.*says"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), r"was not finished"),
     "half a manifest": (
         lambda f: os.truncate(f / "manifest.json", 40),
@@ -90,91 +87,92 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
-    do, message = DAMAGE[damage]
-    old, new = _complete(tmp_path / "old", 1.0), _complete(tmp_path / "new", 2.0)
+    damage_folder, message = DAMAGE[damage]
+    old, new = _write_complete(tmp_path / "old", 1.0), _write_complete(tmp_path / "new", 2.0)
     assert manifest.newest_complete(tmp_path) == new
-    do(new)
+    damage_folder(new)
     with pytest.raises(ValueError, match=message):
         manifest.check(new)
-    # Sizes alone show all but a flipped bit.
+    # newest_complete compares sizes only, so it does not notice the flipped bit.
     assert manifest.newest_complete(tmp_path) == (new if damage == "flipped" else old)
 
 
-def test_newest_is_the_last_written_and_none_lists_what_is_there(tmp_path: Path) -> None:
+def test_the_newest_is_the_last_written_and_errors_list_the_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n  it does not exist"):
         manifest.newest_complete(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="it has no folders"):
         manifest.newest_complete(tmp_path)
-    manifest.begin(_folder(tmp_path / "torn"))
+    manifest.begin(_write_files(tmp_path / "torn"))
     with pytest.raises(ValueError, match=r"torn has no manifest.json: this checkpoint was not fin"):
         manifest.newest_complete(tmp_path)
     with pytest.raises(ValueError, match=r"torn has no manifest.json"):
         manifest.newest_complete(tmp_path / "torn")
-    _complete(tmp_path / "z", 2.0)
-    late = _complete(tmp_path / "a", 1.0)
-    assert manifest.newest_complete(tmp_path) == late
-    assert manifest.newest_complete(late) == late
-    manifest.begin(late)
+    _write_complete(tmp_path / "z", 2.0)
+    last = _write_complete(tmp_path / "a", 1.0)
+    assert manifest.newest_complete(tmp_path) == last
+    assert manifest.newest_complete(last) == last
+    manifest.begin(last)
     assert manifest.newest_complete(tmp_path) == tmp_path / "z"
 
 
-def test_folders_of_others_are_passed_over(tmp_path: Path) -> None:
-    """One folder cannot be read (a volume's lost+found), and one has a manifest of another kind."""
-    mine, locked = _complete(tmp_path / "one"), tmp_path / "lost+found"
+def test_folders_of_other_programs_are_skipped(tmp_path: Path) -> None:
+    """A folder may be unreadable (lost+found), or have a manifest.json of another program."""
+    ours, locked = _write_complete(tmp_path / "one"), tmp_path / "lost+found"
     texts = {"a": "[]", "b": '{"format": 1, "files": [], "written": {}}', "c": "3"}
     for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / manifest.MANIFEST).write_text(text)
     locked.mkdir()
-    stock = Path.read_text
+    stock_read_text = Path.read_text
 
     def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
-        if path.parent == locked:  # tests may run as root, who may read everything
+        if path.parent == locked:  # mocked, because root may read every file
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stock(path, *args, **kwargs)
+        return stock_read_text(path, *args, **kwargs)
 
     with mock.patch.object(Path, "read_text", read_text):
-        assert manifest.newest_complete(tmp_path) == mine
+        assert manifest.newest_complete(tmp_path) == ours
 
 
-def _ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
+def _write_and_check(rank: int, world: int, folder: str) -> dict[str, Any]:
     path, hashed = Path(folder), []
-    stock = manifest.sha256_of
+    stock_hash = manifest.sha256_of
 
-    def counted(file: Path) -> str:
+    def count(file: Path) -> str:
         hashed.append(file.name)
-        return stock(file)
+        return stock_hash(file)
 
-    def full(file: Path) -> str:
+    def fail(file: Path) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", str(file))
 
-    found: dict[str, Any] = {}
-    with mock.patch.object(manifest, "sha256_of", full if rank == 2 else counted):
+    results: dict[str, Any] = {}
+    with mock.patch.object(manifest, "sha256_of", fail if rank == 2 else count):
         with pytest.raises(RuntimeError) as caught:
             manifest.write(path, LAYOUT)
-    found["failed"] = str(caught.value)
+    results["failed"] = str(caught.value)
     assert not (path / manifest.MANIFEST).exists()
     hashed.clear()
-    with mock.patch.object(manifest, "sha256_of", counted):
+    with mock.patch.object(manifest, "sha256_of", count):
         manifest.write(path, LAYOUT)
-    found["hashed"] = list(hashed)
+    results["hashed"] = list(hashed)
     manifest.check(path)
     dist.barrier()
     if rank == 0:
-        _flip(path / "a.bin")
+        _flip_bit(path / "a.bin")
     dist.barrier()
     with pytest.raises(ValueError) as flipped:
         manifest.check(path)
-    found["flipped"] = str(flipped.value)
-    return found
+    results["flipped"] = str(flipped.value)
+    return results
 
 
-def test_ranks_share_the_work_and_every_error(tmp_path: Path) -> None:
-    ranks = run_ranks(_ranks, 3, str(_folder(tmp_path / "one")))
-    assert sorted(name for found in ranks for name in found["hashed"]) == sorted(
+def test_ranks_share_the_hashing_and_every_error(tmp_path: Path) -> None:
+    ranks = run_ranks(_write_and_check, 3, str(_write_files(tmp_path / "one")))
+    assert sorted(name for result in ranks for name in result["hashed"]) == sorted(
         Path(name).name for name in FILES
     )
-    assert [len(found["hashed"]) > 0 for found in ranks] == [True] * 3
-    for found in ranks:
-        assert "failed on rank 2: OSError: [Errno 28] No space left" in found["failed"]
-        assert found["flipped"] == ranks[0]["flipped"] and "a.bin has changed" in found["flipped"]
+    assert [len(result["hashed"]) > 0 for result in ranks] == [True] * 3
+    for result in ranks:
+        assert "failed on rank 2: OSError: [Errno 28] No space left" in result["failed"]
+        assert result["flipped"] == ranks[0]["flipped"]
+        assert "a.bin has changed" in result["flipped"]

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, MXFP4 blocks and scales, read as bf16: equal to stock to the bit."""
+"""Published gpt-oss (MXFP4 blocks and scales) is decoded to bf16, bitwise equal to stock."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,8 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
-def _published(folder: Path) -> None:
-    """A folder in the layout of openai/gpt-oss: random bytes, scales from 2^-7 to 2^2."""
+def _write_published(folder: Path) -> None:
+    """Write the layout of openai/gpt-oss, with random bytes and scales from 2^-7 to 2^2."""
     model = tiny("gpt_oss", dtype=torch.bfloat16, **SIZES)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
@@ -50,14 +50,14 @@ def _published(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _stock(folder: Path) -> GptOssForCausalLM:
+def _load_stock(folder: Path) -> GptOssForCausalLM:
     return GptOssForCausalLM.from_pretrained(
         folder, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
 
 
-def test_a_byte_is_two_numbers_the_low_one_first(tmp_path: Path) -> None:
-    """0x72 with scale 130 is 1.0 and 6.0 times 8. 0xF1 with scale 126 is 0.5 and -6.0, halved."""
+def test_a_byte_is_two_numbers_with_the_low_bits_first(tmp_path: Path) -> None:
+    """0x72 with scale 130 is 8 * 1.0 and 8 * 6.0; 0xF1 with 126 is 0.5 * 0.5 and 0.5 * -6.0."""
     blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 1], blocks[0, 1, 0, 0] = 0x72, 0xF1
     scales = torch.tensor([130, 126], dtype=torch.uint8).view(1, 2, 1)
@@ -70,50 +70,50 @@ def test_a_byte_is_two_numbers_the_low_one_first(tmp_path: Path) -> None:
         stored.read_into(weight, ((0, 1), (0, 32), (0, 2)), reader)
         part = torch.empty(1, 3, 1, dtype=torch.bfloat16)
         stored.read_into(part, ((0, 1), (1, 4), (0, 1)), reader)
-    want = torch.zeros(32, 2)
-    want[2, 0], want[3, 0], want[0, 1], want[1, 1] = 8.0, 48.0, 0.25, -3.0
-    assert torch.equal(weight[0].float(), want)
+    expected = torch.zeros(32, 2)
+    expected[2, 0], expected[3, 0], expected[0, 1], expected[1, 1] = 8.0, 48.0, 0.25, -3.0
+    assert torch.equal(weight[0].float(), expected)
     assert part[0, :, 0].tolist() == [0.0, 8.0, 48.0]
 
 
-def _on_two_ranks(rank: int, world: int, folder: str) -> None:
+def _load_and_save(rank: int, world: int, folder: str) -> None:
     for dim in (0, 1):
         model = from_pretrained(folder, ep_size=2 - dim, expert_shard_dim=dim)
         assert getattr(model.config, "quantization_config", None) is None
-        # Masters are fp32, of values that are bf16.
-        held = {name: full_tensor(t).float() for name, t in model.state_dict().items()}
-        want = _stock(Path(folder)).state_dict()
-        assert_equal(held, {name: tensor.float() for name, tensor in want.items()})
+        # Our masters are fp32, and stock's tensors are bf16.
+        loaded = {name: full_tensor(t).float() for name, t in model.state_dict().items()}
+        expected = _load_stock(Path(folder)).state_dict()
+        assert_equal(loaded, {name: tensor.float() for name, tensor in expected.items()})
     save_pretrained(model, f"{folder}/saved")
     dist.barrier()
 
 
-def test_two_ranks_read_what_stock_decodes(tmp_path: Path) -> None:
-    """Each rank reads its experts or rows, equal to the bit, and saves them as bf16."""
-    _published(tmp_path)
-    run_ranks(_on_two_ranks, 2, str(tmp_path))
-    want = _stock(tmp_path).state_dict()
-    assert_equal(read_all(tmp_path / "saved"), dict(want))
+def test_two_ranks_read_the_values_that_stock_decodes(tmp_path: Path) -> None:
+    """Each rank reads its experts, or its rows of all experts, and the model is saved in bf16."""
+    _write_published(tmp_path)
+    run_ranks(_load_and_save, 2, str(tmp_path))
+    expected = _load_stock(tmp_path).state_dict()
+    assert_equal(read_all(tmp_path / "saved"), dict(expected))
     loaded = GptOssForCausalLM.from_pretrained(tmp_path / "saved")
-    assert_equal(loaded.state_dict(), dict(want))
+    assert_equal(loaded.state_dict(), dict(expected))
     ids = torch.arange(7)[None]
-    assert_close("logits", loaded(ids).logits, _stock(tmp_path)(ids).logits, 0.0)
+    assert_close("logits", loaded(ids).logits, _load_stock(tmp_path)(ids).logits, 0.0)
 
 
-def test_what_stock_decoded_is_saved_under_names_that_stock_reads(tmp_path: Path) -> None:
-    """Stock 5.23 writes decoded weights under names with "_blocks", which nothing reads."""
-    _published(tmp_path)
-    want = dict(_stock(tmp_path).state_dict())
-    save_pretrained(patch(_stock(tmp_path)), tmp_path / "saved")
-    assert_equal(read_all(tmp_path / "saved"), want)
+def test_a_model_that_stock_decoded_is_saved_under_loadable_names(tmp_path: Path) -> None:
+    """transformers 5.23 saves decoded weights under names with "_blocks" that no loader reads."""
+    _write_published(tmp_path)
+    expected = dict(_load_stock(tmp_path).state_dict())
+    save_pretrained(patch(_load_stock(tmp_path)), tmp_path / "saved")
+    assert_equal(read_all(tmp_path / "saved"), expected)
 
 
-@pytest.mark.parametrize("what", ["scales", "shape"])
-def test_blocks_that_make_up_no_weight(tmp_path: Path, what: str) -> None:
-    _published(tmp_path)
+@pytest.mark.parametrize("damage", ["scales", "shape"])
+def test_missing_scales_and_wrong_shapes_are_refused(tmp_path: Path, damage: str) -> None:
+    _write_published(tmp_path)
     state: dict[str, Any] = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj"
-    if what == "scales":
+    if damage == "scales":
         del state[f"{name}_scales"]
         text = rf"missing 1 tensors: {name}_scales, which scales {name}_blocks"
     else:

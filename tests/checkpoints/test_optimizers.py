@@ -1,4 +1,4 @@
-"""Which optimizers go on from a checkpoint: none at all, a subclass, and those that do not."""
+"""A checkpoint loads into the same optimizer, a subclass, or none; other optimizers are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ class OwnAdamW(torch.optim.AdamW):
 
 
 class SlowAdamW(torch.optim.AdamW):
-    """With an option that AdamW has not, and so another state."""
+    """It has an option that AdamW lacks, so its state may differ too."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -28,7 +28,7 @@ def _run(kind: type, seed: int = 0) -> Run:
     return start("full", ALONE, seed=seed, optimizer=lambda params: kind(params, lr=0.01))
 
 
-def _saved(folder: Path, kind: type) -> Run:
+def _save(folder: Path, kind: type) -> Run:
     run = _run(kind)
     step(run, 0)
     save_checkpoint(folder, run.model, run.optimizer, run.scheduler)
@@ -36,21 +36,21 @@ def _saved(folder: Path, kind: type) -> Run:
 
 
 @pytest.mark.parametrize("kinds", [(torch.optim.AdamW, OwnAdamW), (OwnAdamW, torch.optim.AdamW)])
-def test_a_subclass_goes_on_as_its_base_and_back(tmp_path: Path, kinds: tuple[type, type]) -> None:
-    run = _saved(tmp_path / "one", kinds[0])
+def test_subclass_and_base_resume_each_other(tmp_path: Path, kinds: tuple[type, type]) -> None:
+    run = _save(tmp_path / "one", kinds[0])
     other = _run(kinds[1], seed=5)
     load_checkpoint(tmp_path, other.model, other.optimizer, other.scheduler)
     step(run, 1)
     step(other, 1)
-    got, want = everything(other), everything(run)
-    assert got.keys() == want.keys()
-    for name in want:
-        same = torch.equal(got[name], want[name]) if torch.is_tensor(want[name]) else True
-        assert same, name
+    resumed, expected = everything(other), everything(run)
+    assert resumed.keys() == expected.keys()
+    for name in expected:
+        if torch.is_tensor(expected[name]):
+            assert torch.equal(resumed[name], expected[name]), name
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "message"),
+    ("saved", "new", "message"),
     [
         (torch.optim.Adam, torch.optim.AdamW, r"saved with Adam, this optimizer is AdamW, which"),
         (torch.optim.AdamW, torch.optim.Adam, r"saved with AdamW, this optimizer is Adam, which"),
@@ -59,9 +59,9 @@ def test_a_subclass_goes_on_as_its_base_and_back(tmp_path: Path, kinds: tuple[ty
         (SlowAdamW, torch.optim.AdamW, r"only one of them has the options slow; load into SlowA"),
     ],
 )
-def test_another_optimizer_is_refused(tmp_path: Path, saved: type, now: type, message: str) -> None:
-    _saved(tmp_path / "one", saved)
-    other = _run(now, seed=5)
+def test_another_optimizer_is_refused(tmp_path: Path, saved: type, new: type, message: str) -> None:
+    _save(tmp_path / "one", saved)
+    other = _run(new, seed=5)
     before = everything(other)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(tmp_path, other.model, other.optimizer)
@@ -69,7 +69,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: type, now: type, me
     assert all(torch.equal(after[n], v) for n, v in before.items() if torch.is_tensor(v))
 
 
-def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
+def test_a_model_saved_without_an_optimizer(tmp_path: Path) -> None:
     run = _run(torch.optim.AdamW)
     save_checkpoint(tmp_path / "model", run.model, None, progress={"step": 3})
     assert not any("optimizer" in path.name for path in tmp_path.rglob("*"))
@@ -77,14 +77,14 @@ def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model was saved without an optimizer; call with opt"):
         load_checkpoint(tmp_path, other.model, other.optimizer)
     assert load_checkpoint(tmp_path, other.model, None) == {"step": 3}
-    wanted = dict(run.model.named_parameters())
-    assert all(torch.equal(p, wanted[name]) for name, p in other.model.named_parameters())
+    expected = dict(run.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in other.model.named_parameters())
 
 
-def test_a_model_alone_out_of_a_whole_checkpoint(tmp_path: Path) -> None:
-    run = _saved(tmp_path / "one", torch.optim.AdamW)
+def test_only_the_model_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    run = _save(tmp_path / "one", torch.optim.AdamW)
     other = _run(torch.optim.AdamW, seed=5)
     load_checkpoint(tmp_path, other.model, None)
-    wanted = dict(run.model.named_parameters())
-    assert all(torch.equal(p, wanted[name]) for name, p in other.model.named_parameters())
+    expected = dict(run.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in other.model.named_parameters())
     assert not other.optimizer.state

@@ -1,4 +1,4 @@
-"""Parts of tensors that ranks wrote: who reads them, and how many headers that takes."""
+"""A rank reads its shards from the files of other ranks, with as few headers as possible."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ WHOLE = {
 }
 
 
-def _written_by_four(folder: Path) -> list[Path]:
-    """Write row by row, as DCP does. Rank 2 writes what all ranks hold."""
+def _write_four(folder: Path) -> list[Path]:
+    """Write the row shards of four ranks as DCP does. Rank 2 writes the replicated tensor."""
     files = []
     for rank in range(WORLD):
         parts = {"w": (2 * rank, 2 * rank + 2), "experts": (rank, rank + 1)}
@@ -41,7 +41,7 @@ def _written_by_four(folder: Path) -> list[Path]:
 
 
 def _empty(shape: tuple[int, ...], placement: Placement, rank: int, world: int) -> Tensor:
-    """A DTensor of `shape` full of NaN, on a rank of a group that need not exist."""
+    """Return the DTensor of a rank, filled with NaN."""
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.full(shape, float("nan"), dtype=torch.float64)
     local = whole
@@ -55,7 +55,7 @@ def _empty(shape: tuple[int, ...], placement: Placement, rank: int, world: int) 
 
 
 def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
-    """Read all of it as a rank that cuts tensors along `dim`; the number of headers it took."""
+    """Read a rank's shards, cut along `dim`, and return the number of headers read."""
     with fake_group(rank, world):
         cut = {name: Shard(dim) if name != "whole" else Replicate() for name in SIZES}
         targets = {name: _empty(SIZES[name], cut[name], rank, world) for name in SIZES}
@@ -70,23 +70,23 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
 
 
 def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
-    """Rank 2 needs its own file and the shared one, and a neighbour one more."""
-    files = _written_by_four(tmp_path)
+    """Rank 2 needs its own file. Ranks 1 and 3 also need that of rank 2, and rank 0 a third."""
+    files = _write_four(tmp_path)
     assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 2, 1, 2]
-    # 0.. 1, 2, 3 halves of it; along columns everybody needs everybody
+    # Two ranks read halves of the rows. Three ranks that cut columns need all files.
     assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 2]
     assert [_read(files, rank, 3, 1) for rank in range(3)] == [4, 4, 4]
     assert _read(files, 0, 1, 0) == 4
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    """A file is missing or ends too early. A part that two files hold counts once."""
-    files = _written_by_four(tmp_path)
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    """A file is missing or ends too early. A box that is in two files counts once."""
+    files = _write_four(tmp_path)
     with pytest.raises(ValueError, match=r"files of 3 ranks lack 12 of 42 values .* of w \(2 ten"):
         read_parts([files[0], files[2], files[3]], {n: torch.zeros(s) for n, s in SIZES.items()})
-    twice = {"w": torch.zeros(7, 6)}
+    targets = {"w": torch.zeros(7, 6)}
     with pytest.raises(ValueError, match=r"files of 4 ranks lack 18 of 42 values"):
-        read_parts([files[0], files[0], files[2], files[0]], twice)
+        read_parts([files[0], files[0], files[2], files[0]], targets)
     files[1].write_bytes(files[1].read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"shard-00002-.* is truncated"):
         read_parts(files, {name: torch.zeros(shape) for name, shape in SIZES.items()})

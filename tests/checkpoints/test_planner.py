@@ -1,4 +1,4 @@
-"""Saves by torch.distributed.checkpoint that each rank plans by itself: what DCP's own would be."""
+"""Each rank plans its own writes for torch.distributed.checkpoint (DCP), as DCP would plan them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ WORLD = 8
 
 
 def _state(rank: int) -> dict[str, Any]:
-    """A state like that of experts and AdamW: uneven and empty parts, replicas, numbers, text."""
+    """Build a state with uneven and empty shards, replicas, plain tensors, numbers and strings."""
     with torch.device("cpu"):
-        two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        one = init_device_mesh("cpu", (WORLD,))
+        mesh_2d = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        mesh_1d = init_device_mesh("cpu", (WORLD,))
 
-    def lie(mesh: Any, placements: list[Any], *shape: int) -> DTensor:
+    def make(mesh: Any, placements: list[Any], *shape: int) -> DTensor:
         return DTensor.from_local(
             torch.zeros(_local(shape, mesh, placements)),
             mesh,
@@ -43,11 +43,11 @@ def _state(rank: int) -> dict[str, Any]:
 
     return {
         "model": {
-            "even": lie(one, [Shard(0)], 16, 3),
-            "uneven": lie(one, [Shard(0)], 11, 2),
-            "few": lie(one, [Shard(0)], 3),
-            "experts": lie(two, [Shard(1), Shard(0)], 8, 6, 5),
-            "replicated": lie(two, [Replicate(), Shard(0)], 12, 2),
+            "even": make(mesh_1d, [Shard(0)], 16, 3),
+            "uneven": make(mesh_1d, [Shard(0)], 11, 2),
+            "few": make(mesh_1d, [Shard(0)], 3),
+            "experts": make(mesh_2d, [Shard(1), Shard(0)], 8, 6, 5),
+            "replicated": make(mesh_2d, [Replicate(), Shard(0)], 12, 2),
             "whole": torch.zeros(4),
         },
         "state": {name: {"step": torch.tensor(1.0)} for name in ("a", "b", "c")},
@@ -61,33 +61,34 @@ def _local(shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> tuple[in
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
 
 
-def _planned(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[Any], Metadata]:
+def _plan(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[Any], Metadata]:
     """Run the steps of `dcp.save`: local plans, final plans and metadata."""
-    planners, told = [], []
+    planners, local_plans = [], []
     for rank in range(WORLD):
         with fake_group(rank, WORLD):
             planners.append(planner())
             planners[-1].set_up_planner(_state(rank), None, rank == 0)
-            told.append(planners[-1].create_local_plan())
+            local_plans.append(planners[-1].create_local_plan())
     with fake_group(0, WORLD):
-        sent, metadata = planners[0].create_global_plan(told)
-        written = [one.finish_plan(plan).items for one, plan in zip(planners, sent, strict=True)]
-    return told, written, metadata
+        global_plans, metadata = planners[0].create_global_plan(local_plans)
+        pairs = zip(planners, global_plans, strict=True)
+        written = [each.finish_plan(plan).items for each, plan in pairs]
+    return local_plans, written, metadata
 
 
-def _boxes(metadata: Metadata) -> dict[str, Any]:
-    """Return dtype, size and non-empty parts of each tensor."""
-    found: dict[str, Any] = {}
-    for name, of_name in metadata.state_dict_metadata.items():
-        if not hasattr(of_name, "chunks"):
-            found[name] = None
+def _describe_tensors(metadata: Metadata) -> dict[str, Any]:
+    """Return dtype, size and non-empty boxes of each tensor, and None for other values."""
+    tensors: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            tensors[name] = None
             continue
-        parts = {(tuple(c.offsets), tuple(c.sizes)) for c in of_name.chunks if c.sizes.numel()}
-        found[name] = (of_name.properties, of_name.size, parts)
-    return found
+        parts = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if c.sizes.numel()}
+        tensors[name] = (entry.properties, entry.size, parts)
+    return tensors
 
 
-def _written(items: list[WriteItem]) -> list[tuple[str, Any]]:
+def _list_boxes(items: list[WriteItem]) -> list[tuple[str, Any]]:
     boxes = [(item.index.fqn, item.tensor_data and item.tensor_data.chunk) for item in items]
     return [
         (name, chunk and (tuple(chunk.offsets), tuple(chunk.sizes)))
@@ -96,46 +97,46 @@ def _written(items: list[WriteItem]) -> list[tuple[str, Any]]:
     ]
 
 
-def test_the_plan_is_that_of_dcp_and_nobody_is_told_it() -> None:
-    """Each part is written once, by a rank that has it, and no plan is sent."""
-    their_told, theirs, their_metadata = _planned(DefaultSavePlanner)
-    told, ours, metadata = _planned(SpreadPlanner)
-    assert all(plan.items for plan in their_told) and not any(plan.items for plan in told)
-    assert _boxes(metadata) == _boxes(their_metadata)
-    assert metadata.planner_data == their_metadata.planner_data
-    parts = [part for items in ours for part in _written(items)]
+def test_plans_equal_dcps_and_are_not_sent() -> None:
+    """Each box is written once, by a rank that has it, and ranks send empty plans to rank 0."""
+    dcp_local, dcp_items, dcp_metadata = _plan(DefaultSavePlanner)
+    local, items_of_ranks, metadata = _plan(SpreadPlanner)
+    assert all(plan.items for plan in dcp_local) and not any(plan.items for plan in local)
+    assert _describe_tensors(metadata) == _describe_tensors(dcp_metadata)
+    assert metadata.planner_data == dcp_metadata.planner_data
+    parts = [part for items in items_of_ranks for part in _list_boxes(items)]
     assert len(set(map(str, parts))) == len(parts)
     assert sorted(map(str, parts)) == sorted(
-        str(part) for items in theirs for part in _written(items)
+        str(part) for items in dcp_items for part in _list_boxes(items)
     )
-    assert sum(bool(items) for items in ours) == WORLD
+    assert sum(bool(items) for items in items_of_ranks) == WORLD
 
 
-def test_ranks_with_other_tensors() -> None:
-    planners, told = [], []
+def test_ranks_with_different_tensors_are_refused() -> None:
+    planners, local_plans = [], []
     for rank in range(2):
         with fake_group(rank, 2):
             planners.append(SpreadPlanner())
             state = {"w": torch.zeros(3 + rank)}
             planners[-1].set_up_planner(state, None, rank == 0)
-            told.append(planners[-1].create_local_plan())
+            local_plans.append(planners[-1].create_local_plan())
     with pytest.raises(ValueError, match=r"ranks \[1\] have other tensors to save than rank 0"):
-        planners[0].create_global_plan(told)
+        planners[0].create_global_plan(local_plans)
 
 
 @contextmanager
-def _as_it_is() -> Iterator[None]:
+def _plan_by_dcp() -> Iterator[None]:
     yield
 
 
-def _saved_and_loaded(rank: int, world: int, folder: str) -> list[str]:
-    """Save by both, load each into another model; what they loaded must be what was saved."""
+def _save_and_load(rank: int, world: int, folder: str) -> list[str]:
+    """Save with each planner and load into another model, which must get the saved values."""
     layout = Layout("hsdp", world, {"ep_size": 2, "dp_replicate_size": 2})
     run = start("full", layout)
     step(run, 0)
-    want, files = everything(run), []
-    for name, planned in (("theirs", _as_it_is), ("ours", planned_by_each)):
-        with planned():
+    saved, files = everything(run), []
+    for name, plan_with in (("theirs", _plan_by_dcp), ("ours", planned_by_each)):
+        with plan_with():
             state = dict(zip(("model", "optimizer"), _state_dicts(run), strict=True))
             planner = dcp.default_planner.DefaultSavePlanner()
             path = f"{folder}/{name}"
@@ -145,9 +146,9 @@ def _saved_and_loaded(rank: int, world: int, folder: str) -> list[str]:
         step(other, 1)
         model, optimizer = _state_dicts(other)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-        got = everything(other)
-        tensors = {key: value for key, value in want.items() if isinstance(value, Tensor)}
-        assert_equal(name, {key: got[key] for key in tensors}, tensors)
+        loaded = everything(other)
+        tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
+        assert_equal(name, {key: loaded[key] for key in tensors}, tensors)
     dist.barrier()
     return files
 
@@ -159,6 +160,6 @@ def _state_dicts(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.slow
 def test_files_are_read_by_stock(tmp_path: Path) -> None:
-    """Four ranks with replicas save a model and AdamW with each planner, and torch loads them."""
-    for names in run_ranks(_saved_and_loaded, 4, str(tmp_path)):
+    """Four ranks with replicas save a model and AdamW with each planner, and torch loads both."""
+    for names in run_ranks(_save_and_load, 4, str(tmp_path)):
         assert names == ["DefaultSavePlanner", "SpreadPlanner"]

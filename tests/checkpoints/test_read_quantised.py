@@ -1,4 +1,4 @@
-"""Experts quantised while they are read: to the bit what loading and quantising then gives."""
+"""Quantising experts while they are read gives the same bits as quantising after loading."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ from hf_moe_ep.ops.quantised import (
 )
 from hf_moe_ep.state import quantised_matrices
 
-HELD: dict[str, Quantisation] = {
+FORMATS: dict[str, Quantisation] = {
     "nf4": Quantisation("nf4"),
     "nested": Quantisation("nf4", nested=True),
     "fp8": Quantisation("fp8"),
@@ -53,23 +53,23 @@ CONFIG: dict[str, dict[str, Any]] = {
     "nested": {"experts_dtype": "nf4", "experts_double_quant": True},
     "fp8": {"experts_dtype": "fp8"},
 }
-# Two ranks cut rows of all matrices at blocks, those of 256 scales of nested ones too.
+# Half of the rows of any matrix is a number of whole blocks, also of blocks of 256 scales.
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "initializer_range": 0.09}
 MATRIX = "model.layers.1.mlp.experts"
 
 
-def hub(folder: Path) -> None:
-    """One tensor for each matrix of an expert, gate and up apart."""
+def write_single_experts(folder: Path) -> None:
+    """Write each matrix of each expert as a tensor of its own, gate and up separately."""
     write_hub(folder, tiny(dtype=torch.bfloat16, **SIZES))
 
 
-def stacked(folder: Path) -> None:
-    """All experts in one tensor, as in memory."""
+def write_stacked(folder: Path) -> None:
+    """Write all experts of a layer in one tensor, as in memory."""
     tiny(dtype=torch.bfloat16, **SIZES).save_pretrained(folder, save_original_format=False)
 
 
-def fp8(folder: Path) -> None:
-    """Write FP8 as Qwen3 and DeepSeek-V3 do, with scales that quantising does not find."""
+def write_fp8_files(folder: Path) -> None:
+    """Write FP8 as Qwen3 and DeepSeek-V3 do, with other scales than quantising again would give."""
     write_fp8(folder, tiny(dtype=torch.bfloat16, **SIZES))
     state, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     for name in [name for name in state if name.endswith("_scale_inv")]:
@@ -77,12 +77,12 @@ def fp8(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def fp8_of_other_blocks(folder: Path) -> None:
+def write_fp8_of_other_blocks(folder: Path) -> None:
     write_fp8(folder, tiny(dtype=torch.bfloat16, **SIZES), (64, 64))
 
 
-def mxfp4(folder: Path) -> None:
-    """In the layout of openai/gpt-oss, whose matrices are kept the other way round."""
+def write_mxfp4(folder: Path) -> None:
+    """Write the MXFP4 layout of openai/gpt-oss, whose parameters are transposed: [E, in, out]."""
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     model = tiny_type("gpt_oss", dtype=torch.bfloat16, **sizes)
     model.save_pretrained(folder)
@@ -100,19 +100,19 @@ def mxfp4(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def transposed(folder: Path) -> None:
-    """The same type, its matrices in bf16."""
+def write_transposed(folder: Path) -> None:
+    """Write a gpt-oss model in bf16; its parameters are transposed."""
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     tiny_type("gpt_oss", dtype=torch.bfloat16, **sizes).save_pretrained(folder)
 
 
 FILES: dict[str, Callable[[Path], None]] = {
-    "hub": hub,
-    "stacked": stacked,
-    "transposed": transposed,
-    "fp8 files": fp8,
-    "fp8 files of other blocks": fp8_of_other_blocks,
-    "mxfp4 files": mxfp4,
+    "hub": write_single_experts,
+    "stacked": write_stacked,
+    "transposed": write_transposed,
+    "fp8 files": write_fp8_files,
+    "fp8 files of other blocks": write_fp8_of_other_blocks,
+    "mxfp4 files": write_mxfp4,
 }
 DECODED: dict[str, Any] = {
     "fp8 files": partial(FineGrainedFP8Config, dequantize=True),
@@ -121,14 +121,14 @@ DECODED: dict[str, Any] = {
 }
 
 
-def stock(name: str, folder: str | Path) -> PreTrainedModel:
-    """Return the tensors that stock reads from the files, in bf16."""
+def load_stock(name: str, folder: str | Path) -> PreTrainedModel:
+    """Load the files with stock, decoded to bf16."""
     config = {"quantization_config": DECODED[name]()} if name in DECODED else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **config)
 
 
-def kept_of(folder: Path, weight: str) -> Quantised:
-    """Bytes and scales of FP8 as they lie in a file, of one matrix of all experts."""
+def read_fp8(folder: Path, weight: str) -> Quantised:
+    """Read the FP8 bytes and scales of one matrix of all experts from the file."""
     state = load_file(folder / "model.safetensors")
     parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
 
@@ -142,14 +142,14 @@ def kept_of(folder: Path, weight: str) -> Quantised:
     return Quantised(joined("").view(torch.uint8), joined("_scale_inv"))
 
 
-def weights_of(folder: Path) -> dict[str, InFiles]:
-    """Return the places of the weights of a checkpoint."""
+def locate_weights(folder: Path) -> dict[str, InFiles]:
+    """Find where the files of a checkpoint store each weight."""
     model, plan = described_model(folder)
     return find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
 
 
-def parts_of(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any, Quantised]]:
-    """Return the parts of ranks: experts 3 and 4, no expert, halves of the rows of all."""
+def cut_shards(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any, Quantised]]:
+    """Yield the shards of four ranks: experts 3 and 4, no expert, and halves of all rows."""
     rows = whole.values.shape[1]
     columns = whole.values.shape[2] * quantisation.values_per_byte
     cuts: list[tuple[slice, int, int]] = [(slice(3, 5), 0, 1), (slice(8, 8), 0, 1)]
@@ -159,67 +159,65 @@ def parts_of(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any
         boxes, tensors = [], []
         for tensor in whole.by_name("").values():
             share = tensor.shape[1] // halves
-            own = (half * share, (half + 1) * share)
-            boxes.append(((experts.start, experts.stop), own, (0, tensor.shape[2])))
-            tensors.append(tensor[experts, slice(*own)])
+            rows_of_half = (half * share, (half + 1) * share)
+            boxes.append(((experts.start, experts.stop), rows_of_half, (0, tensor.shape[2])))
+            tensors.append(tensor[experts, slice(*rows_of_half)])
         yield boxes, Quantised(*tensors)
 
 
-def pairs() -> Iterator[Any]:
-    for name, kind in product(FILES, HELD):
+def list_cases() -> Iterator[Any]:
+    for name, kind in product(FILES, FORMATS):
         usual = (name, kind) in (("hub", "nested"), ("fp8 files", "fp8"), ("mxfp4 files", "nf4"))
         marks = [] if usual else [pytest.mark.slow]
         yield pytest.param(name, kind, id=f"{name}, {kind}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "kind"), list(pairs()))
-def test_each_part_is_that_of_what_was_loaded_and_quantised(
-    name: str, kind: str, tmp_path: Path
-) -> None:
-    """Files have all layouts. A rank reads its experts, no expert, or halves of rows. FP8 into FP8
-    copies bytes. Nested scales depend on the whole matrix, and ranks that split its rows agree.
+@pytest.mark.parametrize(("name", "kind"), list(list_cases()))
+def test_each_shard_equals_quantising_after_loading(name: str, kind: str, tmp_path: Path) -> None:
+    """Each layout of files is read into the shards of `cut_shards`. FP8 into FP8 copies the bytes.
+    Nested scales depend on the whole matrix, and ranks that have a part of its rows agree on them.
     """
-    quantisation, folder = HELD[kind], tmp_path / "checkpoint"
+    quantisation, folder = FORMATS[kind], tmp_path / "checkpoint"
     FILES[name](folder)
-    found = weights_of(folder)
-    decoded = stock(name, folder)
+    stored = locate_weights(folder)
+    decoded = load_stock(name, folder)
     experts = decoded.model.layers[1].mlp.experts
-    turned = name in ("transposed", "mxfp4 files")
+    transposed = name in ("transposed", "mxfp4 files")
     for weight in ("gate_up_proj", "down_proj"):
         values = getattr(experts, weight).detach()
-        whole = quantise_stack(values.mT if turned else values, quantisation)
+        whole = quantise_stack(values.mT if transposed else values, quantisation)
         if (kind, name) == ("fp8", "fp8 files"):
-            again = whole
-            whole = kept_of(folder, weight)
-            assert not torch.equal(again.block_scale, whole.block_scale), "rounded twice"
-        shape_EOI = values.mT.shape if turned else values.shape
-        for boxes, want in parts_of(whole, quantisation):
-            tensors = [torch.full_like(tensor, 77) for tensor in want.by_name("").values()]
-            held = HeldAsBytes(
-                Quantised(*tensors), boxes, (shape_EOI[1], shape_EOI[2]), quantisation, turned
+            requantised = whole
+            whole = read_fp8(folder, weight)
+            assert not torch.equal(requantised.block_scale, whole.block_scale), "other scales"
+        shape_EOI = values.mT.shape if transposed else values.shape
+        for boxes, shard in cut_shards(whole, quantisation):
+            tensors = [torch.full_like(tensor, 77) for tensor in shard.by_name("").values()]
+            target = HeldAsBytes(
+                Quantised(*tensors), boxes, (shape_EOI[1], shape_EOI[2]), quantisation, transposed
             )
             with Reader() as reader:
-                held.read(found[f"{MATRIX}.{weight}"], reader, torch.device("cpu"))
-            for got, tensor in zip(tensors, want.by_name("").values(), strict=True):
-                assert torch.equal(got, tensor), (weight, boxes)
+                target.read(stored[f"{MATRIX}.{weight}"], reader, torch.device("cpu"))
+            for actual, tensor in zip(tensors, shard.by_name("").values(), strict=True):
+                assert torch.equal(actual, tensor), (weight, boxes)
 
 
-def test_fp8_is_never_decoded_on_its_way_into_fp8(tmp_path: Path) -> None:
-    fp8(tmp_path / "128")
-    fp8_of_other_blocks(tmp_path / "64")
+def test_fp8_of_the_same_blocks_is_not_decoded(tmp_path: Path) -> None:
+    write_fp8_files(tmp_path / "128")
+    write_fp8_of_other_blocks(tmp_path / "64")
     decoded = []
     for blocks in ("128", "64"):
-        stored = weights_of(tmp_path / blocks)[f"{MATRIX}.down_proj"]
-        local = empty_stack((8, 256, 256), HELD["fp8"], "cpu")
+        stored = locate_weights(tmp_path / blocks)[f"{MATRIX}.down_proj"]
+        local = empty_stack((8, 256, 256), FORMATS["fp8"], "cpu")
         boxes = [tuple((0, n) for n in tensor.shape) for tensor in local.by_name("").values()]
-        held = HeldAsBytes(local, boxes, (256, 256), HELD["fp8"], False)
+        target = HeldAsBytes(local, boxes, (256, 256), FORMATS["fp8"], False)
         with (
             Reader() as reader,
             mock.patch("hf_moe_ep.checkpoints.hub.quantised.quantise") as quantise,
             mock.patch("hf_moe_ep.checkpoints.hub.fp8.ScaledTensor.read_into") as decode,
         ):
             quantise.return_value = local.of(0)
-            held.read(stored, reader, torch.device("cpu"))
+            target.read(stored, reader, torch.device("cpu"))
         decoded.append((decode.call_count, quantise.call_count))
     assert decoded == [(0, 0), (8, 8)]
 
@@ -235,57 +233,57 @@ def _lora() -> LoraConfig:
     return LoraConfig(r=2, target_parameters=list(EXPERTS), target_modules=["q_proj"])
 
 
-def _loaded_lean_or_quantised_then(name: str, rank: int, world: int, folder: str) -> None:
-    """Every parameter, hashes of the base, and a loss with its gradients."""
+def _compare_with_stock(name: str, rank: int, world: int, folder: str) -> None:
+    """Weights, hashes, loss and gradients equal those of quantising a model that stock loaded."""
     files = Path(folder, "files")
     if rank == 0:
         FILES[name](files)
     dist.barrier()
     for kind, config in CONFIG.items():
-        # Of other files the layout that asks most of them.
+        # Files other than "hub" are read at the last layout only, which splits rows.
         for layout in LAYOUTS[world] if name == "hub" else LAYOUTS[world][-1:]:
             torch.manual_seed(1)
-            lean = from_pretrained(files, peft_config=_lora(), **config, **layout).train()
+            direct = from_pretrained(files, peft_config=_lora(), **config, **layout).train()
             if (kind, name) == ("fp8", "fp8 files"):
-                _equals_the_file(files, lean)
+                _assert_equals_file(files, direct)
                 continue
-            model = get_peft_model(stock(name, files), _lora())
-            want = apply_ep_fsdp2(model, **config, **layout).train()
-            parameters = dict(lean.named_parameters())
-            assert parameters.keys() == dict(want.named_parameters()).keys()
-            for key, parameter in want.named_parameters():
+            model = get_peft_model(load_stock(name, files), _lora())
+            quantised_later = apply_ep_fsdp2(model, **config, **layout).train()
+            parameters = dict(direct.named_parameters())
+            assert parameters.keys() == dict(quantised_later.named_parameters()).keys()
+            for key, parameter in quantised_later.named_parameters():
                 assert parameters[key].dtype == parameter.dtype, key
                 if "lora_A" in key:
                     with torch.no_grad():
                         parameters[key].copy_(parameter)
                 else:
-                    own, theirs = parameters[key].to_local(), parameter.to_local()
-                    assert torch.equal(own, theirs), (kind, layout, key)
-            assert describe_base(lean)["hashes"] == describe_base(want)["hashes"]
-            inputs, found = batch(want, 2, 9, seed=rank), []
-            for either in (lean, want):
-                loss = either(**inputs).loss
+                    actual, expected = parameters[key].to_local(), parameter.to_local()
+                    assert torch.equal(actual, expected), (kind, layout, key)
+            assert describe_base(direct)["hashes"] == describe_base(quantised_later)["hashes"]
+            inputs, results = batch(quantised_later, 2, 9, seed=rank), []
+            for each in (direct, quantised_later):
+                loss = each(**inputs).loss
                 loss.backward()
-                grads = {n: p.grad for n, p in either.named_parameters() if p.requires_grad}
-                found.append((loss, {n: g.to_local() for n, g in grads.items()}))
-            assert torch.equal(found[0][0], found[1][0])
-            for key, grad in found[1][1].items():
-                assert torch.equal(found[0][1][key], grad), (kind, layout, key)
+                grads = {n: p.grad for n, p in each.named_parameters() if p.requires_grad}
+                results.append((loss, {n: g.to_local() for n, g in grads.items()}))
+            assert torch.equal(results[0][0], results[1][0])
+            for key, grad in results[1][1].items():
+                assert torch.equal(results[0][1][key], grad), (kind, layout, key)
 
 
-def _equals_the_file(files: Path, model: Any) -> None:
+def _assert_equals_file(files: Path, model: Any) -> None:
     number = 0
-    for name, held, _ in quantised_matrices(model):
+    for name, stack, _ in quantised_matrices(model):
         if ".layers.1." not in name:
             continue
-        want = kept_of(files, name.rpartition(".")[2])
-        for got, tensor in zip(held.by_name("").values(), want.by_name("").values(), strict=True):
-            assert torch.equal(full_tensor(got), tensor), name
+        stored = read_fp8(files, name.rpartition(".")[2]).by_name("").values()
+        for actual, tensor in zip(stack.by_name("").values(), stored, strict=True):
+            assert torch.equal(full_tensor(actual), tensor), name
             number += 1
     assert number == 4
 
 
-ON_RANKS = {f"{name} on ranks": partial(_loaded_lean_or_quantised_then, name) for name in FILES}
+ON_RANKS = {f"{name} on ranks": partial(_compare_with_stock, name) for name in FILES}
 HUB = dict(list(ON_RANKS.items())[:1])
 
 
@@ -297,5 +295,5 @@ HUB = dict(list(ON_RANKS.items())[:1])
         *on_ranks(4, {f"{name}, four": run for name, run in HUB.items()}, slow=True),
     ],
 )
-def test_ranks_hold_what_quantising_afterwards_gives(found: Found, claim: Check) -> None:
+def test_ranks_equal_quantising_after_loading(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,4 +1,4 @@
-"""Each rank knows which rank writes which part, without asking, and each value is written once."""
+"""Each rank computes which rank writes which box, without collectives. Boxes are written once."""
 
 import json
 from dataclasses import replace
@@ -31,31 +31,31 @@ WORLD = 4
 LAYOUT = {"ep_size": 2, "dp_replicate_size": 2}
 
 
-def test_by_hand() -> None:
-    """The grid of the docstring, ep and FSDP2 on one dimension, and replicated tensors."""
+def test_boxes_and_writers_by_hand() -> None:
+    """The grid of spread.py's docstring, ep and FSDP2 on the same dim, and replicated tensors."""
     rows = Spread((2, 4), tuple(range(8)), (None, 0))
     assert rows.num_replicas == 2
     for replica, first in enumerate((0, 4)):
-        want = [(first + i, ((2 * i, 2 * i + 2), (0, 3))) for i in range(4)]
-        assert list(rows.boxes((8, 3), replica)) == want
+        expected = [(first + i, ((2 * i, 2 * i + 2), (0, 3))) for i in range(4)]
+        assert list(rows.boxes((8, 3), replica)) == expected
     assert rows.holders((8, 3), 1, ((3, 5), (0, 3))) == {5, 6}
     assert rows.is_writer(6, 1) and not rows.is_writer(6, 0)
-    # ep, the last axis, cuts 6 experts into 3 and 3, and ep_fsdp these into 2 and 1
-    both = Spread((2, 2), (0, 1, 2, 3), (0, 0))
-    experts = [box[0] for _, box in both.boxes((6, 5), 0)]
-    assert experts == [(0, 2), (3, 5), (2, 3), (5, 6)] and both.num_replicas == 1
+    # The last axis, ep, cuts 6 experts into 3 + 3. Then ep_fsdp cuts each 3 into 2 + 1.
+    two_axes = Spread((2, 2), (0, 1, 2, 3), (0, 0))
+    experts = [box[0] for _, box in two_axes.boxes((6, 5), 0)]
+    assert experts == [(0, 2), (3, 5), (2, 3), (5, 6)] and two_axes.num_replicas == 1
     whole = Spread((4,), (0, 1, 2, 3), (None,))
     sizes = {"a": 7, "b": 5, "c": 4, "d": 3, "e": 9}
-    of_whole = {name: (whole, size) for name, size in sizes.items()}
-    # 9, 7, 5, 4 to one each; 3 to the one with 4
-    assert choose_replicas(of_whole) == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
-    # rows have loads of their own
+    replicated = {name: (whole, size) for name, size in sizes.items()}
+    # 9, 7, 5 and 4 go to one replica each, and 3 to the replica that has 4.
+    assert choose_replicas(replicated) == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
+    # The replicas of `rows` and of `whole` are counted separately.
     assert choose_replicas({"x": (rows, 2), "y": (whole, 1), "z": (rows, 1)}) == {
         "x": 0, "y": 0, "z": 1
     }  # fmt: skip
 
 
-def test_what_nobody_can_know_is_refused() -> None:
+def test_shards_that_a_rank_cannot_know_are_refused() -> None:
     with fake_group(0, 4):
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         part = DTensor.from_local(torch.zeros(2, 3), half, [Shard(0)], run_check=False)
@@ -68,7 +68,7 @@ def test_what_nobody_can_know_is_refused() -> None:
 
 
 def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
-    """Rank 0 of 64 writes its part after one collective that asks whether all agree."""
+    """Rank 0 of 64 writes its part. It gathers no objects; one all-reduce compares the ranks."""
     with fake_group(0, 64):
         model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=4)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -77,28 +77,27 @@ def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
         with (
             mock.patch.multiple(dist, **dict.fromkeys(verbs, refuse)),
             mock.patch.object(save.manifest, "write") as write,
-            mock.patch.object(save, "check_everyone_calls"),  # there is no store
+            mock.patch.object(save, "check_everyone_calls"),  # a fake group has no store
         ):
             save.save_checkpoint(tmp_path / "one", model, optimizer)
     (name,) = write.call_args.kwargs["written"]
     (file,) = (tmp_path / "one" / folder.TENSORS).iterdir()
     assert file.name == Path(name).name == "shard-00001-model-00001-of-00001.safetensors"
     saved = folder.state_file.read(tmp_path / "one" / folder.STATE)
-    of_embedding = saved.tensors["model.model.embed_tokens.weight"]
-    assert of_embedding.spread == Spread((64,), tuple(range(64)), (0,))
+    embedding = saved.tensors["model.model.embed_tokens.weight"]
+    assert embedding.spread == Spread((64,), tuple(range(64)), (0,))
     tensors, _ = part_files.read_header(file)
     assert tensors["model.model.embed_tokens.weight"].shape == (-(-97 // 64), 32)
 
 
-def _state(forms: dict[str, TensorForm]) -> StateFile:
+def _reread(forms: dict[str, TensorForm]) -> StateFile:
     return StateFile.from_json(json.loads(json.dumps(StateFile({}, tensors=forms).to_json())))
 
 
-def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, set[int]]:
-    """Name and write a model whose values are their places, without a collective, and read it
-    again.
+def _write_and_read(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, set[int]]:
+    """Write a model whose values are their flat indices, without a collective, and read it back.
 
-    Returns forms and parts as JSON and plain tensors, bytes written, ranks whose headers were read.
+    Returns forms as JSON, boxes and bytes that were written, ranks whose headers were read.
     """
     model = apply_ep_fsdp2(tiny(num_hidden_layers=2), **LAYOUT)
     with torch.no_grad():
@@ -114,7 +113,7 @@ def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, se
         names = write_parts(path / folder.TENSORS, rank, files)
     assert len(files) > 1
     dist.barrier()
-    ranks = _read_again(path, named.tensors, forms)
+    ranks = _read_twice(path, named.tensors, forms)
     boxes = [(name, box) for shards in files for name, (box, _) in shards.items()]
     return (
         StateFile({}, tensors=forms).to_json(),
@@ -124,14 +123,14 @@ def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, se
     )
 
 
-def _read_again(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorForm]) -> set[int]:
-    """By `spread`, and as of old without it: the same. Returns whose headers it took."""
+def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorForm]) -> set[int]:
+    """Read with `spread`, and without it as old versions do. Return the ranks of headers read."""
     files = sorted(path.glob(f"{folder.TENSORS}/*"))
     manifest: Any = {"files": {f"{folder.TENSORS}/{file.name}": {} for file in files}}
-    saved, old = _state(forms), _state({n: replace(f, spread=None) for n, f in forms.items()})
+    saved, old = _reread(forms), _reread({n: replace(f, spread=None) for n, f in forms.items()})
     assert saved.tensors == forms
     ranks: set[int] = set()
-    want = {name: tensor.to_local().clone() for name, tensor in tensors.items()}
+    values = {name: tensor.to_local().clone() for name, tensor in tensors.items()}
     for state in (old, saved):
         for tensor in tensors.values():
             tensor.to_local().fill_(-1)
@@ -140,30 +139,30 @@ def _read_again(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
             mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read,
         ):
             folder.read_tensors(path, tensors, state)
-        assert all(torch.equal(tensors[name].to_local(), want[name]) for name in want)
+        assert all(torch.equal(tensors[name].to_local(), values[name]) for name in values)
         ranks = {part_files.of_rank(call.args[0].name) for call in read.mock_calls}
     return ranks
 
 
 @pytest.mark.slow
-def test_ranks_write_each_value_once_and_read_what_they_need(tmp_path: Path) -> None:
-    """A rank reads its own file and one more. Torch reads all files."""
+def test_ranks_write_each_value_once_and_read_few_headers(tmp_path: Path) -> None:
+    """A rank reads the headers of two files. torch's reader loads all files."""
     tensors = tmp_path / folder.TENSORS
     tensors.mkdir()
-    found = run_ranks(_written, WORLD, tmp_path)
-    forms = StateFile.from_json(found[0][0]).tensors
+    results = run_ranks(_write_and_read, WORLD, tmp_path)
+    forms = StateFile.from_json(results[0][0]).tensors
     counts = {name: torch.zeros(form.shape) for name, form in forms.items()}
-    for rank, (theirs, boxes, _, ranks) in enumerate(found):
-        assert theirs == found[0][0]
+    for rank, (forms_of_rank, boxes, _, ranks) in enumerate(results):
+        assert forms_of_rank == results[0][0]
         for name, box in boxes:
             counts[name][tuple(slice(*of_dim) for of_dim in box)] += 1
         assert ranks == {rank, (rank + 2) % WORLD}
     for name, count in counts.items():
         assert bool((count == 1).all()), name
-    sizes = [size for _, _, size, _ in found]
+    sizes = [size for _, _, size, _ in results]
     assert max(sizes) < 1.25 * min(sizes), sizes
-    got = {name: torch.zeros(form.shape, dtype=form.dtype) for name, form in forms.items()}
+    loaded = {name: torch.zeros(form.shape, dtype=form.dtype) for name, form in forms.items()}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        load(got, storage_reader=HuggingFaceStorageReader(str(tensors)))
-    for name, tensor in got.items():
+        load(loaded, storage_reader=HuggingFaceStorageReader(str(tensors)))
+    for name, tensor in loaded.items():
         assert torch.equal(tensor.flatten().double(), torch.arange(tensor.numel()).double()), name

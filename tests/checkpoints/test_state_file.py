@@ -1,7 +1,7 @@
-"""`state.json` is read by every later version: a folder that an early one wrote, and the number.
+"""Later versions read the `state.json` of earlier ones, and refuse later formats.
 
-`without_a_format/` was written by hf_moe_ep 0.1.0, before the file had a number, after two steps of
-AdamW on the model below; the numbers that are drawn next, and the loss, were noted then.
+hf_moe_ep 0.1.0 wrote `without_a_format/` after two steps of AdamW on the model below, when the file
+had no format number yet. The random numbers and the loss in the test are those of that run.
 """
 
 import json
@@ -53,7 +53,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.5)
 
 
-def test_a_checkpoint_from_before_the_number() -> None:
+def test_a_checkpoint_without_a_format_number_is_read() -> None:
     model = _model()
     optimizer = _optimizer(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=99)
@@ -77,7 +77,7 @@ def test_a_checkpoint_from_before_the_number() -> None:
     assert abs(model(input_ids=ids, labels=ids).loss.item() - 2.185211420059204) < 1e-5  # fp32
 
 
-def test_a_later_format_is_refused_by_both_numbers(tmp_path: Path) -> None:
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
     content = json.loads((OLD / "state.json").read_text())
     assert "format" not in content
     written = StateFile.from_json(content).to_json()
@@ -87,7 +87,7 @@ def test_a_later_format_is_refused_by_both_numbers(tmp_path: Path) -> None:
         state_file.read(tmp_path / "state.json")
 
 
-def test_damage_names_the_file(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     for text in ('{"layout": {}', "[]", '{"layout": {}}', "\udcff"):
         path.write_text(text, errors="surrogateescape")
@@ -95,8 +95,8 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
             state_file.read(path)
 
 
-def test_what_is_written_is_read_back() -> None:
-    kept = {
+def test_a_state_is_read_back_and_its_digest_ignores_the_layout() -> None:
+    state = {
         "w": {
             "step": OptimizerValue(value=torch.tensor(3.0), on_device=True),
             "count": OptimizerValue(value=4),
@@ -110,13 +110,13 @@ def test_what_is_written_is_read_back() -> None:
         scheduler={"last_epoch": 4},
         tensors={"model.w": state_file.TensorForm([2, 3], torch.bfloat16)},
         scalars={"scale": torch.tensor(2)},
-        optimizer=OptimizerState("My", ["AdamW"], kept, groups),
+        optimizer=OptimizerState("My", ["AdamW"], state, groups),
     )
-    back = StateFile.from_json(json.loads(json.dumps(saved.to_json())))
-    assert back == saved
-    alone = replace(saved, optimizer=None, scheduler=None)
-    assert StateFile.from_json(json.loads(json.dumps(alone.to_json()))) == alone
-    other = replace(saved, scalars={"scale": torch.tensor(5)})
-    assert state_file.digest(other.to_json()) != state_file.digest(saved.to_json())
-    elsewhere = replace(saved, progress={}, layout={"world_size": 9})
-    assert state_file.digest(elsewhere.to_json()) == state_file.digest(saved.to_json())
+    loaded = StateFile.from_json(json.loads(json.dumps(saved.to_json())))
+    assert loaded == saved
+    model_only = replace(saved, optimizer=None, scheduler=None)
+    assert StateFile.from_json(json.loads(json.dumps(model_only.to_json()))) == model_only
+    other_scalars = replace(saved, scalars={"scale": torch.tensor(5)})
+    assert state_file.digest(other_scalars.to_json()) != state_file.digest(saved.to_json())
+    other_layout = replace(saved, progress={}, layout={"world_size": 9})
+    assert state_file.digest(other_layout.to_json()) == state_file.digest(saved.to_json())

@@ -1,4 +1,4 @@
-"""Saved at one layout, loaded at another: the same bits, and the same next step."""
+"""A checkpoint loads at another layout with the same bits, and the next step is the same."""
 
 import errno
 import json
@@ -27,8 +27,8 @@ from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as meet
 
-BUDGET = 1e-10  # fp64, other orders of summation
-SMALL_DISK = 2 * 2**20  # room for one checkpoint, of 1.36 MB, and no second
+BUDGET = 1e-10  # fp64; another layout sums in another order
+SMALL_DISK = 2 * 2**20  # room for one checkpoint of 1.36 MB, not for two
 PROGRESS = {"step": 2, "position": (3, 4), "seen": {5: [0.1, None, "x"]}}
 LAYOUTS = {
     "full": [
@@ -58,13 +58,13 @@ MORE_LAYOUTS = {
 }
 
 
-def _after_step(where: str, run: Run, want: dict[str, Any]) -> None:
+def _check_next_step(where: str, run: Run, expected: dict[str, Any]) -> None:
     step(run, 2)
-    got = everything(run)
-    for name, value in want.items():
+    state = everything(run)
+    for name, value in expected.items():
         if isinstance(value, Tensor):
-            assert_close(f"{where}: next step: {name}", got[name], value, BUDGET)
-    assert got["scheduler"]["last_epoch"] == 3
+            assert_close(f"{where}: next step: {name}", state[name], value, BUDGET)
+    assert state["scheduler"]["last_epoch"] == 3
 
 
 def _save(rank: int, world: int, folder: str, kind: str) -> list[float]:
@@ -72,61 +72,61 @@ def _save(rank: int, world: int, folder: str, kind: str) -> list[float]:
     run = start(kind, ORIGIN)
     for number in range(2):
         step(run, number)
-    with torch.no_grad():  # leaves units gathered
+    with torch.no_grad():  # this forward leaves FSDP2 units unsharded
         run.model.eval()(input_ids=torch.tensor([[1, 2, 3]]))
         run.model.train()
     save_checkpoint(f"{folder}/origin", run.model, run.optimizer, run.scheduler, progress=PROGRESS)
-    drawn, want = draws(), everything(run)
+    drawn, saved = draws(), everything(run)
     step(run, 2)
     after = everything(run)
     if rank == 0:
-        torch.save((want, after), f"{folder}/wanted.pt")
+        torch.save((saved, after), f"{folder}/expected.pt")
     return drawn
 
 
 def _load(
-    rank: int, world: int, folder: str, kind: str, layouts: list[Layout], come: str, leave: str
+    rank: int, world: int, folder: str, kind: str, layouts: list[Layout], source: str, target: str
 ) -> list[Any]:
-    """Load `come`, compare, save as `leave`, step; by layout (random numbers, warnings)."""
-    want, after = torch.load(f"{folder}/wanted.pt", weights_only=False)
-    seen = []
+    """Load `source`, compare, save as `target` and step; return random numbers and warnings."""
+    saved, after = torch.load(f"{folder}/expected.pt", weights_only=False)
+    results = []
     for layout in layouts:
         torch.manual_seed(100 + rank)
         run = start(kind, layout, seed=7)
-        step(run, 9)  # a state to be replaced
+        step(run, 9)  # the load has to replace this state
         with torch.no_grad():
             run.model.eval()(input_ids=torch.tensor([[1, 2, 3]]))
             run.model.train()
-        where = f"{kind} {come.format(layout.name)} at {layout.name}"
+        where = f"{kind} {source.format(layout.name)} at {layout.name}"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             progress = load_checkpoint(
-                f"{folder}/{come.format(layout.name)}", run.model, run.optimizer, run.scheduler
+                f"{folder}/{source.format(layout.name)}", run.model, run.optimizer, run.scheduler
             )
-        about = [str(w.message) for w in caught if "seeded anew" in str(w.message)]
-        seen.append((draws(), about))
+        messages = [str(w.message) for w in caught if "seeded anew" in str(w.message)]
+        results.append((draws(), messages))
         assert progress == PROGRESS, progress
-        assert_equal(where, everything(run), want)
-        if leave:
+        assert_equal(where, everything(run), saved)
+        if target:
             save_checkpoint(
-                f"{folder}/{leave.format(layout.name)}",
+                f"{folder}/{target.format(layout.name)}",
                 run.model,
                 run.optimizer,
                 run.scheduler,
                 progress=progress,
             )
-        _after_step(where, run, after)
+        _check_next_step(where, run, after)
         if dist.is_initialized():
             dist.barrier()
-    return seen
+    return results
 
 
-def _back(rank: int, world: int, folder: str, kind: str, names: list[str]) -> None:
+def _load_at_origin(rank: int, world: int, folder: str, kind: str, names: list[str]) -> None:
     for name in names:
         _load(rank, world, folder, kind, [ORIGIN], name, "")
 
 
-def test_one_layout_to_others(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_at_other_layouts(tmp_path: Path) -> None:
     _load_at_other_layouts(str(tmp_path), "full", LAYOUTS["full"])
 
 
@@ -135,11 +135,11 @@ def test_one_layout_to_others(tmp_path: Path) -> None:
 def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
     table = LAYOUTS.get(kind, []) + MORE_LAYOUTS[kind]
     _load_at_other_layouts(str(tmp_path), kind, table)
-    run_ranks(_back, 4, str(tmp_path), kind, [f"from-{layout.name}" for layout in table])
+    run_ranks(_load_at_origin, 4, str(tmp_path), kind, [f"from-{layout.name}" for layout in table])
 
 
 def _load_at_other_layouts(folder: str, kind: str, table: list[Layout]) -> None:
-    """Save at ORIGIN, and load, compare, save and step at each layout of the table."""
+    """Save at ORIGIN. At each layout of the table load, compare, save and step."""
     drawn = run_ranks(_save, 4, folder, kind)
     for world in (4, 2, 1):
         layouts = [layout for layout in table if layout.world == world and layout.config]
@@ -147,8 +147,8 @@ def _load_at_other_layouts(folder: str, kind: str, table: list[Layout]) -> None:
             continue
         ranks = run_ranks(_load, world, folder, kind, layouts, "origin", "from-{}")
         for index, layout in enumerate(layouts):
-            numbers = [seen[index][0] for seen in ranks]
-            texts = [text for seen in ranks for text in seen[index][1]]
+            numbers = [results[index][0] for results in ranks]
+            texts = [text for results in ranks for text in results[index][1]]
             if layout.data_ranks == ORIGIN.data_ranks:
                 assert numbers == drawn and not texts, layout
             else:
@@ -177,61 +177,61 @@ def _background(rank: int, world: int, folder: str) -> None:
     """Steps after the call do not change the files, and a second save waits for the first."""
     run = start("full", TWO)
     step(run, 0)
-    want, began = everything(run), threading.Event()
-    stock = training_folder.write_tensors
+    first_state, stepped = everything(run), threading.Event()
+    stock_write = training_folder.write_tensors
 
-    def late(*args: Any) -> None:
-        assert began.wait(30)
-        stock(*args)
+    def delayed_write(*args: Any) -> None:
+        assert stepped.wait(30)
+        stock_write(*args)
 
-    with mock.patch.object(training_folder, "write_tensors", late):
+    with mock.patch.object(training_folder, "write_tensors", delayed_write):
         handle = _save_run(run, f"{folder}/one", asynchronous=True, progress={"step": 1})
-        step(run, 1)  # collectives of the step and of the save at the same time
-        began.set()
+        step(run, 1)  # its collectives overlap with those of the save
+        stepped.set()
         step(run, 2)
-        second = _save_run(run, f"{folder}/two", asynchronous=True)
-        manifest.check_sizes(f"{folder}/one")  # so the second has waited for the first
+        second_save = _save_run(run, f"{folder}/two", asynchronous=True)
+        manifest.check_sizes(f"{folder}/one")  # complete, because the second save waited for it
     handle.wait()
-    want_second = everything(run)
+    second_state = everything(run)
     step(run, 3)
-    second.wait()
+    second_save.wait()
     other = start("full", TWO, seed=5)
     assert _load_run(other, f"{folder}/one") == {"step": 1}
-    assert_equal("trained on at once", everything(other), want)
+    assert_equal("first", everything(other), first_state)
     assert _load_run(other, folder) == {}  # the newest
-    assert_equal("second", everything(other), want_second)
+    assert_equal("second", everything(other), second_state)
 
 
-def test_in_the_background(tmp_path: Path) -> None:
+def test_saving_in_the_background(tmp_path: Path) -> None:
     run_ranks(_background, 2, str(tmp_path))
 
 
 def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
-    """An error on every rank that names rank and cause; the older one stays; training goes on."""
+    """Every rank raises an error with the failed rank and the cause. The older checkpoint loads."""
     run = start("full", TWO)
     step(run, 0)
     _save_run(run, f"{folder}/one")
-    want, said = everything(run), []
+    saved, messages = everything(run), []
     step(run, 1)
 
-    def full(*args: Any) -> None:
+    def raise_no_space(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write = full if rank == 1 and not real else training_folder.write_json
+    write = raise_no_space if rank == 1 and not real else training_folder.write_json
     with mock.patch.object(training_folder, "write_json", write):
-        for how in ("at once", "wait", "next save"):
+        for raised_by in ("at once", "wait", "next save"):
             with pytest.raises(RuntimeError) as caught:
-                handle = _save_run(run, f"{folder}/two", asynchronous=how != "at once")
+                handle = _save_run(run, f"{folder}/two", asynchronous=raised_by != "at once")
                 step(run, 2)
-                if how == "wait":
+                if raised_by == "wait":
                     handle.wait()
                 _save_run(run, f"{folder}/three")
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
     step(run, 3)
     assert not Path(folder, "three").exists()
     other = start("full", TWO, seed=5)
     _load_run(other, folder)
-    assert_equal("the one before", everything(other), want)
+    assert_equal("the checkpoint before", everything(other), saved)
     if rank == 0:
         shutil.rmtree(f"{folder}/two")
     dist.barrier()
@@ -239,24 +239,24 @@ def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
         _save_run(run, f"{folder}/two")
         _load_run(other, folder)
         assert_equal("another try", everything(other), everything(run))
-    return said
+    return messages
 
 
-def test_an_error_while_writing(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(_full_disk, 2, str(tmp_path), False)
-    for said in (text for texts in ranks for text in texts):
-        assert "/two failed on rank 1: OSError: [Errno 28] No space left on device" in said
+    for message in (text for texts in ranks for text in texts):
+        assert "/two failed on rank 1: OSError: [Errno 28] No space left on device" in message
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with small_disk(tmp_path, SMALL_DISK):
         ranks = run_ranks(_full_disk, 2, str(tmp_path), True)
-    for said in (text for texts in ranks for text in texts):
-        assert re.search(r"/two failed on rank [01]: .*No space left on device", said), said
+    for message in (text for texts in ranks for text in texts):
+        assert re.search(r"/two failed on rank [01]: .*No space left on device", message), message
 
 
 def _optimizers(folder: str) -> None:
-    """Without momentum, with it, and saved before the first step: the next step is the same."""
+    """A loaded optimizer takes the same next step, also if it was saved before its first step."""
     kinds: dict[str, Any] = {
         "sgd": partial(torch.optim.SGD, lr=0.1),
         "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -283,13 +283,13 @@ def _optimizers(folder: str) -> None:
 
 
 def _masters_and_ties(folder: str) -> None:
-    """fp32 masters of a bf16 model as fp32; a tied weight once."""
+    """The fp32 masters of a bf16 model are saved in fp32, and a tied weight is saved once."""
     options = {"dtype": torch.bfloat16, "tie_word_embeddings": True}
     run = start("full", TWO, **options)
     with torch.no_grad():
         for p in run.model.parameters():
-            p.mul_(1 + 1e-4)  # no bf16 value any more
-    run.model.generation_config.temperature = 0.6  # which its own save_pretrained refuses
+            p.mul_(1 + 1e-4)  # bf16 cannot represent the result
+    run.model.generation_config.temperature = 0.6  # GenerationConfig.save_pretrained refuses it
     _save_run(run, f"{folder}/bf16")
     assert '"temperature": 0.6' in Path(folder, "bf16", "generation_config.json").read_text()
     saved = json.loads(Path(folder, "bf16", "state.json").read_text())["tensors"]
@@ -300,17 +300,17 @@ def _masters_and_ties(folder: str) -> None:
     assert_equal("masters", everything(other), everything(run))
     wide = start("full", TWO, dtype=torch.float64, tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"saved with 1 groups of parameters, this .* has 2"):
-        one = torch.optim.AdamW(run.model.parameters())
-        save_checkpoint(f"{folder}/one-group", run.model, one)
+        ungrouped = torch.optim.AdamW(run.model.parameters())
+        save_checkpoint(f"{folder}/one-group", run.model, ungrouped)
         _load_run(other, f"{folder}/one-group")
-    _load_run(wide, f"{folder}/bf16")  # fp64 holds every fp32
+    _load_run(wide, f"{folder}/bf16")  # fp64 represents every fp32 value
     low = start("full", Layout("alone", 2), **options)
     with pytest.raises(ValueError, match=r"is torch.float32, which the model's torch.bfloat16"):
         _load_run(low, f"{folder}/bf16")
 
 
 def _refused(rank: int, folder: str) -> None:
-    """Another model, damage, a directory in use: named, on every rank, nothing touched."""
+    """Another model, damage or a folder in use is an error on every rank, and nothing changes."""
     run = start("full", TWO)
     step(run, 0)
     path = Path(folder, "good")
@@ -368,7 +368,7 @@ def _refused(rank: int, folder: str) -> None:
     dist.barrier()
 
 
-def _left_its_group(folder: str) -> None:
+def _state_without_a_group(folder: str) -> None:
     run = start("full", TWO)
     step(run, 0)
     run.optimizer.param_groups[0]["params"].pop(0)
@@ -377,7 +377,7 @@ def _left_its_group(folder: str) -> None:
 
 
 def _disagree(rank: int, folder: str) -> None:
-    """Ranks with other arguments: named, on every rank, and what was there is untouched."""
+    """If arguments differ between ranks, every rank raises, and the checkpoint stays complete."""
     run, path = start("full", TWO), f"{folder}/good"
     with pytest.raises(ValueError, match=r"of directory: rank 0 with '.*/new', rank 1 .*good"):
         _save_run(run, f"{folder}/good" if rank else f"{folder}/new")
@@ -405,10 +405,10 @@ def _cases(rank: int, world: int, folder: str) -> None:
     _masters_and_ties(folder)
     _refused(rank, folder)
     _disagree(rank, folder)
-    _left_its_group(folder)
+    _state_without_a_group(folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 
 
-def test_optimizers_masters_and_what_is_refused(tmp_path: Path) -> None:
+def test_optimizers_masters_and_refusals(tmp_path: Path) -> None:
     run_ranks(_cases, 2, str(tmp_path))

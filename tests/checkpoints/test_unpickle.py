@@ -1,4 +1,4 @@
-"""Files that DCP loads for this package run no code."""
+"""DCP files that this package loads cannot run code."""
 
 import os
 import pickle
@@ -28,42 +28,42 @@ VALUES = {
 }
 
 
-class _Mine:
-    """A class of the user's in an optimizer's options."""
+class _UserClass:
+    """A user's class, stored in an optimizer's options."""
 
 
-def _saved(folder: Path, values: dict[str, Any]) -> Path:
+def _save(folder: Path, values: dict[str, Any]) -> Path:
     state = {"w": torch.arange(3.0), "options": dict(values)}
     dcp.save(state, checkpoint_id=os.fspath(folder), no_dist=True)
     return folder
 
 
-def _empty(values: dict[str, Any]) -> dict[str, Any]:
+def _empty_state(values: dict[str, Any]) -> dict[str, Any]:
     return {"w": torch.zeros(3), "options": dict.fromkeys(values, 0)}
 
 
-def _by_our_planner(folder: Path, state: dict[str, Any]) -> None:
+def _load_by_our_planner(folder: Path, state: dict[str, Any]) -> None:
     with mock.patch.object(DefaultLoadPlanner, "load_bytes", side_effect=AssertionError):
         dcp.load(
             state, storage_reader=MetadataReader(folder), planner=ValuesPlanner(), no_dist=True
         )
 
 
-def _by_stock(folder: Path, state: dict[str, Any]) -> None:
+def _load_by_stock(folder: Path, state: dict[str, Any]) -> None:
     """Load as Accelerate does."""
     reader = dcp.FileSystemReader(folder)
     dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
 
 
-def _guarded(folder: Path, state: dict[str, Any]) -> None:
+def _load_guarded(folder: Path, state: dict[str, Any]) -> None:
     with loading_values(folder):
-        _by_stock(folder, state)
+        _load_by_stock(folder, state)
 
 
-def test_values_come_back_as_they_were(tmp_path: Path) -> None:
-    folder = _saved(tmp_path / "state", VALUES)
-    for load in (_guarded, _by_our_planner):
-        state = _empty(VALUES)
+def test_values_are_loaded_with_their_types(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "state", VALUES)
+    for load in (_load_guarded, _load_by_our_planner):
+        state = _empty_state(VALUES)
         before = set(torch.serialization.get_safe_globals())
         load(folder, state)
         assert torch.equal(state["w"], torch.arange(3.0)) and state["options"] == VALUES
@@ -74,57 +74,57 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
-    """The error names the file. Torch alone runs the code, so it was planted well."""
+    """The error names the file. Stock torch runs the code, so the planted item works."""
     trace = tmp_path / "code ran"
-    file = plant(_saved(tmp_path / "state", {"lr": 0.1}), trace)
+    file = plant(_save(tmp_path / "state", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: its item options.lr .*mkdir"):
-        _guarded(file.parent, _empty({"lr": 0}))
+        _load_guarded(file.parent, _empty_state({"lr": 0}))
     with pytest.raises(dcp.api.CheckpointException, match=f"{file} cannot be loaded"):
-        _by_our_planner(file.parent, _empty({"lr": 0}))
+        _load_by_our_planner(file.parent, _empty_state({"lr": 0}))
     assert not trace.exists()
-    _by_stock(file.parent, _empty({"lr": 0}))
+    _load_by_stock(file.parent, _empty_state({"lr": 0}))
     assert trace.is_dir()
 
 
 def test_planted_metadata_runs_no_code(tmp_path: Path) -> None:
-    trace, folder = tmp_path / "code ran", _saved(tmp_path / "state", {"lr": 0.1})
+    trace, folder = tmp_path / "code ran", _save(tmp_path / "state", {"lr": 0.1})
     (folder / ".metadata").write_bytes(pickle.dumps(Shell(trace)))
     with pytest.raises(ValueError, match=rf"{folder}/.metadata cannot be loaded: posix.mkdir is"):
-        _guarded(folder, _empty({"lr": 0}))
+        _load_guarded(folder, _empty_state({"lr": 0}))
     assert not trace.exists()
 
 
 def test_a_damaged_item_is_named(tmp_path: Path) -> None:
-    folder = _saved(tmp_path / "state", {"lr": 0.1})
+    folder = _save(tmp_path / "state", {"lr": 0.1})
     file = plant(folder, tmp_path / "code ran")
     os.truncate(file, file.stat().st_size - 5)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: .*damaged"):
-        _guarded(folder, _empty({"lr": 0}))
+        _load_guarded(folder, _empty_state({"lr": 0}))
 
 
 def test_a_class_of_the_user_is_allowed_by_name(tmp_path: Path) -> None:
-    folder = _saved(tmp_path / "state", {"mine": _Mine()})
+    folder = _save(tmp_path / "state", {"mine": _UserClass()})
     with pytest.raises(ValueError, match=r"add_safe_globals"):
-        _guarded(folder, _empty({"mine": 0}))
-    state = _empty({"mine": 0})
-    with torch.serialization.safe_globals([_Mine]):
-        _guarded(folder, state)
-    assert isinstance(state["options"]["mine"], _Mine)
+        _load_guarded(folder, _empty_state({"mine": 0}))
+    state = _empty_state({"mine": 0})
+    with torch.serialization.safe_globals([_UserClass]):
+        _load_guarded(folder, state)
+    assert isinstance(state["options"]["mine"], _UserClass)
 
 
 def test_load_checkpoint_reads_no_pickle(tmp_path: Path) -> None:
-    """DCP files lie in a folder of save_checkpoint, in its manifest or not."""
+    """DCP files in a folder of save_checkpoint are refused, in its manifest or not."""
     model = patch(tiny(dtype=torch.float32, num_hidden_layers=1))
     optimizer = torch.optim.AdamW(model.parameters())
     ours, trace = tmp_path / "ours", tmp_path / "code ran"
     save_checkpoint(ours, model, optimizer)
-    file = plant(_saved(ours / "tensors", {"lr": 0.1}), trace)
+    file = plant(_save(ours / "tensors", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=r"tensors/\.metadata is not in manifest.json"):
         load_checkpoint(ours, model, optimizer)
     manifest.write(ours, manifest.read(ours)["layout"])
     with pytest.raises(ValueError, match=rf"{file.name}|\.metadata"):
         load_checkpoint(ours, model, optimizer)
-    plant(_saved(tmp_path / "theirs" / "optimizer_0", {"lr": 0.1}), trace)
+    plant(_save(tmp_path / "theirs" / "optimizer_0", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*theirs"):
         load_checkpoint(tmp_path / "theirs", model, optimizer)
     manifest.begin(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""docs/errors.md quotes messages that exist: its reader searches it for the words on the screen."""
+"""docs/errors.md quotes messages of the source, so that a user finds an error by its words."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 from support import pages
 
 PAGE = "docs/errors.md"
-# The first cell of a row quotes a message, or several.
+# The first cell of a row quotes one message or several.
 MESSAGES = [
     message
     for row in pages.read(PAGE).splitlines()
@@ -19,7 +19,7 @@ MESSAGES = [
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Every string of a source file; a null byte is what an f-string fills in."""
+    """Yield every string of a source file. A null byte replaces each value in an f-string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if _is_text(part) else "\0" for part in node.values)
@@ -38,7 +38,7 @@ def texts() -> list[str]:
 
 
 def _quotes(message: str, text: str) -> bool:
-    """True if the parts of a message, between its dots, stand in a text in this order."""
+    """Return True if `text` has the parts of `message`, separated by "...", in this order."""
     position = 0
     for part in message.split("..."):
         position = text.find(part, position)
@@ -49,19 +49,19 @@ def _quotes(message: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_the_message_exists(texts: list[str], message: str) -> None:
-    assert max(map(len, message.split("..."))) >= 10, "too little of it is quoted to find it"
+def test_a_quoted_message_exists(texts: list[str], message: str) -> None:
+    assert max(map(len, message.split("..."))) >= 10, "quote at least 10 characters"
     assert any(_quotes(message, text) for text in texts)
 
 
-def test_a_message_that_does_not_exist_is_found() -> None:
+def test_a_wrong_quote_is_noticed() -> None:
     text = "ep_size (\0) must divide num_experts (\0) of \0; try \0"
     assert _quotes("ep_size (...) must divide num_experts (...) of ...; try ...", text)
     assert not _quotes("ep_size (...) must divide experts (...)", text)
     assert not _quotes("num_experts (...) must divide ep_size", text)
 
 
-def test_every_row_has_a_cause_and_a_cure() -> None:
+def test_every_row_has_three_cells() -> None:
     rows = [row for row in pages.read(PAGE).splitlines() if row.startswith("| `")]
     assert len(rows) >= 50
     for row in rows:

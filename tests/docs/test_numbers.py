@@ -1,4 +1,4 @@
-"""The table of README and docs/comparison.md has the medians of the benchmark's own results."""
+"""The tables of README and docs/comparison.md show the medians of the benchmark's results."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from support import pages
 
 RESULTS = "benchmarks/results/cpu-4096-tokens.md"
-# A row of the table, and the figure of the benchmark.
+# Row of the table -> row of the results.
 FIGURES = {
     "bytes sent by the MoE layers": "sent per rank: all, MiB",
     "kept for backward by the MoE layers": "saved for backward, MiB",

@@ -1,8 +1,8 @@
-"""Every Python block of README and docs/ runs, with small models in place of large ones.
+"""Every Python block of README and docs/ runs, with a small model instead of a large one.
 
-A page writes a block for its reader, who has a dataset, eight GPUs and a model of 30B parameters.
-Here the block runs on two CPU ranks with a model of two layers; `SMALLER` is all that is changed in
-its text, and `RUNS` says where the names come from that the page leaves to its reader.
+A block expects a dataset, eight GPUs and a model of 30B parameters. Here it runs on two CPU ranks
+with a model of two layers. `SMALLER` lists all changes of its text. `RUNS` has a function for each
+block, which defines the names that the page leaves to its reader.
 """
 
 import os
@@ -49,7 +49,7 @@ Names = dict[str, Any]
 
 
 def _run(page: str, number: int, **names: Any) -> Names:
-    """Run a block with the names that its reader has; returns all names that it leaves."""
+    """Run a block with the given global names, and return all global names after it."""
     code = BLOCKS[page, number].text
     for large, small in SMALLER.items():
         code = code.replace(large, small)
@@ -58,8 +58,8 @@ def _run(page: str, number: int, **names: Any) -> Names:
 
 
 @contextmanager
-def _in(folder: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Work in a folder with the checkpoint "start"; yields a batch for this model."""
+def _work_in(folder: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Change to a folder with the checkpoint "start", and yield a batch for its model."""
     before = os.getcwd()
     os.chdir(folder)
     stock = tiny(dtype=torch.float32, **SIZES)
@@ -74,17 +74,17 @@ def _in(folder: str) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _assert_trained(saved: str) -> None:
-    """Stock loads the folder, and training has changed the experts."""
+    """Check that stock loads the folder and that training has changed the experts."""
     dist.barrier()
     before, after = (AutoModelForCausalLM.from_pretrained(name) for name in ("start", saved))
     name = "model.layers.1.mlp.experts.down_proj"
     assert not torch.equal(before.get_parameter(name), after.get_parameter(name).to(torch.float32))
 
 
-def trainer(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """The Trainer; the launch config and four arguments turn a GPU run of hours into one step."""
+def run_trainer(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The environment of `launched` and ONE_STEP make the Trainer take one step on a CPU."""
     with (
-        _in(folder) as inputs,
+        _work_in(folder) as inputs,
         launched(),
         mock.patch("transformers.TrainingArguments", ONE_STEP),
     ):
@@ -95,71 +95,71 @@ def trainer(page: str, number: int, rank: int, world: int, folder: str) -> None:
         _assert_trained("out")
 
 
-def stock_loading(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder):
+def load_with_stock(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder):
         names = _run(page, number)
         assert names["model"].dtype == torch.bfloat16
         assert "ep_size 2" in describe(names["model"])
 
 
-def described_when_loaded(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder), mock.patch("builtins.print") as printed:
+def print_loaded(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder), mock.patch("builtins.print") as printed:
         _run(page, number)
     assert f"experts {4 * rank} .. {4 * rank + 3}" in str(printed.call_args.args[0])
 
 
-def described(page: str, number: int, rank: int, world: int, folder: str) -> None:
+def print_patched(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with mock.patch("builtins.print") as printed:
         _run(page, number, model=patch(tiny(), ep_size=2))
     assert "not sharded yet; asks for ep_size 2" in str(printed.call_args.args[0])
 
 
-def accelerate_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
+def run_accelerate_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
     on_cpu = partial(Accelerator, cpu=True)
-    with _in(folder) as inputs, launched(), mock.patch("accelerate.Accelerator", on_cpu):
+    with _work_in(folder) as inputs, launched(), mock.patch("accelerate.Accelerator", on_cpu):
         rows = [{name: column[row] for name, column in inputs.items()} for row in range(8)]
         _run(page, number, loader=DataLoader(rows, batch_size=2))
         _assert_trained("out/model")
 
 
-def own_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder) as inputs, mock.patch("torch.distributed.init_process_group"):
+def run_own_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs, mock.patch("torch.distributed.init_process_group"):
         _run(page, number, batches=[inputs, inputs])
         _assert_trained("out")
 
 
-def checkpoints(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """Two runs of one script: the second one finds the checkpoint of step 200."""
-    done: list[int] = []
+def resume_from_checkpoints(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The script runs twice. The second run resumes from the checkpoint of step 200."""
+    steps: list[int] = []
 
     def train_one_step(model: Any, optimizer: Any, step: int) -> None:
         if step % 100 == 99:
             model(**inputs).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        done.append(step)
+        steps.append(step)
 
-    with _in(folder) as inputs:
+    with _work_in(folder) as inputs:
         for _ in range(2):
-            model, optimizer = _sharded(inputs)
+            model, optimizer = _shard_and_step(inputs)
             _run(page, number, model=model, optimizer=optimizer, train_one_step=train_one_step)
-        assert done == list(range(200))
+        assert steps == list(range(200))
         assert sorted(os.listdir("out")) == ["step-100", "step-200"]
         _assert_trained("model")
 
 
-def sequence(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder) as inputs:
+def shard_sequences(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs:
         model = _run(page, number)["model"]
         assert model(**inputs).logits is None and "sp group [0, 1]" in describe(model)
 
 
-def pictures(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """Rank 0 and rank 1 draw other rows; one of four has a picture."""
+def train_on_images(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The ranks get different rows, and only one of the four rows has an image."""
     model = tiny("qwen3_vl_moe", dtype=torch.float32)
     rows: list[Row] = [[5], [2, (8, 8), 3], [7], [4]]
     data = [vision_batch(model, [row], seed) for seed, row in enumerate(rows)]
-    with _in(folder), launched():
+    with _work_in(folder), launched():
         args = ONE_STEP(output_dir="out", per_device_train_batch_size=1, save_strategy="no")
         names = _run(page, number, model=model, args=args, data=data, collate=_first)
         assert names["trainer"].state.global_step == 1
@@ -169,8 +169,8 @@ def _first(samples: list[Any]) -> dict[str, Any]:
     return dict(samples[0])
 
 
-def qlora(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder) as inputs:
+def train_qlora(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs:
         model = _run(page, number)["model"]
         assert "nf4" in describe(model)
         model(**inputs).loss.backward()
@@ -179,8 +179,8 @@ def qlora(page: str, number: int, rank: int, world: int, folder: str) -> None:
         assert any("experts" in name for name in trained)
 
 
-def _sharded(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimizer]:
-    """A model on all ranks after one step; in fp64, to compare it with what a block makes of it."""
+def _shard_and_step(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a sharded fp64 model and its optimizer after one step."""
     stock = AutoModelForCausalLM.from_pretrained("start").double().train()
     model = apply_ep_fsdp2(stock, ep_size=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -190,16 +190,16 @@ def _sharded(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimize
     return model, optimizer
 
 
-def load(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder) as inputs, mock.patch("builtins.print") as printed:
-        model, _ = _sharded(inputs)
+def print_expert_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs, mock.patch("builtins.print") as printed:
+        model, _ = _shard_and_step(inputs)
         _run(page, number, model=model)
         assert "expert load of 2 layers of 8 experts" in str(printed.call_args.args[0])
 
 
-def balance(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder) as inputs:
-        model, optimizer = _sharded(inputs)
+def balance_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs:
+        model, optimizer = _shard_and_step(inputs)
         with torch.no_grad():
             before = model(**inputs).logits
         assert (expert_load(model, reset=False).rank_max_over_mean > 1).all()
@@ -210,8 +210,8 @@ def balance(page: str, number: int, rank: int, world: int, folder: str) -> None:
 
 
 def record_and_replay(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    with _in(folder) as inputs:
-        model, _ = _sharded(inputs)
+    with _work_in(folder) as inputs:
+        model, _ = _shard_and_step(inputs)
         names = _run(
             page,
             number,
@@ -224,8 +224,8 @@ def record_and_replay(page: str, number: int, rank: int, world: int, folder: str
         assert names["routes"].ids.shape == (8, 12, 2, 2)
 
 
-def engine_arrays(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """Two samples of 5 and 7 tokens, of which the engine forwarded all but the last."""
+def read_engine_arrays(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """Two samples have 5 and 7 tokens. The engine never forwards the last one: it has no routes."""
     lengths = [5, 7]
     arrays = [torch.randint(8, (length - 1, 2, 2)).numpy() for length in lengths]
     outputs = [SimpleNamespace(outputs=[SimpleNamespace(routed_experts=a)]) for a in arrays]
@@ -244,8 +244,8 @@ def engine_arrays(page: str, number: int, rank: int, world: int, folder: str) ->
     assert (ids[0, :2] == -1).all() and (ids[:, 6] == -1).all()
 
 
-def replaced_functions(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """The forkserver has imported the Trainer, so a patched model replaces its functions."""
+def print_replaced_functions(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The forkserver has imported the Trainer, so patch() replaces its functions too."""
     patch(tiny())
     with mock.patch("builtins.print") as printed:
         _run(page, number)
@@ -253,23 +253,23 @@ def replaced_functions(page: str, number: int, rank: int, world: int, folder: st
 
 
 RUNS: dict[tuple[str, int], Callable[..., None]] = {
-    ("README.md", 0): trainer,
-    ("README.md", 1): stock_loading,
-    ("docs/index.md", 0): described_when_loaded,
-    ("docs/quickstart.md", 0): trainer,
-    ("docs/quickstart.md", 1): stock_loading,
-    ("docs/quickstart.md", 2): described,
-    ("docs/training.md", 0): accelerate_loop,
-    ("docs/training.md", 1): own_loop,
-    ("docs/checkpoints.md", 0): checkpoints,
-    ("docs/sequence.md", 0): sequence,
-    ("docs/pictures.md", 0): pictures,
-    ("docs/lora.md", 0): qlora,
-    ("docs/balance.md", 0): load,
-    ("docs/balance.md", 1): balance,
-    ("docs/upstream.md", 0): replaced_functions,
+    ("README.md", 0): run_trainer,
+    ("README.md", 1): load_with_stock,
+    ("docs/index.md", 0): print_loaded,
+    ("docs/quickstart.md", 0): run_trainer,
+    ("docs/quickstart.md", 1): load_with_stock,
+    ("docs/quickstart.md", 2): print_patched,
+    ("docs/training.md", 0): run_accelerate_loop,
+    ("docs/training.md", 1): run_own_loop,
+    ("docs/checkpoints.md", 0): resume_from_checkpoints,
+    ("docs/sequence.md", 0): shard_sequences,
+    ("docs/pictures.md", 0): train_on_images,
+    ("docs/lora.md", 0): train_qlora,
+    ("docs/balance.md", 0): print_expert_load,
+    ("docs/balance.md", 1): balance_load,
+    ("docs/upstream.md", 0): print_replaced_functions,
     ("docs/rl.md", 1): record_and_replay,
-    ("docs/rl.md", 2): engine_arrays,
+    ("docs/rl.md", 2): read_engine_arrays,
 }
 GRPO = ("docs/rl.md", 0)
 
@@ -288,11 +288,11 @@ def test_a_block_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL still says gradient_checkpointing
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL passes gradient_checkpointing
 def test_grpo(tmp_path: Path) -> None:
-    """One process: TRL's trainer itself, with a model of two layers and three steps."""
+    """TRL's own trainer runs in one process, for two steps of a model of two layers."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    small = partial(
+    small_config = partial(
         trl.GRPOConfig,
         per_device_train_batch_size=4,
         num_generations=2,
@@ -307,18 +307,18 @@ def test_grpo(tmp_path: Path) -> None:
     )
     model = tiny(dtype=torch.float32)
     rows = [{"prompt": text(list(range(3, 4 + index % 4)))} for index in range(8)]
-    words = tokenizer(model.config.vocab_size)
-    stand_in = partial(trl.GRPOTrainer, processing_class=words)
+    word_tokenizer = tokenizer(model.config.vocab_size)
+    trainer_class = partial(trl.GRPOTrainer, processing_class=word_tokenizer)
     with (
         mock.patch.dict(SMALLER, {"ep_size=8": "ep_size=1"}),
-        mock.patch("trl.GRPOConfig", small),
-        mock.patch("trl.GRPOTrainer", stand_in),
-        _in(os.fspath(tmp_path)),
+        mock.patch("trl.GRPOConfig", small_config),
+        mock.patch("trl.GRPOTrainer", trainer_class),
+        _work_in(os.fspath(tmp_path)),
     ):
         names = _run(
             *GRPO,
             model=model,
-            reward=lambda completions, **_: [float(len(one)) for one in completions],
+            reward=lambda completions, **_: [float(len(completion)) for completion in completions],
             prompts=datasets.Dataset.from_list(rows),
         )
     assert names["trainer"].state.global_step == 2

@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, and each of its pages can be reached."""
+"""The documentation site builds without a warning; its pages, names and anchors exist."""
 
 import os
 import re
@@ -19,19 +19,19 @@ needs_mkdocs = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built in strict mode; the notebooks are converted, not run."""
+    """Build the site in strict mode, with notebooks that are converted but not run."""
     folder = tmp_path_factory.mktemp("site")
-    own = {"HF_MOE_EP_DOCS_EXECUTE": "false", "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
+    variables = {"HF_MOE_EP_DOCS_EXECUTE": "false", "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", os.fspath(folder)],
         cwd=pages.ROOT,
-        env={**os.environ, **own},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=560,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert "WARNING" not in done.stderr
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert "WARNING" not in result.stderr
     return folder
 
 
@@ -49,7 +49,7 @@ def test_the_api_page_has_every_public_name(site: Path) -> None:
 
 @pytest.mark.slow
 @needs_mkdocs
-def test_generated_pages_and_notebooks_are_there(site: Path) -> None:
+def test_generated_pages_and_notebooks_exist(site: Path) -> None:
     command_line = (site / "command-line" / "index.html").read_text()
     for command in ("doctor", "merge-adapter", "plan"):
         assert f'id="{command}"' in command_line
@@ -61,7 +61,7 @@ def test_generated_pages_and_notebooks_are_there(site: Path) -> None:
 @pytest.mark.slow
 @needs_mkdocs
 def test_anchors_of_links_exist(site: Path) -> None:
-    """MkDocs' strict mode looks at the files of links, not at their anchors."""
+    """MkDocs' strict mode checks the files of links, not the anchors."""
     broken = []
     for page in site.rglob("index.html"):
         for href in re.findall(r'href="([^"]+#[^"]+)"', page.read_text()):

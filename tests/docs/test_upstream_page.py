@@ -1,4 +1,4 @@
-"""docs/upstream.md names the functions that are replaced for the process, and no others."""
+"""docs/upstream.md names exactly the functions that are replaced in the whole process."""
 
 import re
 

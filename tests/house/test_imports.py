@@ -1,7 +1,7 @@
-"""Rules of the source that import-linter and ruff cannot express (`make lint`, pyproject.toml).
+"""Rules for imports that import-linter and ruff cannot express (`make lint`, pyproject.toml).
 
-The core names no architecture, only upstream/ imports private names of other projects, and every
-library that the package imports has a contract that says which files may import it.
+The core names no architecture. Only upstream/ imports private names of other projects. A contract
+in pyproject.toml lists the files that may import a library, and each imported library has one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FILES = sorted(path for top in (PACKAGE, PLUGINS) for path in (ROOT / top).rglob
 CONTRACTS = re.findall(r"protected_modules = \[(.*)\]", (ROOT / "pyproject.toml").read_text())
 LIBRARIES = {"torch", *re.findall(r"\w+", " ".join(CONTRACTS))}
 ARCHITECTURES = ("qwen", "deepseek", "mixtral", "llama", "gpt_oss", "gptoss", "olmoe")
-# TRL takes the aux loss of every architecture from this module.
+# TRL imports the aux loss of all architectures from this module.
 ALLOWED = ("upstream", "transformers.models.mixtral.modeling_mixtral")
 
 
-def problems_of_imports(folder: str, tree: ast.Module) -> Iterator[str]:
+def find_wrong_imports(folder: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=aliases):
@@ -44,8 +44,8 @@ def problems_of_imports(folder: str, tree: ast.Module) -> Iterator[str]:
                 yield f"line {node.lineno}: {name} is private; only upstream/ may import it"
 
 
-def names_of_architectures(folder: str, tree: ast.Module) -> Iterator[str]:
-    """Find them in identifiers and strings; a docstring may say where a number was measured."""
+def find_architecture_names(folder: str, tree: ast.Module) -> Iterator[str]:
+    """Search identifiers and strings. Docstrings may name a model, for example of a measurement."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         match node:
@@ -63,20 +63,20 @@ def names_of_architectures(folder: str, tree: ast.Module) -> Iterator[str]:
                     yield f"line {node.lineno}: the core names an architecture: {text!r}"
 
 
-def problems(path: Path, text: str) -> list[str]:
+def list_problems(path: Path, text: str) -> list[str]:
     folder, tree = path.relative_to(ROOT).parts[1], ast.parse(text)
-    found = list(problems_of_imports(folder, tree))
+    messages = list(find_wrong_imports(folder, tree))
     if path.relative_to(ROOT).parts[0] != PLUGINS:
-        found += names_of_architectures(folder, tree)
-    return found
+        messages += find_architecture_names(folder, tree)
+    return messages
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_obeys_the_rules(path: Path) -> None:
-    assert problems(path, path.read_text(encoding="utf-8")) == []
+def test_a_file_follows_the_rules(path: Path) -> None:
+    assert list_problems(path, path.read_text(encoding="utf-8")) == []
 
 
-BAD = {
+WRONG = {
     "import einops": "einops has no contract",
     "from torch.distributed.fsdp._fully_shard import x": "_fully_shard.x is private",
     "from torch import _C": "torch._C is private",
@@ -86,13 +86,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("text", BAD)
+@pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_file_is_refused(text: str) -> None:
-    (problem,) = problems(ROOT / PACKAGE / "moe" / "layer.py", text)
-    assert BAD[text] in problem
+    (problem,) = list_problems(ROOT / PACKAGE / "moe" / "layer.py", text)
+    assert WRONG[text] in problem
 
 
-def test_what_upstream_may_do() -> None:
+def test_upstream_may_import_private_names() -> None:
     text = '"""Measured on Qwen3."""\nfrom torch.distributed import _functional_collectives'
-    assert problems(ROOT / PACKAGE / "upstream" / "names.py", text) == []
-    assert problems(ROOT / PACKAGE / "moe" / "layer.py", text) != []
+    assert list_problems(ROOT / PACKAGE / "upstream" / "names.py", text) == []
+    assert list_problems(ROOT / PACKAGE / "moe" / "layer.py", text) != []

@@ -1,4 +1,4 @@
-"""The sdist holds every file that its tests read, and the metadata is complete."""
+"""The sdist has every file that its tests read, and its metadata is complete."""
 
 import configparser
 import email
@@ -34,7 +34,7 @@ FOLDERS = (
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Message]:
-    """The names in the archive, without its top folder, and its PKG-INFO."""
+    """Build the sdist; return its file names without the top folder, and its PKG-INFO."""
     source = tmp_path_factory.mktemp("sdist") / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (source / "dist").mkdir()
@@ -50,7 +50,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Message]:
         return names, email.message_from_bytes(content.read())
 
 
-def test_the_sdist_holds_what_its_tests_read(sdist: tuple[set[str], Message]) -> None:
+def test_the_sdist_has_the_files_that_its_tests_read(sdist: tuple[set[str], Message]) -> None:
     names, _ = sdist
     top = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
     inside = [
@@ -59,8 +59,8 @@ def test_the_sdist_holds_what_its_tests_read(sdist: tuple[set[str], Message]) ->
         for path in (ROOT / folder).rglob("*.*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    wanted = {os.fspath(path.relative_to(ROOT)) for path in [*top, *inside]}
-    assert wanted - names == set()
+    expected = {os.fspath(path.relative_to(ROOT)) for path in [*top, *inside]}
+    assert expected - names == set()
 
 
 def test_the_metadata_is_complete(sdist: tuple[set[str], Message]) -> None:
@@ -72,30 +72,30 @@ def test_the_metadata_is_complete(sdist: tuple[set[str], Message]) -> None:
     assert versions <= set(info.get_all("Classifier") or ())
 
 
-def declared() -> dict[str, SpecifierSet]:
-    """The ranges of setup.cfg; extras say the same of a package that is in several."""
+def read_ranges() -> dict[str, SpecifierSet]:
+    """Return the version ranges of setup.cfg. A package in several extras has the same range."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     texts = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
-    found: dict[str, SpecifierSet] = {}
+    ranges: dict[str, SpecifierSet] = {}
     for line in "\n".join(texts).splitlines():
         if line and not line.startswith("#"):
             requirement = Requirement(line)
-            first = found.setdefault(requirement.name, requirement.specifier)
+            first = ranges.setdefault(requirement.name, requirement.specifier)
             assert first == requirement.specifier, requirement.name
-    return found
+    return ranges
 
 
 @pytest.mark.parametrize("name", VERSIONED)
 def test_the_readme_names_the_versions_that_are_declared(name: str) -> None:
-    said = re.findall(rf"`{name}([<>=].*?)`", (ROOT / "README.md").read_text())
-    assert [SpecifierSet(one) for one in said] == [declared()[name]]
+    named = re.findall(rf"`{name}([<>=].*?)`", (ROOT / "README.md").read_text())
+    assert [SpecifierSet(text) for text in named] == [read_ranges()[name]]
 
 
-def test_the_oldest_versions_that_are_tested_are_those_that_are_declared() -> None:
+def test_the_oldest_tested_versions_are_the_declared_ones() -> None:
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     for name in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
-        floor = next(one for one in declared()[name] if one.operator == ">=")
+        floor = next(specifier for specifier in read_ranges()[name] if specifier.operator == ">=")
         assert Version(pins[name]) == Version(floor.version), name
-    assert pins["trl"] in declared()["trl"]  # 0.29, the oldest, is run apart
+    assert pins["trl"] in read_ranges()["trl"]  # the oldest trl, 0.29, is tested separately

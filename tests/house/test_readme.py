@@ -1,4 +1,4 @@
-"""The pages for users name and link to things that exist, and README leads to every one of them."""
+"""Links, paths, names and calls in the pages exist. README leads to every page."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ from hf_moe_ep import ParallelConfig
 ROOT = pages.ROOT
 PAGES = [*pages.names(), "ARCHITECTURES.md", "benchmarks/results/README.md"]
 TOP = "tests|examples|benchmarks|notebooks|docs|hf_moe_ep|model_patches"
-# Arguments that are passed on to from_pretrained of transformers.
+# Arguments that from_pretrained passes on to transformers.
 OF_TRANSFORMERS = {"dtype", "revision", "attn_implementation"}
 
 
@@ -34,7 +34,7 @@ def test_links_of_a_page_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/")])
 def test_anchors_within_the_pages_exist(page: str) -> None:
-    """tests/docs/test_site.py checks those of docs/, on the site that MkDocs makes of them."""
+    """tests/docs/test_site.py checks the anchors of docs/, on the site that MkDocs builds."""
     for link, anchor in pages.links(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)", pages.read(pages.target(page, link)), re.MULTILINE)
@@ -69,7 +69,7 @@ def test_every_page_of_docs_is_in_the_navigation() -> None:
 
 
 def _rows(page: str, columns: int) -> Iterator[list[str]]:
-    """The cells of the rows of tables with so many columns."""
+    """Yield the cells of each table row that has this number of columns."""
     for line in pages.read(page).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("|") and len(cells) == columns:
@@ -77,21 +77,21 @@ def _rows(page: str, columns: int) -> Iterator[list[str]]:
 
 
 def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
-    """The table's last column is that of ARCHITECTURES.md; so is the number of types."""
+    """The last column of the table agrees with ARCHITECTURES.md; so does the number of types."""
     tested = {row[0].strip("`"): row for row in _rows("ARCHITECTURES.md", 7) if "`" in row[0]}
     assert f"all {len(tested)} model types" in pages.read("README.md")
-    found = 0
+    num_types = 0
     for _, types, sequence in _rows("README.md", 3):
         for name in re.findall(r"`(\w+)`", types):
             if name != "model_type":
                 assert tested[name][1] == "yes"
                 assert tested[name][3].startswith(sequence), name
-                found += 1
-    assert found == 12
+                num_types += 1
+    assert num_types == 12
 
 
 def _calls(page: str) -> Iterator[tuple[str, ast.Call]]:
-    """Calls of our public names in the sentences and tables of a page."""
+    """Yield the calls of our public names in the sentences and tables of a page."""
     for span in pages.spans(page):
         try:
             tree = ast.parse(span.removesuffix(":").removeprefix("for key, tensor in "))
@@ -122,10 +122,10 @@ def test_names_in_the_text_exist(page: str) -> None:
         assert hasattr(hf_moe_ep, attribute) or importlib.import_module(f"hf_moe_ep.{attribute}")
 
 
-def tree(text: str) -> Iterator[tuple[Path, str]]:
-    """Yield (path, what the line says) for each folder and file of a source tree.
+def parse_tree(text: str) -> Iterator[tuple[Path, str]]:
+    """Yield (path, description) for each folder and file of a source tree in a page.
 
-    Indentation nests. The first word of a line is the name; other files may follow in its text.
+    Indentation nests folders. A line begins with a name; its text may name more files.
     """
     folders: list[tuple[int, Path]] = []
     for line in text.splitlines():
@@ -146,7 +146,7 @@ def tree(text: str) -> Iterator[tuple[Path, str]]:
 
 
 def test_the_source_tree_names_every_folder() -> None:
-    named = dict(tree(TREE))
+    named = dict(parse_tree(TREE))
     assert not [path for path in named if not (ROOT / path).exists()]
     folders = {path for path in named if (ROOT / path).is_dir()}
     real = {
@@ -159,11 +159,11 @@ def test_the_source_tree_names_every_folder() -> None:
 
 
 def test_a_line_of_the_source_tree_imports_only_lines_below_it() -> None:
-    lines = [path for path, _ in tree(TREE) if path.parent == Path("hf_moe_ep")]
+    lines = [path for path, _ in parse_tree(TREE) if path.parent == Path("hf_moe_ep")]
     names = [path.stem for path in lines]
     inside = {path.stem for path in (ROOT / "hf_moe_ep").glob("*") if "__" not in path.name}
     assert set(names) == inside - {"model_patches", "py"}
-    place = {name: number for number, name in enumerate(names)}
+    position = {name: number for number, name in enumerate(names)}
     for path in lines:
         files = [ROOT / path] if path.suffix else (ROOT / path).rglob("*.py")
         for file in files:
@@ -172,13 +172,13 @@ def test_a_line_of_the_source_tree_imports_only_lines_below_it() -> None:
                     "hf_moe_ep."
                 ):
                     imported = str(node.module).split(".")[1]
-                    if imported in place:
-                        assert place[imported] >= place[path.stem], f"{file}: {node.module}"
+                    if imported in position:
+                        assert position[imported] >= position[path.stem], f"{file}: {node.module}"
 
 
-def test_the_source_tree_as_it_is_read() -> None:
+def test_a_source_tree_by_hand() -> None:
     page = "top/\n  moe/     the layer\n    a.py     one thing\n  state.py what is kept\n"
-    assert dict(tree(page)) == {
+    assert dict(parse_tree(page)) == {
         Path("top"): "",
         Path("top/moe"): "the layer",
         Path("top/moe/a.py"): "one thing",

@@ -1,7 +1,7 @@
-"""The table in `state.py` has a row for every place that hides state, and no other row.
+"""The table in `state.py` has a row for every place in the source that hides state, and no other.
 
-Read from the syntax trees: attributes that are set on objects of others, names of ours on them,
-module globals that can change, caches, and what runs at the interpreter's end.
+The syntax trees are searched for attributes that are set on foreign objects, names with our prefix,
+mutable module globals, caches and atexit handlers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_moe_ep import state
 PACKAGE = Path(state.__file__).parent
 PREFIX = "_hf_moe_ep"
 MUTABLE = ("{}", "[]", "set()", "dict()", "list()")
-# Objects that a function made itself or was given to fill: no state once it has returned.
+# Objects that a function has created, or has to fill: they hide no state after it returns.
 FILLED = {
     ("checkpoints/storage/unpickle.py", "found"): "metadata that was just read",
     ("checkpoints/storage/unpickle.py", "found.storage_meta"): "metadata that was just read",
@@ -35,7 +35,7 @@ FILLED = {
 
 
 class Write(NamedTuple):
-    """Something that outlives the statement; `name` is None where the source does not tell."""
+    """A write that lasts longer than its statement; `name` is None if the source computes it."""
 
     file: str
     line: int
@@ -44,7 +44,7 @@ class Write(NamedTuple):
 
 
 def read_table(docstring: str) -> dict[str, set[str]]:
-    """File -> names, of all rows."""
+    """Return the names of each file in the table."""
     table: dict[str, set[str]] = defaultdict(set)
     for line in docstring.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -54,22 +54,22 @@ def read_table(docstring: str) -> dict[str, set[str]]:
 
 
 def find_writes(file: str, tree: ast.Module) -> Iterator[Write]:
-    """Every write that needs a row."""
+    """Yield every write that needs a row."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *_]):
-                known = name.value if isinstance(name, ast.Constant) else None
+                written = name.value if isinstance(name, ast.Constant) else None
                 if isinstance(name, ast.Name) and name.id.isupper():
-                    known = _constant(tree, name.id)
-                yield Write(file, node.lineno, ast.unparse(owner), known)
+                    written = _constant(tree, name.id)
+                yield Write(file, node.lineno, ast.unparse(owner), written)
             case ast.Attribute(ctx=ast.Store(), value=owner, attr=name):
                 if ast.unparse(owner) not in ("self", "ctx"):
                     yield Write(file, node.lineno, ast.unparse(owner), name)
             case ast.Subscript(
                 ctx=ast.Store(), value=ast.Call(func=ast.Name(id="vars" | "globals"))
             ):
-                known = node.slice.value if isinstance(node.slice, ast.Constant) else None
-                yield Write(file, node.lineno, ast.unparse(node.value), known)
+                written = node.slice.value if isinstance(node.slice, ast.Constant) else None
+                yield Write(file, node.lineno, ast.unparse(node.value), written)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="atexit"), attr="register")):
                 yield Write(file, node.lineno, "atexit", "register")
             case ast.Constant(value=str(text)) if text.startswith(PREFIX):
@@ -90,71 +90,71 @@ def find_writes(file: str, tree: ast.Module) -> Iterator[Write]:
 
 
 def _constant(tree: ast.Module, name: str) -> str:
-    """Return the string of a module's constant, or the name of an imported one."""
+    """Return the string of a module's constant, or the constant's name if it is imported."""
     for node in tree.body:
         match node:
-            case ast.Assign(targets=[ast.Name(id=found)], value=ast.Constant(value=str(text))):
-                if found == name:
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant(value=str(text))):
+                if target == name:
                     return text
     return name
 
 
-def missing(writes: list[Write], table: dict[str, set[str]]) -> list[str]:
-    """The writes that no row tells of."""
+def list_missing(writes: list[Write], table: dict[str, set[str]]) -> list[str]:
+    """Describe the writes that have no row in the table."""
     problems = []
     for write in writes:
         names = table.get(write.file, set())
-        told = bool(names) if write.name is None else write.name in names
-        if not told and (write.file, write.owner) not in FILLED:
+        has_row = bool(names) if write.name is None else write.name in names
+        if not has_row and (write.file, write.owner) not in FILLED:
             problems.append(f"{write.file}:{write.line} sets {write.name} of {write.owner}")
     return problems
 
 
-def words(tree: ast.Module) -> set[str]:
-    """Every identifier and string of a file."""
-    found: set[str] = set()
+def collect_words(tree: ast.Module) -> set[str]:
+    """Return every identifier and string of a file."""
+    words: set[str] = set()
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=text) | ast.Attribute(attr=text) | ast.Constant(value=str(text)):
-                found.add(text)
+                words.add(text)
             case ast.FunctionDef(name=text) | ast.ClassDef(name=text) | ast.alias(name=text):
-                found.add(text)
-    return found
+                words.add(text)
+    return words
 
 
-def sources() -> dict[str, ast.Module]:
+def parse_sources() -> dict[str, ast.Module]:
     return {
         path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted(PACKAGE.rglob("*.py"))
     }
 
 
-def test_every_place_is_in_the_table() -> None:
+def test_every_write_is_in_the_table() -> None:
     table = read_table(state.__doc__ or "")
-    writes = [write for file, tree in sources().items() for write in find_writes(file, tree)]
+    writes = [write for file, tree in parse_sources().items() for write in find_writes(file, tree)]
     assert len(writes) > len(FILLED)
-    assert not missing(writes, table), "\n".join(
-        ["no row of the table in hf_moe_ep/state.py tells of:", *missing(writes, table)]
+    assert not list_missing(writes, table), "\n".join(
+        ["the table in hf_moe_ep/state.py has no row for:", *list_missing(writes, table)]
     )
 
 
-def test_every_row_is_a_place() -> None:
-    trees = sources()
+def test_every_row_names_existing_code() -> None:
+    trees = parse_sources()
     table = read_table(state.__doc__ or "")
     assert table
     for file, names in table.items():
-        assert file in trees, f"the table names {file}, which is not there"
-        gone = names - words(trees[file])
-        assert not gone, f"the table names {sorted(gone)} in {file}, which are not there"
+        assert file in trees, f"the table names {file}, which does not exist"
+        unknown = names - collect_words(trees[file])
+        assert not unknown, f"the table names {sorted(unknown)} in {file}, which it does not have"
 
 
-def test_what_is_filled_is_written_somewhere() -> None:
-    """An exception must not outlive its reason."""
-    writes = [write for file, tree in sources().items() for write in find_writes(file, tree)]
+def test_exceptions_of_the_table_are_still_written() -> None:
+    """An entry of FILLED must be removed when its code is gone."""
+    writes = [write for file, tree in parse_sources().items() for write in find_writes(file, tree)]
     assert FILLED.keys() <= {(write.file, write.owner) for write in writes}
 
 
-ADDED = {
+NEW_WRITES = {
     "a name of ours on a module": "def f(m):\n    m._hf_moe_ep_something = 1",
     "by setattr": "def f(m):\n    setattr(m, '_hf_moe_ep_something', 1)",
     "in vars": "def f(m):\n    vars(m)['kept'] = 1",
@@ -168,13 +168,13 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize("name", ADDED)
-def test_a_new_place_is_seen(name: str) -> None:
-    writes = list(find_writes("ranks/mesh.py", ast.parse(ADDED[name])))
-    assert missing(writes, read_table(state.__doc__ or ""))
+@pytest.mark.parametrize("name", NEW_WRITES)
+def test_a_new_write_is_found(name: str) -> None:
+    writes = list(find_writes("ranks/mesh.py", ast.parse(NEW_WRITES[name])))
+    assert list_missing(writes, read_table(state.__doc__ or ""))
 
 
-def test_a_new_name_in_a_file_of_the_table_is_seen() -> None:
+def test_a_new_name_in_a_file_of_the_table_is_found() -> None:
     text = "def f(m):\n    setattr(m, '_hf_moe_ep_something', 1)"
     writes = list(find_writes("moe/layer.py", ast.parse(text)))
-    assert missing(writes, read_table(state.__doc__ or ""))
+    assert list_missing(writes, read_table(state.__doc__ or ""))

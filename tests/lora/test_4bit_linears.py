@@ -1,8 +1,8 @@
-"""bitsandbytes' 4-bit Linear layers together with quantised experts equal stock PEFT, or are
-refused.
+"""bitsandbytes' 4-bit Linear layers and quantised experts in one model train like stock PEFT.
 
-`BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention, in any
-`bnb_4bit_quant_storage`. It does not touch stacked experts, which `experts_dtype` quantises.
+`BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention into tensors of the
+dtype `bnb_4bit_quant_storage`. It skips stacked experts, so `experts_dtype` quantises them.
+Storage that a gather would round is refused.
 """
 
 from pathlib import Path
@@ -39,13 +39,13 @@ STORAGE = {"bytes": torch.uint8, "fp32": torch.float32, "bf16": torch.bfloat16}
 NF4: dict[str, Any] = {"experts_dtype": "nf4"}
 
 
-def in_4_bits(folder: str, storage: torch.dtype, dtype: torch.dtype, seed: int = 5) -> nn.Module:
-    """Stock's model with packed Linear layers, and adapters on all that is quantised."""
-    return with_lora(base_in_4_bits(folder, storage, dtype), r=3, seed=seed)
+def load_lora(folder: str, storage: torch.dtype, dtype: torch.dtype, seed: int = 5) -> nn.Module:
+    """Load stock's model with packed Linear layers; add LoRA to them and to the experts."""
+    return with_lora(load_4_bits(folder, storage, dtype), r=3, seed=seed)
 
 
-def base_in_4_bits(folder: str, storage: torch.dtype, dtype: torch.dtype) -> nn.Module:
-    """The same without adapters."""
+def load_4_bits(folder: str, storage: torch.dtype, dtype: torch.dtype) -> nn.Module:
+    """Load stock's model with packed Linear layers, without adapters."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -59,36 +59,37 @@ def base_in_4_bits(folder: str, storage: torch.dtype, dtype: torch.dtype) -> nn.
     return model
 
 
-def steps(model: nn.Module, num: int = 3) -> dict[str, Tensor]:
-    """Losses and gradients of adapters in steps of SGD, the same batch on every rank."""
+def run_steps(model: nn.Module, num: int = 3) -> dict[str, Tensor]:
+    """Return losses and adapter gradients of SGD steps; every rank has the same batches."""
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for number in range(num):
         loss = model(**batch(model, 2, 9, seed=number)).loss
         loss.backward()
-        found[f"{number} loss"] = loss.detach().float()
+        results[f"{number} loss"] = loss.detach().float()
         grads = {name: full_tensor(p.grad).float() for name, p in trained.items()}
-        grads = pack_factors(model, grads) if dist.is_initialized() and _sharded(model) else grads
-        found |= {f"{number} {name}": grad for name, grad in grads.items()}
+        if dist.is_initialized() and _is_sharded(model):
+            grads = pack_factors(model, grads)
+        results |= {f"{number} {name}": grad for name, grad in grads.items()}
         with torch.no_grad():
             for parameter in trained.values():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
-    return found
+    return results
 
 
-def _sharded(model: nn.Module) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _written(rank: int, folder: str, seed: int = 0) -> None:
+def _write_base(rank: int, folder: str, seed: int = 0) -> None:
     if rank == 0:
         tiny(dtype=torch.bfloat16, seed=seed, **SIZES["nf4"]).save_pretrained(folder)
     dist.barrier()
 
 
-def _sharded_by(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Module:
+def _shard(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Module:
     if way == "own loop":
         return apply_ep_fsdp2(model, ep_size=ep_size, **NF4)
 
@@ -99,31 +100,31 @@ def _sharded_by(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn
         return prepared(model, make_optimizer=adamw, ep_size=ep_size, **NF4)[1]
 
 
-def as_stock_in_fp32(rank: int, world: int, folder: str) -> None:
-    """Losses, gradients of adapters, three steps; every storage; an own loop and Accelerate."""
-    _written(rank, folder)
-    stock = in_4_bits(folder, torch.uint8, torch.float32)
-    untouched = steps(stock)
-    stock = in_4_bits(folder, torch.uint8, torch.float32)
+def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
+    """Losses and gradients of three steps equal stock's: all storages, own loop and Accelerate."""
+    _write_base(rank, folder)
+    stock = load_lora(folder, torch.uint8, torch.float32)
+    unquantised = run_steps(stock)
+    stock = load_lora(folder, torch.uint8, torch.float32)
     dequantise_experts(stock, "nf4")
-    want = steps(stock)
-    assert max_error(untouched["0 loss"], want["0 loss"]) > 1e-4, "4 bits change nothing"
+    expected = run_steps(stock)
+    assert max_error(unquantised["0 loss"], expected["0 loss"]) > 1e-4, "quantising has no effect"
     for name, storage in STORAGE.items():
         for way, ep_size in (("own loop", 1), ("own loop", 2), ("Accelerate", 2)):
-            # Adapters begin with rank 0's values.
-            model = in_4_bits(folder, storage, torch.float32, seed=5 + rank)
-            model = _sharded_by(way, model, ep_size)
+            # Ranks build different adapters, and all must train those of rank 0.
+            model = load_lora(folder, storage, torch.float32, seed=5 + rank)
+            model = _shard(way, model, ep_size)
             packed = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj").weight
-            assert isinstance(packed, DTensor) == (name != "bytes"), "floats are split, bytes whole"
-            for key, tensor in steps(model).items():
-                assert_close(f"{name}, {way}, {key}", tensor, want[key], FP32_BUDGET)
+            assert isinstance(packed, DTensor) == (name != "bytes"), "bytes are not sharded"
+            for key, tensor in run_steps(model).items():
+                assert_close(f"{name}, {way}, {key}", tensor, expected[key], FP32_BUDGET)
 
 
-def evaluated_between_steps(rank: int, world: int, folder: str) -> None:
-    """On a CPU with AVX512-BF16 the layers would pack their weights anew, and be wrong then."""
-    _written(rank, folder)
+def evaluation_between_steps(rank: int, world: int, folder: str) -> None:
+    """With AVX512-BF16, bitsandbytes would repack weights in eval mode: that breaks shards."""
+    _write_base(rank, folder)
     for storage in STORAGE.values():
-        model = _sharded_by("own loop", in_4_bits(folder, storage, torch.float32), 2)
+        model = _shard("own loop", load_lora(folder, storage, torch.float32), 2)
         inputs, losses = batch(model, 2, 9), []
         for training in (True, False, False, True):
             with torch.no_grad():
@@ -132,30 +133,32 @@ def evaluated_between_steps(rank: int, world: int, folder: str) -> None:
             assert_close("loss", loss, losses[0], FP32_BUDGET)
 
 
-def in_bf16_as_far_from_fp32_as_stock(rank: int, world: int, folder: str) -> None:
-    """Bytes stored as bf16 must not count as the dtype of an fp32 model."""
-    _written(rank, folder)
-    truth = in_4_bits(folder, torch.uint8, torch.float32)
-    stock = in_4_bits(folder, torch.bfloat16, torch.bfloat16)
+def bf16_error_is_at_most_twice_stocks(rank: int, world: int, folder: str) -> None:
+    """The error against fp32 is at most twice stock's. bf16 storage is not the model's dtype."""
+    _write_base(rank, folder)
+    truth = load_lora(folder, torch.uint8, torch.float32)
+    stock = load_lora(folder, torch.bfloat16, torch.bfloat16)
     for model in (truth, stock):
         dequantise_experts(model, "nf4")
-    want, theirs = steps(truth, 1), steps(stock, 1)
+    fp32, stock_results = run_steps(truth, 1), run_steps(stock, 1)
     for way, settings in (("own loop", {}), ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"})):
-        model = in_4_bits(folder, torch.bfloat16, torch.bfloat16)
-        ours = steps(_sharded_by(way, model, 2, **settings), 1)
-        worst = [max(max_error(run[key], want[key]) for key in want) for run in (ours, theirs)]
+        model = load_lora(folder, torch.bfloat16, torch.bfloat16)
+        results = run_steps(_shard(way, model, 2, **settings), 1)
+        worst = [
+            max(max_error(r[key], fp32[key]) for key in fp32) for r in (results, stock_results)
+        ]
         assert 0 < worst[0] <= 2 * worst[1], (way, worst)
-    model = in_4_bits(folder, torch.bfloat16, torch.float32)
+    model = load_lora(folder, torch.bfloat16, torch.float32)
     assert packed_parameters(model) and default_policy(model)[0].param_dtype is None
 
 
-def bytes_that_would_be_rounded_are_refused(rank: int, world: int, folder: str) -> None:
-    _written(rank, folder)
+def storage_that_would_be_rounded_is_refused(rank: int, world: int, folder: str) -> None:
+    _write_base(rank, folder)
     words = r"4-bit codes as torch.float32 .*gathers .*torch.bfloat16.*quant_storage=torch.bfloa"
     for way, settings in (("own loop", {}), ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"})):
-        model = in_4_bits(folder, torch.float32, torch.bfloat16)
+        model = load_lora(folder, torch.float32, torch.bfloat16)
         with pytest.raises(ValueError, match=words):
-            _sharded_by(way, model, 2, **settings)
+            _shard(way, model, 2, **settings)
     with pytest.raises(
         ValueError, match=r"quantization_config= is an option of transformers' from"
     ):
@@ -163,10 +166,10 @@ def bytes_that_would_be_rounded_are_refused(rank: int, world: int, folder: str) 
 
 
 class Run:
-    """A run on 2 ranks, to be saved and gone on with: its losses, and the adapters at its end."""
+    """A training run on 2 ranks that can be saved and resumed; it keeps its losses."""
 
     def __init__(self, base: str, storage: torch.dtype, seed: int = 5) -> None:
-        self.model = in_4_bits(base, storage, torch.float32, seed)
+        self.model = load_lora(base, storage, torch.float32, seed)
         self.losses: list[float] = []
 
     def adapters(self) -> dict[str, Tensor]:
@@ -174,7 +177,7 @@ class Run:
         assert trained
         return {name: full_tensor(p.detach()).clone() for name, p in trained.items()}
 
-    def found(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         return {"losses": self.losses} | self.adapters()
 
 
@@ -229,19 +232,19 @@ class Accelerated(OwnLoop):
 STEPS, SAVED_AFTER = 4, 2
 
 
-def _gone_on_with(run: Any, folder: str, storage: torch.dtype) -> None:
-    """Save in the middle of a run; another begins there, from other adapters, to the same bits."""
+def _check_resuming(run: Any, folder: str, storage: torch.dtype) -> None:
+    """Save in the middle of a run. A run with other adapters resumes there with the same bits."""
     base, where = f"{folder}/base", f"{folder}/{run.__name__} {storage}"
-    whole = run(base, storage)
-    whole.train(range(SAVED_AFTER))
-    whole.save(where)
-    whole.train(range(SAVED_AFTER, STEPS))
-    again = run(base, storage, seed=6)
-    again.load(where)
-    again.train(range(SAVED_AFTER, STEPS))
-    want, got = whole.found(), again.found()
-    assert got.pop("losses") == want.pop("losses")[SAVED_AFTER:]
-    assert_equal(got, want)
+    uninterrupted = run(base, storage)
+    uninterrupted.train(range(SAVED_AFTER))
+    uninterrupted.save(where)
+    uninterrupted.train(range(SAVED_AFTER, STEPS))
+    resumed = run(base, storage, seed=6)
+    resumed.load(where)
+    resumed.train(range(SAVED_AFTER, STEPS))
+    expected, actual = uninterrupted.results(), resumed.results()
+    assert actual.pop("losses") == expected.pop("losses")[SAVED_AFTER:]
+    assert_equal(actual, expected)
     other = run(f"{folder}/other base", storage)
     before = other.adapters()
     with pytest.raises(ValueError, match=r"gate_up_proj .*another base"):
@@ -249,28 +252,28 @@ def _gone_on_with(run: Any, folder: str, storage: torch.dtype) -> None:
     assert_equal(other.adapters(), before)
 
 
-def _two_bases(rank: int, folder: str) -> None:
-    _written(rank, f"{folder}/base")
-    _written(rank, f"{folder}/other base", seed=1)
+def _write_two_bases(rank: int, folder: str) -> None:
+    _write_base(rank, f"{folder}/base")
+    _write_base(rank, f"{folder}/other base", seed=1)
 
 
-def an_own_loop_goes_on_to_the_bit(rank: int, world: int, folder: str) -> None:
-    """Packed layers as bytes, whole on each rank, and as fp32, split; another base is refused."""
-    _two_bases(rank, folder)
+def own_loop_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> None:
+    """Storage as bytes (whole on each rank) and as fp32 (sharded). Another base is refused."""
+    _write_two_bases(rank, folder)
     for storage in (torch.uint8, torch.float32):
-        _gone_on_with(OwnLoop, folder, storage)
+        _check_resuming(OwnLoop, folder, storage)
 
 
-def accelerate_goes_on_to_the_bit(rank: int, world: int, folder: str) -> None:
-    """`save_state` and `load_state`, sharded and whole; another base is refused."""
-    _two_bases(rank, folder)
+def accelerate_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> None:
+    """`save_state` and `load_state` with both kinds of state dict. Another base is refused."""
+    _write_two_bases(rank, folder)
     kinds = {"SHARDED_STATE_DICT": torch.uint8, "FULL_STATE_DICT": torch.float32}
     for kind, storage in kinds.items():
         with launched(FSDP_STATE_DICT_TYPE=kind):
-            _gone_on_with(Accelerated, folder, storage)
+            _check_resuming(Accelerated, folder, storage)
 
 
-def _trainer(base: str, folder: str, seed: int = 5) -> Trainer:
+def _make_trainer(base: str, folder: str, seed: int = 5) -> Trainer:
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -281,46 +284,46 @@ def _trainer(base: str, folder: str, seed: int = 5) -> Trainer:
         learning_rate=0.01,
         report_to=[],
     )
-    model = in_4_bits(base, torch.uint8, torch.float32, seed)
+    model = load_lora(base, torch.uint8, torch.float32, seed)
     whole = batch(model, 2 * STEPS, 9)
     rows = [{key: value[row] for key, value in whole.items()} for row in range(2 * STEPS)]
     return Trainer(patch(model, ep_size=2, **NF4), arguments, train_dataset=rows)
 
 
-def the_trainer_goes_on_to_the_bit(rank: int, world: int, folder: str) -> None:
-    """`resume_from_checkpoint`; another base is refused; files open in stock PEFT."""
-    _two_bases(rank, folder)
+def trainer_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> None:
+    """`resume_from_checkpoint` works, another base is refused, and stock PEFT opens the adapter."""
+    _write_two_bases(rank, folder)
     base, out = f"{folder}/base", f"{folder}/out"
     with launched():
-        whole = _trainer(base, out)
-        whole.train()
-        whole.save_model(f"{folder}/adapter")
+        uninterrupted = _make_trainer(base, out)
+        uninterrupted.train()
+        uninterrupted.save_model(f"{folder}/adapter")
     with launched():
-        again = _trainer(base, out, seed=6)
-        again.train(resume_from_checkpoint=f"{out}/checkpoint-{SAVED_AFTER}")
+        resumed = _make_trainer(base, out, seed=6)
+        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-{SAVED_AFTER}")
     logs = [
         [(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x]
-        for trainer in (whole, again)
+        for trainer in (uninterrupted, resumed)
     ]
     assert len(logs[0]) == STEPS and logs[0] == logs[1]
-    assert_equal(*(_adapters_of(trainer) for trainer in (again, whole)))
+    assert_equal(*(_adapters_of(trainer) for trainer in (resumed, uninterrupted)))
     with launched(), pytest.raises(ValueError, match=r"gate_up_proj .*another base"):
-        other = _trainer(f"{folder}/other base", out)
+        other = _make_trainer(f"{folder}/other base", out)
         other.train(resume_from_checkpoint=f"{out}/checkpoint-{SAVED_AFTER}")
-    trained = whole.model
+    trained = uninterrupted.model
     inputs = batch(trained, 2, 9, seed=3)
     with torch.no_grad():
         loss = trained(**inputs).loss
-    stock = base_in_4_bits(base, torch.uint8, torch.float32)
+    stock = load_4_bits(base, torch.uint8, torch.float32)
     dequantise_experts(stock, "nf4")
     opened = PeftModel.from_pretrained(stock, f"{folder}/adapter")
     with torch.no_grad():
-        # In training mode: on a CPU bitsandbytes packs such small layers for evaluation, and fails.
-        theirs = opened.train()(**inputs).loss
+        # In training mode: in eval mode on a CPU, bitsandbytes repacks small layers and fails.
+        peft_loss = opened.train()(**inputs).loss
         opened.base_model.disable_adapter_layers()
-        plain = opened(**inputs).loss
-    assert max_error(plain, theirs) > 1e-3, "adapters change nothing"
-    assert_close("loss in stock PEFT", loss, theirs, FP32_BUDGET)
+        base_loss = opened(**inputs).loss
+    assert max_error(base_loss, peft_loss) > 1e-3, "adapters have no effect"
+    assert_close("loss in stock PEFT", loss, peft_loss, FP32_BUDGET)
 
 
 def _adapters_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -329,13 +332,13 @@ def _adapters_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 CHECKS = (
-    an_own_loop_goes_on_to_the_bit,
-    accelerate_goes_on_to_the_bit,
-    the_trainer_goes_on_to_the_bit,
-    as_stock_in_fp32,
-    evaluated_between_steps,
-    in_bf16_as_far_from_fp32_as_stock,
-    bytes_that_would_be_rounded_are_refused,
+    own_loop_resumes_with_the_same_bits,
+    accelerate_resumes_with_the_same_bits,
+    trainer_resumes_with_the_same_bits,
+    fp32_steps_equal_stock,
+    evaluation_between_steps,
+    bf16_error_is_at_most_twice_stocks,
+    storage_that_would_be_rounded_is_refused,
 )
 
 

@@ -1,4 +1,4 @@
-"""adapter_config.json of stacked experts and of single ones, by hand."""
+"""adapter_config.json for stacked and for single experts, written out by hand."""
 
 from typing import Any
 
@@ -51,30 +51,30 @@ def test_the_table_of_the_docstring() -> None:
         {"target_modules": ["q_proj"], "layers_to_transform": [0]},
     ],
 )
-def test_limits_become_names(limits: dict[str, Any]) -> None:
-    found = config_for_single(STACKED | limits, STACKS, ATTENTION)
-    assert found["target_modules"] == ATTENTION + SINGLE["target_modules"][1:]
-    assert found["layers_to_transform"] is None
+def test_limited_targets_become_full_names(limits: dict[str, Any]) -> None:
+    config = config_for_single(STACKED | limits, STACKS, ATTENTION)
+    assert config["target_modules"] == ATTENTION + SINGLE["target_modules"][1:]
+    assert config["layers_to_transform"] is None
 
 
-def test_two_as_double_the_rank_and_keep_the_scale() -> None:
+def test_two_a_double_the_rank_and_keep_the_scale() -> None:
     growth = {"gate_up_proj": 2, "down_proj": 1}
-    found = config_for_stacked(SINGLE, STACKS, ATTENTION, growth)
-    assert rank_and_alpha(found, f"{EXPERTS}.gate_up_proj") == (8, 32)  # 16 / 4 = 32 / 8
-    assert rank_and_alpha(found, f"{EXPERTS}.down_proj") == (8, 6)
+    config = config_for_stacked(SINGLE, STACKS, ATTENTION, growth)
+    assert rank_and_alpha(config, f"{EXPERTS}.gate_up_proj") == (8, 32)  # 16 / 4 = 32 / 8
+    assert rank_and_alpha(config, f"{EXPERTS}.down_proj") == (8, 6)
 
 
-def test_an_entry_for_one_layer_that_hits_another() -> None:
-    """Layer 0 wants 5 and layer 1 the default. The short key that layer 0 adds matches both."""
+def test_an_entry_for_one_layer_does_not_change_another() -> None:
+    """Layer 0 has rank 5 and layer 1 the default. The short key for layer 0 would match both."""
     first = Stack("model.layers.1.mlp.experts", "down_proj", 2, 8, 16, "w")
     second = Stack("model.layers.0.mlp.experts", "down_proj", 2, 8, 5, "w")
     old = {"r": 8, "lora_alpha": 16, "target_modules": ["down_proj"]}
-    found = config_for_stacked(old, [first, second], [], {"gate_up_proj": 1, "down_proj": 1})
-    assert rank_and_alpha(found, first.name) == (8, 16)
-    assert rank_and_alpha(found, second.name) == (8, 5)
+    config = config_for_stacked(old, [first, second], [], {"gate_up_proj": 1, "down_proj": 1})
+    assert rank_and_alpha(config, first.name) == (8, 16)
+    assert rank_and_alpha(config, second.name) == (8, 5)
 
 
-def test_targets_hit_whole_components() -> None:
+def test_targets_match_whole_components_of_a_name() -> None:
     hits = targets_that_hit(["layers.1.mlp.up_proj"])
     assert {"up_proj", "mlp.up_proj", "layers.1.mlp.up_proj"} <= hits
     assert "proj" not in hits and "layers.1" not in hits

@@ -26,15 +26,15 @@ from hf_moe_ep.state import STATE, MoELayer
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 
 
-def one_layer(model: nn.Module) -> nn.Module:
-    """Adapters below the first layer would want gradients, these do not."""
+def adapt_one_layer(model: nn.Module) -> nn.Module:
+    """Train only the adapters of the last layer, so no gradient flows to the layer below it."""
     model = with_lora(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name and "layers.1." in name)
     return model
 
 
-def added_by_transformers(model: nn.Module) -> nn.Module:
+def add_by_transformers(model: nn.Module) -> nn.Module:
     config = peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
     model.add_adapter(config)
     return model
@@ -77,13 +77,13 @@ FOUR_RANKS = [
     Case("pictures", 4, 2, wrap=PICTURES).with_(**MODALITIES),
     Case("pictures, sp 2", 4, 2, sp=2, wrap=PICTURES).with_(**MODALITIES),
     Case("router and head", 4, 2, wrap=ROUTER_AND_HEAD),
-    Case("one layer", 4, 2, wrap=one_layer),
+    Case("one layer", 4, 2, wrap=adapt_one_layer),
     Case("eager experts", 4, 1, wrap=BOTH).with_config(experts_backend="eager"),
     Case("expert_shard_dim 1", 4, 2, wrap=BOTH).with_config(expert_shard_dim=1),
-    Case("transformers' own add_adapter", 4, 2, wrap=added_by_transformers, needs=NO_ADD_ADAPTER),
+    Case("transformers' own add_adapter", 4, 2, wrap=add_by_transformers, needs=NO_ADD_ADAPTER),
     Case("trained tokens, tied", 4, 2, wrap=TOKENS, model={"tie_word_embeddings": True}),
 ]
-# Every rank and target at every ep; each with accumulation over uneven micro-batches.
+# Each LoRA rank and target at each ep_size, with accumulation over uneven micro-batches.
 MATRIX = [
     Case(f"ep {ep}, rank {r}, {what}", 4, ep, wrap=partial(with_lora, r=r, **TARGETS[what])).with_(
         micro_batches=parity.three_micro_batches, prepare=CHECKPOINT if r == 8 else None
@@ -104,8 +104,8 @@ def test_more_adapters_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_adapters_switched_off_added_and_merged_as_in_stock() -> None:
-    """One process; the model is patched and not sharded, and `stock` is never patched."""
+def test_adapters_are_disabled_added_and_merged_as_in_stock() -> None:
+    """In one process, a patched model and a stock one switch, add and merge the same adapters."""
     torch.manual_seed(0)
     stock = with_lora(tiny())
     model = copy.deepcopy(stock)
@@ -113,40 +113,41 @@ def test_adapters_switched_off_added_and_merged_as_in_stock() -> None:
     inputs = batch(stock, 2, 9)
     with torch.no_grad():
 
-        def same(what: str) -> None:
+        def assert_same_logits(what: str) -> None:
             assert_close(what, model(**inputs).logits, stock(**inputs).logits, FP64_MODEL)
 
-        same("one adapter")
+        assert_same_logits("one adapter")
         with model.disable_adapter(), stock.disable_adapter():
-            same("none")
-        for one in (stock, model):
+            assert_same_logits("none")
+        for each in (stock, model):
             torch.manual_seed(1)
             config = peft.LoraConfig(
                 r=3, target_parameters=list(EXPERTS), init_lora_weights=False, lora_alpha=5
             )
-            one.add_adapter("second", config)
-            one.base_model.set_adapter(["default", "second"])
-        same("two at once")
-        for one in (stock, model):
-            one.set_adapter("second")
-        same("the second")
+            each.add_adapter("second", config)
+            each.base_model.set_adapter(["default", "second"])
+        assert_same_logits("two at once")
+        for each in (stock, model):
+            each.set_adapter("second")
+        assert_same_logits("the second")
         model, stock = model.merge_and_unload(), stock.merge_and_unload()
-        same("merged")
+        assert_same_logits("merged")
 
 
 def test_adapters_attached_after_patch() -> None:
     stock, model = tiny(), patch(tiny())
     wrapped = []
-    for one in (stock, model):
+    for each in (stock, model):
         torch.manual_seed(0)
-        wrapped.append(with_lora(one))
+        wrapped.append(with_lora(each))
     inputs = batch(stock, 2, 9)
     with torch.no_grad():
-        want, got = (one(**inputs).logits for one in wrapped)
-    assert_close("logits", got, want, FP64_MODEL)
+        stock_logits, logits = (each(**inputs).logits for each in wrapped)
+    assert_close("logits", logits, stock_logits, FP64_MODEL)
 
 
-def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
+def test_layers_have_adapters_only_during_a_forward() -> None:
+    """A deep copy of a model uses its own adapters."""
     model = patch(with_lora(tiny(), seed=0))
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -154,59 +155,59 @@ def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
             if "lora_B" in name:
                 parameter.zero_()
     inputs = batch(tiny(), 2, 9)
-    for one in (model, twin):
-        layers = [m for m in one.modules() if isinstance(vars(m).get(STATE), MoELayer)]
-        own = {id(parameter) for parameter in one.parameters()}
-        seen: list[set[int]] = []
+    for each in (model, twin):
+        layers = [m for m in each.modules() if isinstance(vars(m).get(STATE), MoELayer)]
+        known = {id(parameter) for parameter in each.parameters()}
+        used: list[set[int]] = []
 
-        def look(module: nn.Module, args: Any, seen: list[set[int]] = seen) -> None:
+        def record(module: nn.Module, args: Any, used: list[set[int]] = used) -> None:
             adapters = getattr(module, STATE).adapters
             assert adapters.keys() == {"gate_up_proj", "down_proj"}
-            seen += [{id(a.a), id(a.b)} for active in adapters.values() for a in active]
+            used += [{id(a.a), id(a.b)} for active in adapters.values() for a in active]
 
-        hooks = [module.register_forward_pre_hook(look) for module in layers]
+        hooks = [module.register_forward_pre_hook(record) for module in layers]
         with torch.no_grad():
-            one(**inputs)
+            each(**inputs)
         for hook in hooks:
             hook.remove()
-        assert len(seen) == 2 * len(layers) and all(found <= own for found in seen)
+        assert len(used) == 2 * len(layers) and all(ids <= known for ids in used)
         assert all(not getattr(module, STATE).adapters for module in layers)
     with torch.no_grad(), model.disable_adapter():
         assert_close("nothing added", twin(**inputs).logits, model(**inputs).logits, FP64_MODEL)
 
 
-def a_reference_pass_before_the_step(rank: int, world: int) -> None:
-    """Preference training runs a forward of the base or of another adapter, then a step."""
+def reference_pass_before_a_step(rank: int, world: int) -> None:
+    """Preference training runs a forward without the adapter, then trains a step with it."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
-    for one in (stock, model):
+    for each in (stock, model):
         torch.manual_seed(1)
         config = peft.LoraConfig(
             r=3, target_parameters=list(EXPERTS), init_lora_weights=False, target_modules=["q_proj"]
         )
-        one.add_adapter("second", config)
-        one.set_adapter("default")
+        each.add_adapter("second", config)
+        each.set_adapter("default")
     apply_ep_fsdp2(model, ep_size=world)
-    both = [(one, torch.optim.AdamW(one.parameters(), lr=1e-3)) for one in (model, stock)]
+    both = [(each, torch.optim.AdamW(each.parameters(), lr=1e-3)) for each in (model, stock)]
     for step, adapter in enumerate(("default", "second", "second", "default")):
         logits, trained = [], []
-        for one, optimizer in both:
-            with torch.no_grad(), one.disable_adapter():
-                logits.append(one(**batch(one, 2, 7, seed=step)).logits)
-            one.set_adapter(adapter)
-            one(**batch(one, 2, 9, seed=step)).loss.backward()
-            trained.append({name for name, p in one.named_parameters() if p.grad is not None})
-            assert trained[-1] == {n for n, p in one.named_parameters() if p.requires_grad}
+        for each, optimizer in both:
+            with torch.no_grad(), each.disable_adapter():
+                logits.append(each(**batch(each, 2, 7, seed=step)).logits)
+            each.set_adapter(adapter)
+            each(**batch(each, 2, 9, seed=step)).loss.backward()
+            trained.append({name for name, p in each.named_parameters() if p.grad is not None})
+            assert trained[-1] == {n for n, p in each.named_parameters() if p.requires_grad}
             optimizer.step()
             optimizer.zero_grad()
         assert_close(f"reference logits of step {step}", *logits, FP64_MODEL)
         assert trained[0] == trained[1] and any(adapter in name for name in trained[0])
-    found = {name: parity.full_tensor(p.detach()) for name, p in model.named_parameters()}
-    for name, tensor in pack_factors(model, found).items():
+    tensors = {name: parity.full_tensor(p.detach()) for name, p in model.named_parameters()}
+    for name, tensor in pack_factors(model, tensors).items():
         assert_close(name, tensor, stock.get_parameter(name), FP64_MODEL)
 
 
-def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) -> None:
-    """Two adapters are trained in turn. Each one is frozen while the other is active."""
+def test_an_inactive_adapter_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """Two adapters are trained in turn. The inactive adapter is frozen, but it is saved too."""
 
     def make(seed: int) -> tuple[nn.Module, Any]:
         model = with_lora(patch(tiny()), seed=seed, modules_to_save=["lm_head"])
@@ -229,29 +230,29 @@ def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) 
             assert torch.equal(model.get_parameter(name), parameter), (adapter, name)
 
 
-def generate_before_anything_else(rank: int, world: int) -> None:
+def generate_before_any_forward(rank: int, world: int) -> None:
     for patch_first in (False, True):
         stock = with_lora(tiny(), seed=0)
         model = with_lora(patch(tiny(), ep_size=world) if patch_first else tiny(), seed=0)
         apply_ep_fsdp2(model, ep_size=world)
         prompt = batch(stock, 1, 5)["input_ids"]
         options = {"max_new_tokens": 4, "do_sample": False}
-        got, want = (one.eval().generate(input_ids=prompt, **options) for one in (model, stock))
-        assert torch.equal(got, want), patch_first
+        tokens = [each.eval().generate(input_ids=prompt, **options) for each in (model, stock)]
+        assert torch.equal(*tokens), patch_first
 
 
 @pytest.mark.parametrize(
-    "claim", checks.on_ranks(2, a_reference_pass_before_the_step, generate_before_anything_else)
+    "claim", checks.on_ranks(2, reference_pass_before_a_step, generate_before_any_forward)
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_a_merged_model_is_patched_itself() -> None:
+def test_a_merged_model_can_be_patched_and_unpatched() -> None:
     merged = patch(with_lora(tiny(), seed=0)).merge_and_unload()
     inputs = batch(merged, 2, 9)
     with torch.no_grad():
-        want = merged(**inputs).logits
-        assert torch.equal(patch(merged)(**inputs).logits, want)
-        assert_close("logits of stock's code", unpatch(merged)(**inputs).logits, want, FP64_MODEL)
+        logits = merged(**inputs).logits
+        assert torch.equal(patch(merged)(**inputs).logits, logits)
+        assert_close("logits of stock's code", unpatch(merged)(**inputs).logits, logits, FP64_MODEL)
     assert not [key for module in merged.modules() for key in vars(module) if "hf_moe_ep" in key]

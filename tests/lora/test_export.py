@@ -1,7 +1,7 @@
-"""Adapter folders, LoRA on stacked experts <-> on single experts, against stock PEFT.
+"""Conversion of adapter folders between stacked and single experts, compared with stock PEFT.
 
-The truth is PEFT's own get_delta_weight and its logits; what is read back from a converted folder
-is multiplied out here, in plain torch, by its documented meaning: scale * B @ A for each matrix.
+The truth is PEFT's get_delta_weight and its logits. The factors of a converted folder are
+multiplied here, in plain torch, as PEFT documents them: the delta of a matrix is scale * B @ A.
 """
 
 import json
@@ -30,7 +30,7 @@ PATTERN = {
     "rank_pattern": {"mlp.experts.gate_up_proj": 5, "mlp.experts.down_proj": 4, "q_proj": 2},
     "alpha_pattern": {r"layers\.1\.mlp\.experts\.down_proj": 7, "experts.gate_up_proj": 9},
 }
-# name -> how with_lora makes the adapter
+# Options of with_lora for each adapter; "model" has options of the tiny model.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "rank 1, rsLoRA": {"r": 1, "use_rslora": True, "modules": ()},
@@ -46,8 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def stock(folder: Path, name: str = "qwen3_moe", **options: Any) -> peft.PeftModel:
-    """A model with LoRA, and its adapter in `folder`; weights fp64, so nothing is rounded."""
+def save_stock(folder: Path, name: str = "qwen3_moe", **options: Any) -> peft.PeftModel:
+    """Build a model with LoRA in fp64, save its adapter to `folder` and return the model."""
     base = tiny(name, **options.pop("model", {}))
     options = {"r": 3, "seed": 0} | options
     model = with_lora(base, **options)
@@ -56,16 +56,16 @@ def stock(folder: Path, name: str = "qwen3_moe", **options: Any) -> peft.PeftMod
     return model
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONFIG).read_text())
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    (folder / CONFIG).write_text(json.dumps(config_of(folder) | changes, indent=2))
+    (folder / CONFIG).write_text(json.dumps(read_config(folder) | changes, indent=2))
 
 
 def stock_deltas(model: nn.Module) -> dict[str, Tensor]:
-    """PEFT's own delta of every stacked parameter, (E, out, in)."""
+    """Return PEFT's delta of every stacked parameter, of shape (E, out, in)."""
     return {
         f"{name.replace('.base_layer', '')}.{module.parameter_name}": module.get_delta_weight(
             "default"
@@ -75,31 +75,31 @@ def stock_deltas(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def value(config: dict[str, Any], kind: str, default: str, name: str) -> Any:
-    for key, found in config[kind].items():
+def match_pattern(config: dict[str, Any], kind: str, default: str, name: str) -> Any:
+    for key, matched in config[kind].items():
         if re.match(rf"(.*\.)?({key})$", name):
-            return found
+            return matched
     return config[default]
 
 
-def single_deltas(folder: Path) -> dict[str, Tensor]:
-    """scale * B @ A of every expert's matrix, as a server would read them, by module name."""
-    config, tensors = config_of(folder), load_file(folder / WEIGHTS)
+def read_single_deltas(folder: Path) -> dict[str, Tensor]:
+    """Return scale * B @ A of every expert's matrix by module name, as a server computes it."""
+    config, tensors = read_config(folder), load_file(folder / WEIGHTS)
     deltas = {}
     for key, a in tensors.items():
         if re.search(r"experts\.\d+\.\w+\.lora_A\.weight$", key):
             name = key.removesuffix(".lora_A.weight")
             assert any(name.endswith(f".{target}") for target in config["target_modules"]), name
-            rank = value(config, "rank_pattern", "r", name)
-            alpha = value(config, "alpha_pattern", "lora_alpha", name)
+            rank = match_pattern(config, "rank_pattern", "r", name)
+            alpha = match_pattern(config, "alpha_pattern", "lora_alpha", name)
             assert a.shape[0] == rank, name
             scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
             deltas[name] = scale * (tensors[f"{name}.lora_B.weight"] @ a)
     return deltas
 
 
-def stacked(deltas: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The deltas of single matrices put together by hand: gate above up, expert by expert."""
+def stack_deltas(deltas: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the deltas of single matrices: per expert, the rows of gate and then those of up."""
     result = {}
     for experts in sorted({re.sub(r"\.\d+\.\w+$", "", name) for name in deltas}):
         for parameter, parts in (
@@ -113,58 +113,51 @@ def stacked(deltas: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def assert_same_deltas(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys() and want
-    for name, tensor in want.items():
-        assert_close(name, got[name], tensor, 1e-15)  # one product, in fp64, summed in any order
+def assert_same_deltas(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys() and expected
+    for name, tensor in expected.items():
+        # One product in fp64, whose sum may run in another order.
+        assert_close(name, actual[name], tensor, 1e-15)
 
 
-def bits(tensor: Tensor) -> bytes:
+def to_bytes(tensor: Tensor) -> bytes:
     return tensor.flatten().view(torch.uint8).numpy().tobytes()
 
 
-def assert_same_bytes(got: Path, want: Path) -> None:
-    left, right = load_file(got / WEIGHTS), load_file(want / WEIGHTS)
-    assert left.keys() == right.keys()
-    for name, tensor in right.items():
-        assert left[name].dtype == tensor.dtype and left[name].shape == tensor.shape, name
-        assert bits(left[name]) == bits(tensor), name
+def assert_same_bytes(actual: Path, expected: Path) -> None:
+    copies, originals = load_file(actual / WEIGHTS), load_file(expected / WEIGHTS)
+    assert copies.keys() == originals.keys()
+    for name, tensor in originals.items():
+        assert copies[name].dtype == tensor.dtype and copies[name].shape == tensor.shape, name
+        assert to_bytes(copies[name]) == to_bytes(tensor), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_deltas_are_stock_pefts_and_the_way_back_is_the_same_bytes(
-    case: str, tmp_path: Path
-) -> None:
-    model = stock(tmp_path / "a", **CASES[case])
-    done = export_adapter(tmp_path / "a", tmp_path / "b")
-    want = stock_deltas(model)
-    assert_same_deltas(stacked(single_deltas(tmp_path / "b")), want)
-    layers = {name.rpartition(".")[0] for name in want}
-    assert (done.layers, done.experts) == (len(layers), E)
-    others = load_file(tmp_path / "a" / WEIGHTS)
+def test_export_keeps_deltas_and_fuse_restores_the_bytes(case: str, tmp_path: Path) -> None:
+    model = save_stock(tmp_path / "a", **CASES[case])
+    converted = export_adapter(tmp_path / "a", tmp_path / "b")
+    deltas = stock_deltas(model)
+    assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), deltas)
+    layers = {name.rpartition(".")[0] for name in deltas}
+    assert (converted.layers, converted.experts) == (len(layers), E)
+    source = load_file(tmp_path / "a" / WEIGHTS)
     exported = load_file(tmp_path / "b" / WEIGHTS)
-    copied = {name for name in others if "mlp.experts" not in name}
-    assert done.copied == len(copied) and done.tensors == len(exported) - len(copied)
-    assert all(torch.equal(exported[name], others[name]) for name in copied)
-    assert done.bytes == sum(tensor.nbytes for tensor in exported.values())
+    copied = {name for name in source if "mlp.experts" not in name}
+    assert converted.copied == len(copied) and converted.tensors == len(exported) - len(copied)
+    assert all(torch.equal(exported[name], source[name]) for name in copied)
+    assert converted.bytes == sum(tensor.nbytes for tensor in exported.values())
     fuse_adapter(tmp_path / "b", tmp_path / "c")
     assert_same_bytes(tmp_path / "c", tmp_path / "a")
-    if "router" in case:  # of target_parameters, a set that PEFT saves as a list, the order is lost
-        edit(
-            tmp_path / "a", target_parameters=sorted(config_of(tmp_path / "a")["target_parameters"])
-        )
-        edit(
-            tmp_path / "c", target_parameters=sorted(config_of(tmp_path / "c")["target_parameters"])
-        )
+    if "router" in case:  # PEFT saves a set of target_parameters as a list in any order
+        for folder in (tmp_path / "a", tmp_path / "c"):
+            edit(folder, target_parameters=sorted(read_config(folder)["target_parameters"]))
     assert (tmp_path / "c" / CONFIG).read_bytes() == (tmp_path / "a" / CONFIG).read_bytes()
 
 
 @pytest.mark.parametrize("expert", ["fastest", "slowest"])
-def test_the_comparison_would_notice_lora_b_read_expert_slowest(
-    expert: str, tmp_path: Path
-) -> None:
-    """If lora_B (out, r * E) is read as (out, E, r), sizes fit and values are another expert's."""
-    want = stock_deltas(stock(tmp_path / "a"))
+def test_the_comparison_notices_another_order_of_lora_b(expert: str, tmp_path: Path) -> None:
+    """Columns of lora_B are (r, E): read as (E, r), all sizes fit and experts are mixed up."""
+    deltas = stock_deltas(save_stock(tmp_path / "a"))
     export_adapter(tmp_path / "a", tmp_path / "b")
     if expert == "slowest":
         source = load_file(tmp_path / "a" / WEIGHTS)
@@ -175,22 +168,22 @@ def test_the_comparison_would_notice_lora_b_read_expert_slowest(
             tensors[f"{prefix}.{e}.down_proj.lora_B.weight"] = b_OER[:, e].contiguous()
         save_file(tensors, tmp_path / "b" / WEIGHTS)
         with pytest.raises(AssertionError, match=r"layers\.0\.mlp\.experts\.down_proj"):
-            assert_same_deltas(stacked(single_deltas(tmp_path / "b")), want)
+            assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), deltas)
     else:
-        assert_same_deltas(stacked(single_deltas(tmp_path / "b")), want)
+        assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), deltas)
 
 
-def test_by_hand(tmp_path: Path) -> None:
-    """Two experts, rank 1, H 3, F 1: the example of the module's docstring in numbers."""
+def test_exported_factors_by_hand(tmp_path: Path) -> None:
+    """Two experts, r = 1, H = 3, F = 1: the example of the docstring of per_expert.py."""
     prefix = "base_model.model.model.layers.0.mlp.experts"
-    tensors = {  # alone, gate_up has no wrapper around it
+    tensors = {  # an adapter on gate_up alone has no second wrapper, hence no "base_layer"
         f"{prefix}.lora_A.weight": torch.tensor([[1.0, 2, 3], [4, 5, 6]]),
         f"{prefix}.lora_B.weight": torch.tensor([[10.0, 20], [30, 40]]),
     }
     write(tmp_path / "a", tensors, r=1, target_parameters=["experts.gate_up_proj"])
     export_adapter(tmp_path / "a", tmp_path / "b")
-    got = {k.removeprefix(f"{prefix}."): t for k, t in load_file(tmp_path / "b" / WEIGHTS).items()}
-    assert {name: tensor.tolist() for name, tensor in got.items()} == {
+    exported = load_file(tmp_path / "b" / WEIGHTS)
+    assert {key.removeprefix(f"{prefix}."): t.tolist() for key, t in exported.items()} == {
         "0.gate_proj.lora_A.weight": [[1, 2, 3]],
         "0.gate_proj.lora_B.weight": [[10]],
         "0.up_proj.lora_A.weight": [[1, 2, 3]],
@@ -201,8 +194,8 @@ def test_by_hand(tmp_path: Path) -> None:
         "1.up_proj.lora_B.weight": [[40]],
     }
     targets = [f"experts.{e}.{part}" for e in range(2) for part in ("gate_proj", "up_proj")]
-    assert config_of(tmp_path / "b")["target_modules"] == ["q_proj", *targets]
-    assert config_of(tmp_path / "b")["target_parameters"] is None
+    assert read_config(tmp_path / "b")["target_modules"] == ["q_proj", *targets]
+    assert read_config(tmp_path / "b")["target_parameters"] is None
 
 
 def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
@@ -215,24 +208,24 @@ def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe"])
-def test_merged_by_hand_gives_stock_pefts_logits(name: str, tmp_path: Path) -> None:
-    model = stock(tmp_path / "a", name, modules=())
+def test_exported_deltas_give_the_logits_of_peft(name: str, tmp_path: Path) -> None:
+    model = save_stock(tmp_path / "a", name, modules=())
     export_adapter(tmp_path / "a", tmp_path / "b")
     plain = tiny(name)
     inputs = batch(plain, 2, 9)
     with torch.no_grad():
-        want, before = model(**inputs).logits, plain(**inputs).logits
+        expected, before = model(**inputs).logits, plain(**inputs).logits
         parameters = dict(plain.named_parameters())
-        for key, delta in stacked(single_deltas(tmp_path / "b")).items():
+        for key, delta in stack_deltas(read_single_deltas(tmp_path / "b")).items():
             parameter = parameters[key.removeprefix("base_model.model.")]
             parameter += delta if delta.shape == parameter.shape else delta.transpose(1, 2)
-        assert_close("logits", plain(**inputs).logits, want, 1e-10)
-        assert (want - before).abs().max() > 0.1, "the adapter changes them"
+        assert_close("logits", plain(**inputs).logits, expected, 1e-10)
+        assert (expected - before).abs().max() > 0.1, "the adapter changes them"
 
 
 def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:
     """PEFT >= 0.19 stacks single experts when it loads them (transformers_weight_conversion.py)."""
-    model = stock(tmp_path / "a")
+    model = save_stock(tmp_path / "a")
     export_adapter(tmp_path / "a", tmp_path / "b")
     fuse_adapter(tmp_path / "b", tmp_path / "c")
     inputs = batch(model, 2, 9)
@@ -245,10 +238,10 @@ def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [EXPERTS, EXPERTS[::-1]], ids=["gate_up first", "down first"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["stock", "registered reversed"])
 @pytest.mark.parametrize("ffn", [F, H // 2, H], ids=["F < H", "2F = H", "F = H"])
-def test_which_wrapper_is_which(
+def test_wrappers_are_told_apart_by_shape(
     order: tuple[str, ...], reverse: bool, ffn: int, tmp_path: Path
 ) -> None:
-    """PEFT nests them in the order of named_parameters. Shapes tell them apart."""
+    """PEFT nests the wrappers in the order of named_parameters; the export compares shapes."""
     base = tiny(moe_intermediate_size=ffn, num_hidden_layers=1)
     experts = base.model.layers[0].mlp.experts
     if reverse:
@@ -260,11 +253,11 @@ def test_which_wrapper_is_which(
     assert outer.parameter_name == ("gate_up_proj" if reverse else "down_proj")
     model.save_pretrained(tmp_path / "a")
     export_adapter(tmp_path / "a", tmp_path / "b")
-    assert_same_deltas(stacked(single_deltas(tmp_path / "b")), stock_deltas(model))
+    assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), stock_deltas(model))
 
 
-def foreign(folder: Path, rslora: bool = False, **config: Any) -> None:
-    """An adapter trained on single experts: every matrix has its own A."""
+def write_own_a(folder: Path, rslora: bool = False, **config: Any) -> None:
+    """Write an adapter that was trained on single experts: gate and up have different A."""
     torch.manual_seed(1)
     tensors = {}
     for layer in range(2):
@@ -287,26 +280,28 @@ def foreign(folder: Path, rslora: bool = False, **config: Any) -> None:
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["LoRA", "rsLoRA"])
 def test_foreign_factors_are_stacked_exactly(rslora: bool, tmp_path: Path) -> None:
-    foreign(tmp_path / "a", rslora, alpha_pattern={r"experts\.\d+\.down_proj": 5}, lora_dropout=0.1)
-    done = fuse_adapter(tmp_path / "a", tmp_path / "b")
-    config = config_of(tmp_path / "b")
+    write_own_a(
+        tmp_path / "a", rslora, alpha_pattern={r"experts\.\d+\.down_proj": 5}, lora_dropout=0.1
+    )
+    converted = fuse_adapter(tmp_path / "a", tmp_path / "b")
+    config = read_config(tmp_path / "b")
     assert config["target_modules"] == ["q_proj"]
     assert config["target_parameters"] == list(EXPERTS)
     assert config["rank_pattern"] == {EXPERTS[0]: 6} and config["r"] == 3
     assert config["alpha_pattern"][EXPERTS[0]] == pytest.approx(6 * (2**0.5 if rslora else 2))
-    assert any("lora_dropout 0.1" in note for note in done.notes)
-    assert any("vLLM" in note for note in done.notes), "down_proj has another scale"
+    assert any("lora_dropout 0.1" in note for note in converted.notes)
+    assert any("vLLM" in note for note in converted.notes), "down_proj has another scale"
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "b").double()
-    want = stacked(single_deltas(tmp_path / "a"))
+    deltas = stack_deltas(read_single_deltas(tmp_path / "a"))
     for name, delta in stock_deltas(opened).items():
-        # alpha / sqrt(2r) is rounded once more than alpha / sqrt(r).
-        assert_close(name, delta, want[name], 1e-14)
+        # alpha / sqrt(2r) has one more rounding than alpha / sqrt(r).
+        assert_close(name, delta, deltas[name], 1e-14)
     inputs = batch(opened, 2, 9)
     assert torch.isfinite(opened(**inputs).logits).all()
 
 
-def test_one_differing_a_is_enough(tmp_path: Path) -> None:
-    stock(tmp_path / "a")
+def test_one_differing_a_doubles_the_rank(tmp_path: Path) -> None:
+    save_stock(tmp_path / "a")
     export_adapter(tmp_path / "a", tmp_path / "b")
     tensors = load_file(tmp_path / "b" / WEIGHTS)
     name = "base_model.model.model.layers.1.mlp.experts.7.up_proj.lora_A.weight"
@@ -314,7 +309,7 @@ def test_one_differing_a_is_enough(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "b" / WEIGHTS)
     fuse_adapter(tmp_path / "b", tmp_path / "c")
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "c").double()
-    assert_same_deltas(stock_deltas(opened), stacked(single_deltas(tmp_path / "b")))
+    assert_same_deltas(stock_deltas(opened), stack_deltas(read_single_deltas(tmp_path / "b")))
 
 
 @pytest.mark.parametrize(
@@ -329,20 +324,18 @@ def test_one_differing_a_is_enough(tmp_path: Path) -> None:
     ],
     ids=["regular expression", "layers_to_transform", "exclude_modules"],
 )
-def test_targets_that_names_cannot_extend_become_names(
-    limits: dict[str, Any], tmp_path: Path
-) -> None:
-    stock(tmp_path / "a", modules=("layers.0.self_attn.q_proj",))
+def test_regexes_and_limits_become_full_names(limits: dict[str, Any], tmp_path: Path) -> None:
+    save_stock(tmp_path / "a", modules=("layers.0.self_attn.q_proj",))
     edit(tmp_path / "a", **limits)
     export_adapter(tmp_path / "a", tmp_path / "b")
     fuse_adapter(tmp_path / "b", tmp_path / "c")
-    got = config_of(tmp_path / "b")
-    assert got["target_modules"][0] == "model.layers.0.self_attn.q_proj"
+    config = read_config(tmp_path / "b")
+    assert config["target_modules"][0] == "model.layers.0.self_attn.q_proj"
     parts = ("gate_proj", "up_proj", "down_proj")
-    assert set(got["target_modules"][1:]) == {
+    assert set(config["target_modules"][1:]) == {
         f"mlp.experts.{e}.{part}" for e in range(E) for part in parts
     }
-    assert got["layers_to_transform"] is got["exclude_modules"] is None
+    assert config["layers_to_transform"] is config["exclude_modules"] is None
     assert_same_bytes(tmp_path / "c", tmp_path / "a")
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "c")
     adapted = {name for name, module in opened.named_modules() if name.endswith("_proj.lora_A")}
@@ -350,20 +343,20 @@ def test_targets_that_names_cannot_extend_become_names(
 
 
 def test_other_files_dtypes_and_tensors_are_copied(tmp_path: Path) -> None:
-    stock(tmp_path / "a")
+    save_stock(tmp_path / "a")
     tensors = load_file(tmp_path / "a" / WEIGHTS)
     tensors = {
         name: tensor.bfloat16() if "layers.0" in name else tensor.float()
         for name, tensor in tensors.items()
     }
     nan = torch.tensor([0x7FC1, -1], dtype=torch.int16).view(torch.bfloat16)
-    tensors["base_model.model.lm_head.weight"] = nan  # modules_to_save; payloads of NaN stay
+    tensors["base_model.model.lm_head.weight"] = nan  # modules_to_save; NaN keeps its payload
     tensors["base_model.model.score.bias"] = torch.tensor(3)
     save_file(tensors, tmp_path / "a" / WEIGHTS, metadata={"format": "pt", "who": "me"})
     (tmp_path / "a" / "tokenizer").mkdir()
     (tmp_path / "a" / "tokenizer" / "vocab.json").write_text("{}")
     (tmp_path / "a" / "adapter_model.bin").write_text("stale")
-    (tmp_path / "b").mkdir()  # empty is as good as missing
+    (tmp_path / "b").mkdir()  # an empty target is allowed
     export_adapter(tmp_path / "a", tmp_path / "b")
     fuse_adapter(tmp_path / "b", tmp_path / "deep" / "c")
     names = {str(p.relative_to(tmp_path / "b")) for p in (tmp_path / "b").rglob("*") if p.is_file()}
@@ -372,20 +365,20 @@ def test_other_files_dtypes_and_tensors_are_copied(tmp_path: Path) -> None:
     exported = load_file(tmp_path / "b" / WEIGHTS)
     assert exported["base_model.model.lm_head.weight"].view(torch.int16).tolist() == [0x7FC1, -1]
     assert {t.dtype for k, t in exported.items() if "0.mlp.experts" in k} == {torch.bfloat16}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "deep"], "nothing beside"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "deep"], "leftovers"
 
 
-def change(folder: Path, name: str, tensor: Tensor | None) -> None:
+def set_tensor(folder: Path, name: str, tensor: Tensor | None) -> None:
     tensors = load_file(folder / WEIGHTS)
-    found = next(key for key in tensors if key.endswith(name))
-    del tensors[found]
-    save_file(tensors | ({} if tensor is None else {found: tensor}), folder / WEIGHTS)
+    full_name = next(key for key in tensors if key.endswith(name))
+    del tensors[full_name]
+    save_file(tensors | ({} if tensor is None else {full_name: tensor}), folder / WEIGHTS)
 
 
 STACKED_ERRORS = {
     "rank": (lambda f: edit(f, r=5), "lora_A has 24 rows.*at rank 5.*correct r or rank_pattern"),
     "columns": (
-        lambda f: change(f, "0.mlp.experts.lora_B.weight", torch.ones(H, 21)),
+        lambda f: set_tensor(f, "0.mlp.experts.lora_B.weight", torch.ones(H, 21)),
         "24 rows, lora_B has 21 columns",
     ),
     "experts": (
@@ -397,21 +390,21 @@ STACKED_ERRORS = {
         "LoRA on 2 parameters.*names 1",
     ),
     "sizes": (
-        lambda f: change(f, "0.mlp.experts.base_layer.lora_A.weight", torch.ones(24, 33)),
+        lambda f: set_tensor(f, "0.mlp.experts.base_layer.lora_A.weight", torch.ones(24, 33)),
         "33 -> 48 and 24 -> 32 are not H -> 2F and F -> H",
     ),
-    "peft 0.18": (lambda f: exchange(f), r"48 -> 32 and 32 -> 24.*PEFT before 0\.19"),
+    "peft 0.18": (lambda f: swap_factors(f), r"48 -> 32 and 32 -> 24.*PEFT before 0\.19"),
     "magnitude": (
-        lambda f: change_name(f, "0.mlp.experts.lora_A.weight", "lora_A.", "lora_magnitude_"),
+        lambda f: rename_tensor(f, "0.mlp.experts.lora_A.weight", "lora_A.", "lora_magnitude_"),
         "lora_magnitude_weight is not LoRA on stacked experts",
     ),
     "architecture": (
         lambda f: edit(f, auto_mapping={"parent_library": "transformers.models.gpt_oss.modeling"}),
         "adapters on single experts of 'gpt_oss' are not supported; supported: qwen3_moe",
     ),
-    "base model": (lambda f: base_model(f, "gpt_oss"), "adapters on single experts of 'gpt_oss'"),
+    "base model": (lambda f: set_base(f, "gpt_oss"), "adapters on single experts of 'gpt_oss'"),
     "place": (
-        lambda f: change_name(f, "0.mlp.experts.lora_A.weight", "mlp", "ffn"),
+        lambda f: rename_tensor(f, "0.mlp.experts.lora_A.weight", "mlp", "ffn"),
         r"0\.ffn\.experts\.lora_A\.weight is not LoRA on stacked experts of 'layers",
     ),
     "peft_type": (lambda f: edit(f, peft_type="LOHA"), "'LOHA', not 'LORA'"),
@@ -421,8 +414,8 @@ STACKED_ERRORS = {
 }
 
 
-def exchange(folder: Path) -> None:
-    """A of in and B of out rows exchanged, as PEFT 0.17 and 0.18 read (E, out, in)."""
+def swap_factors(folder: Path) -> None:
+    """Swap A and B, as PEFT 0.17 and 0.18 do: they read a stack (E, out, in) as (E, in, out)."""
     tensors = load_file(folder / WEIGHTS)
     for name in [name for name in tensors if "experts" in name and "lora_A" in name]:
         other = name.replace("lora_A", "lora_B")
@@ -430,14 +423,14 @@ def exchange(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
-def change_name(folder: Path, end: str, old: str, new: str) -> None:
+def rename_tensor(folder: Path, end: str, old: str, new: str) -> None:
     tensors = load_file(folder / WEIGHTS)
-    found = next(key for key in tensors if key.endswith(end))
-    tensors[found.replace(old, new)] = tensors.pop(found)
+    full_name = next(key for key in tensors if key.endswith(end))
+    tensors[full_name.replace(old, new)] = tensors.pop(full_name)
     save_file(tensors, folder / WEIGHTS)
 
 
-def base_model(folder: Path, model_type: str) -> None:
+def set_base(folder: Path, model_type: str) -> None:
     (folder.parent / "base").mkdir()
     (folder.parent / "base" / "config.json").write_text(json.dumps({"model_type": model_type}))
     edit(folder, base_model_name_or_path=str(folder.parent / "base"))
@@ -446,7 +439,7 @@ def base_model(folder: Path, model_type: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "a"
-    stock(folder)
+    save_stock(folder)
     return folder
 
 
@@ -468,9 +461,9 @@ def copy_folder(source: Path, target: Path) -> None:
 
 UP_A = "1.mlp.experts.7.up_proj.lora_A.weight"
 SINGLE_ERRORS = {
-    "an expert": (lambda f: change(f, UP_A, None), r"7\.up_proj\.lora_A.* is missing.*all 8"),
-    "a rank": (lambda f: change(f, UP_A, torch.ones(4, H)), r"\[4, 32\].*\[3, 32\]"),
-    "a dtype": (lambda f: change(f, UP_A, torch.ones(3, H)), r"float32.*float64"),
+    "an expert": (lambda f: set_tensor(f, UP_A, None), r"7\.up_proj\.lora_A.* is missing.*all 8"),
+    "a rank": (lambda f: set_tensor(f, UP_A, torch.ones(4, H)), r"\[4, 32\].*\[3, 32\]"),
+    "a dtype": (lambda f: set_tensor(f, UP_A, torch.ones(3, H)), r"float32.*float64"),
     "config": (lambda f: edit(f, r=4), r"has rank 3 in its file and rank and alpha \(4, 6\)"),
     "an alpha": (
         lambda f: edit(f, alpha_pattern={"experts.3.up_proj": 5}),
@@ -483,7 +476,7 @@ SINGLE_ERRORS = {
 @pytest.mark.parametrize("case", SINGLE_ERRORS)
 def test_errors_of_fuse(case: str, tmp_path: Path) -> None:
     spoil, message = SINGLE_ERRORS[case]
-    foreign(tmp_path / "a")
+    write_own_a(tmp_path / "a")
     spoil(tmp_path / "a")
     with pytest.raises(ValueError, match=message):
         fuse_adapter(tmp_path / "a", tmp_path / "b")
@@ -510,7 +503,7 @@ def test_a_crash_leaves_no_target(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any, **options: Any) -> None:
-        assert list(tmp_path.iterdir()), "the folder beside is there"
+        assert list(tmp_path.iterdir()), "the temporary folder exists"
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)  # the config, written last

@@ -1,4 +1,4 @@
-"""Adapters of a sharded model in files: what we save opens in stock PEFT, and the other way."""
+"""Adapter files of a sharded model open in stock PEFT, and files of stock PEFT open here."""
 
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,11 @@ def _logits(model: nn.Module) -> Tensor:
         return model(**batch(model, 2, 9, seed=7)).logits
 
 
-def _saved_by(model: nn.Module, save: Any, folder: str) -> None:
-    """Stock PEFT opens what a sharded model saved: its factors, its logits, merged too."""
+def _check_saved(model: nn.Module, save: Any, folder: str) -> None:
+    """Save a sharded model. Stock PEFT must compute its logits from the files, merged or not."""
     logits = _logits(model)
     save(model, folder)
-    assert max(path.stat().st_size for path in Path(folder).iterdir()) < 500_000, "adapters alone"
+    assert max(path.stat().st_size for path in Path(folder).iterdir()) < 500_000, "not the base"
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
     state = peft.get_peft_model_state_dict(opened)
     assert any("experts.base_layer.lora_B" in key for key in state)
@@ -51,61 +51,61 @@ def _saved_by(model: nn.Module, save: Any, folder: str) -> None:
     assert_close("logits when merged", _logits(opened.merge_and_unload()), logits, BUDGET)
 
 
-def _trained_at_ep_4(rank: int, world: int, folder: str) -> None:
+def _train_at_ep_4(rank: int, world: int, folder: str) -> None:
     model = with_lora(tiny(dtype=torch.float32), seed=0)
     apply_ep_fsdp2(model, ep_size=world)
     before = _logits(model)
     _train(model)
-    assert (_logits(model) - before).abs().max() > 0.01, "it learns something"
-    _saved_by(model, save_pretrained, folder)
-    # PEFT's own call, on every rank.
-    _saved_by(model, lambda model, to: model.save_pretrained(to), f"{folder}_of_peft")
+    assert (_logits(model) - before).abs().max() > 0.01, "training has no effect"
+    _check_saved(model, save_pretrained, folder)
+    # model.save_pretrained is PEFT's own method, called on every rank.
+    _check_saved(model, lambda model, to: model.save_pretrained(to), f"{folder}_of_peft")
 
 
 def test_an_adapter_trained_at_ep_4_opens_in_stock_peft(tmp_path: Path) -> None:
-    run_ranks(_trained_at_ep_4, 4, str(tmp_path / "adapter"))
+    run_ranks(_train_at_ep_4, 4, str(tmp_path / "adapter"))
 
 
-def _opened_at_ep_2(rank: int, world: int, folder: str, want: Tensor) -> None:
+def _open_at_ep_2(rank: int, world: int, folder: str, logits: Tensor) -> None:
     model = peft.PeftModel.from_pretrained(
         tiny(dtype=torch.float32), f"{folder}/stock", is_trainable=True
     )
     apply_ep_fsdp2(model, ep_size=2)
-    assert_close("logits at ep 2", _logits(model), want, BUDGET)
+    assert_close("logits at ep 2", _logits(model), logits, BUDGET)
     save_pretrained(model, f"{folder}/again")
     _train(model, steps=1)
-    assert (_logits(model) - want).abs().max() > 1e-3, "it trains on"  # a step is 1e-2
+    assert (_logits(model) - logits).abs().max() > 1e-3, "training has no effect"  # a step is 1e-2
 
 
 def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
     stock = with_lora(tiny(dtype=torch.float32), seed=0)
     _train(stock)
     stock.save_pretrained(tmp_path / "stock")
-    run_ranks(_opened_at_ep_2, 4, str(tmp_path), _logits(stock))
-    weights, again = (tmp_path / f / "adapter_model.safetensors" for f in ("stock", "again"))
-    assert again.read_bytes() == weights.read_bytes()
+    run_ranks(_open_at_ep_2, 4, str(tmp_path), _logits(stock))
+    weights, copy = (tmp_path / f / "adapter_model.safetensors" for f in ("stock", "again"))
+    assert copy.read_bytes() == weights.read_bytes()
     configs = [peft.LoraConfig.from_pretrained(tmp_path / f).to_dict() for f in ("stock", "again")]
-    for config in configs:  # PEFT keeps targets in sets, whose order no two processes share
+    for config in configs:  # PEFT saves a set, whose order differs between processes
         config["target_parameters"].sort()
     assert configs[0] == configs[1]
 
 
-def test_lora_b_read_expert_slowest_is_noticed() -> None:
-    """Unsloth-zoo did so until its pull request 1269, and no shape shows it."""
+def test_another_order_of_lora_b_changes_the_logits() -> None:
+    """Columns of lora_B are (r, E). unsloth-zoo read (E, r) until its PR 1269; shapes are equal."""
     stock = with_lora(tiny(), seed=0)
     model = with_lora(patch(tiny()), seed=0)
-    want = _logits(stock)
-    assert_close("logits", _logits(model), want, 1e-10)
+    logits = _logits(stock)
+    assert_close("logits", _logits(model), logits, 1e-10)
 
-    def slowest(packed: Tensor, num_experts: int) -> Tensor:
+    def stack_expert_slowest(packed: Tensor, num_experts: int) -> Tensor:
         return packed.unflatten(1, (num_experts, -1)).permute(1, 0, 2)
 
-    with mock.patch.object(factors, "stack_b", slowest), pytest.raises(AssertionError):
-        assert_close("logits", _logits(model), want, 1e-3)  # not even roughly
+    with mock.patch.object(factors, "stack_b", stack_expert_slowest), pytest.raises(AssertionError):
+        assert_close("logits", _logits(model), logits, 1e-3)  # the difference is large
 
 
-def _initial_factors(rank: int, world: int) -> None:
-    """PEFT's own initial values of rank 0's seed, whatever the other ranks drew."""
+def _compare_initial_factors(rank: int, world: int) -> None:
+    """All ranks get the initial factors of rank 0; each rank has drawn others."""
 
     def attach(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -114,19 +114,19 @@ def _initial_factors(rank: int, world: int) -> None:
 
     model, stock = attach(seed=rank), attach(seed=0)
     apply_ep_fsdp2(model, ep_size=2)
-    found = {name: full_tensor(p) for name, p in model.named_parameters() if "lora_" in name}
-    for name, tensor in factors.pack_factors(model, found).items():
+    gathered = {name: full_tensor(p) for name, p in model.named_parameters() if "lora_" in name}
+    for name, tensor in factors.pack_factors(model, gathered).items():
         assert torch.equal(tensor, stock.get_parameter(name)), name
     local = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
-    assert local < 0.3 * sum(tensor.numel() for tensor in found.values()), "each of 4 has a quarter"
+    assert local < 0.3 * sum(tensor.numel() for tensor in gathered.values()), "a quarter per rank"
 
 
 def test_initial_factors_are_those_of_rank_0() -> None:
-    run_ranks(_initial_factors, 4)
+    run_ranks(_compare_initial_factors, 4)
 
 
-def _low_precision(rank: int, world: int, folder: str) -> None:
-    """PEFT lifts adapters of a bf16 base to fp32: fp32 shards, bf16 products, fp32 files."""
+def _train_on_bf16(rank: int, world: int, folder: str) -> None:
+    """PEFT casts adapters of a bf16 base to fp32. Shards and files are fp32, products are bf16."""
     model = with_lora(tiny(dtype=torch.bfloat16), seed=rank)
     dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n and "proj" in n}
     assert torch.float32 in dtypes
@@ -140,20 +140,20 @@ def _low_precision(rank: int, world: int, folder: str) -> None:
     assert (after - before).abs().max() > 0.01
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.bfloat16), folder)
-    found = {name: full_tensor(p) for name, p in adapters.items()}
-    for name, tensor in factors.pack_factors(model, found).items():
+    gathered = {name: full_tensor(p) for name, p in adapters.items()}
+    for name, tensor in factors.pack_factors(model, gathered).items():
         assert torch.equal(opened.get_parameter(name), tensor), name
-    # Not the largest: rounding may send a token to another expert.
+    # The mean, not the maximum: rounding may route a token to another expert.
     error = (_logits(opened) - after).abs().mean() / after.abs().mean()
     assert error < 0.05, f"logits in stock PEFT: mean error {error}"
 
 
 def test_fp32_adapters_on_a_bf16_base(tmp_path: Path) -> None:
-    run_ranks(_low_precision, 2, str(tmp_path / "adapter"))
+    run_ranks(_train_on_bf16, 2, str(tmp_path / "adapter"))
 
 
-def _under_accelerate(rank: int, world: int, folder: str) -> None:
-    """save_state and load_state, and the way PEFT's own scripts save; both kinds of state dict."""
+def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
+    """Both kinds of state dict work, and PEFT saves the gathered one as in its scripts."""
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         state, adapter = f"{folder}/{kind}", f"{folder}/{kind}-adapter"
         with launched(FSDP_STATE_DICT_TYPE=kind):
@@ -161,11 +161,11 @@ def _under_accelerate(rank: int, world: int, folder: str) -> None:
             accelerator, model, _ = prepared(model, ep_size=2)
             _train(model)
             accelerator.save_state(state)
-            want = _logits(model)
+            logits = _logits(model)
             _train(model, steps=1)
-            assert (_logits(model) - want).abs().max() > 0.01, kind
+            assert (_logits(model) - logits).abs().max() > 0.01, kind
             accelerator.load_state(state)
-            assert torch.equal(_logits(model), want), kind
+            assert torch.equal(_logits(model), logits), kind
             # Called on every rank, as in PEFT's examples for FSDP.
             accelerator.unwrap_model(model).save_pretrained(
                 adapter,
@@ -174,37 +174,37 @@ def _under_accelerate(rank: int, world: int, folder: str) -> None:
             )
             accelerator.wait_for_everyone()
             opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), adapter)
-            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), want, BUDGET)
+            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), logits, BUDGET)
 
 
 @pytest.mark.slow
 def test_states_and_adapters_saved_by_accelerate(tmp_path: Path) -> None:
-    run_ranks(_under_accelerate, 2, str(tmp_path))
+    run_ranks(_save_with_accelerate, 2, str(tmp_path))
 
 
-def _added_by_transformers(rank: int, world: int, folder: str) -> None:
-    """`model.add_adapter` of transformers, without a PeftModel."""
+def _add_by_transformers(rank: int, world: int, folder: str) -> None:
+    """`model.add_adapter` makes no PeftModel. The files are still those of PEFT."""
     model = tiny(dtype=torch.float32)
     torch.manual_seed(rank)
     model.add_adapter(
         peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
     )
     apply_ep_fsdp2(model, ep_size=2)
-    want = _logits(model)
+    logits = _logits(model)
     gathered = gather_state_dict(model)
     assert all("lora_" in name for name in gathered) and len(gathered) == (0 if rank else 2 * 4)
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
-    assert_close("logits in stock PEFT", _logits(opened), want, BUDGET)
+    assert_close("logits in stock PEFT", _logits(opened), logits, BUDGET)
 
 
-def _keys(folder: str) -> set[str]:
+def _read_keys(folder: str) -> set[str]:
     with safe_open(f"{folder}/adapter_model.safetensors", "pt") as file:
         return set(file.keys())
 
 
-def _with_embeddings(rank: int, world: int, folder: str) -> None:
-    """New tokens: PEFT saves embedding and head of a model that is larger than its base on disk."""
+def _save_embeddings(rank: int, world: int, folder: str) -> None:
+    """PEFT saves embeddings too if they are larger than those of the base on disk (new tokens)."""
     if rank == 0:
         tiny(dtype=torch.float32).save_pretrained(f"{folder}/base")
     dist.barrier()
@@ -217,13 +217,13 @@ def _with_embeddings(rank: int, world: int, folder: str) -> None:
             model.save_pretrained(f"{folder}/stock {name}", **options)
         apply_ep_fsdp2(model, ep_size=2)
         save_pretrained(model, f"{folder}/{name}", **options)
-        want = _keys(f"{folder}/stock {name}")
-        assert any("embed_tokens" in key for key in want)
-        assert _keys(f"{folder}/{name}") == want, name
+        keys = _read_keys(f"{folder}/stock {name}")
+        assert any("embed_tokens" in key for key in keys)
+        assert _read_keys(f"{folder}/{name}") == keys, name
 
 
-def _beside_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
-    """Accelerate's activation checkpointing renames modules, by which PEFT looks for copies."""
+def _save_with_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
+    """Activation checkpointing renames modules, and PEFT finds modules_to_save by name."""
     with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
         model = with_lora(tiny(dtype=torch.float32), modules_to_save=["post_attention_layernorm"])
         if rank == 0:
@@ -231,26 +231,26 @@ def _beside_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
         accelerator, model, _ = prepared(model, ep_size=2)
         assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
         _train(model)
-        want = _logits(model)
+        logits = _logits(model)
         save_pretrained(model, f"{folder}/ours")
-        given = accelerator.get_state_dict(model)
+        gathered = accelerator.get_state_dict(model)
         if rank == 0:
-            accelerator.unwrap_model(model).save_pretrained(f"{folder}/given", state_dict=given)
+            accelerator.unwrap_model(model).save_pretrained(f"{folder}/given", state_dict=gathered)
         accelerator.wait_for_everyone()
     for name in ("ours", "given"):
-        assert _keys(f"{folder}/{name}") == _keys(f"{folder}/stock"), name
+        assert _read_keys(f"{folder}/{name}") == _read_keys(f"{folder}/stock"), name
         opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{name}")
-        assert_close(f"{name}: logits in stock PEFT", _logits(opened), want, BUDGET)
+        assert_close(f"{name}: logits in stock PEFT", _logits(opened), logits, BUDGET)
 
 
 def test_modules_to_save_under_accelerates_activation_checkpointing(tmp_path: Path) -> None:
-    run_ranks(_beside_checkpoint_wrappers, 2, str(tmp_path))
+    run_ranks(_save_with_checkpoint_wrappers, 2, str(tmp_path))
 
 
 def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
-    run_ranks(_with_embeddings, 2, str(tmp_path))
+    run_ranks(_save_embeddings, 2, str(tmp_path))
 
 
 @needs_add_adapter
 def test_an_adapter_added_by_transformers(tmp_path: Path) -> None:
-    run_ranks(_added_by_transformers, 2, str(tmp_path / "adapter"))
+    run_ranks(_add_by_transformers, 2, str(tmp_path / "adapter"))

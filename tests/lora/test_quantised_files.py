@@ -1,4 +1,4 @@
-"""Quantised experts of a sharded model: bytes held and gathered, files, resuming, refusals."""
+"""Quantised experts of a sharded model: memory, gathers, hashes of the base, resuming, files."""
 
 import importlib.util
 import json
@@ -47,57 +47,57 @@ HELD: dict[str, dict[str, Any]] = {
     "nested": NF4 | {"experts_double_quant": True},
     "fp8": {"experts_dtype": "fp8"},
 }
-MOST = {"nf4": 0.57, "nested": 0.52, "fp8": 1.01}
-# Blocks of 256 scales fill a matrix of an expert.
+MAX_BYTES = {"nf4": 0.57, "nested": 0.52, "fp8": 1.01}
+# The scales of one expert's matrix fill whole blocks of 256, which share a nested scale.
 LARGE = {"hidden_size": 128, "moe_intermediate_size": 256, "initializer_range": 0.09}
 
 
-def sharded(kind: str, seed: int = 0, model: Any = None, **config: Any) -> nn.Module:
+def shard(kind: str, seed: int = 0, model: Any = None, **config: Any) -> nn.Module:
     model = model or with_lora(tiny(seed=seed, **LARGE), r=3, seed=5)
     return apply_ep_fsdp2(model, **(HELD[kind] | config))
 
 
-def bytes_held(rank: int, world: int) -> None:
-    """Return the bytes of a rank's share, which `describe` must name as well."""
-    counted = describe(sharded_plain := apply_ep_fsdp2(with_lora(tiny(**LARGE)), ep_size=2))
-    want = counted[counted.index("parameters") : counted.index("\n  precision")]
-    del sharded_plain
-    for kind, most in MOST.items():
-        model = sharded(kind, model=with_lora(tiny(**LARGE)), ep_size=2)
+def bytes_per_parameter(rank: int, world: int) -> None:
+    """The bytes per parameter on a rank are within MAX_BYTES, and `describe` prints them."""
+    plain_text = describe(plain := apply_ep_fsdp2(with_lora(tiny(**LARGE)), ep_size=2))
+    counts = plain_text[plain_text.index("parameters") : plain_text.index("\n  precision")]
+    del plain
+    for kind, limit in MAX_BYTES.items():
+        model = shard(kind, model=with_lora(tiny(**LARGE)), ep_size=2)
         num_bytes = num_values = 0
-        for name, held, quantisation in quantised_matrices(model):
-            local = {n: _local(tensor) for n, tensor in held.by_name(name).items()}
+        for name, stack, quantisation in quantised_matrices(model):
+            local = {n: _local(tensor) for n, tensor in stack.by_name(name).items()}
             num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in local.values())
             num_values += quantisation.num_values(local[name])
         assert num_values == 2 * 8 // 2 * 3 * 128 * 256
-        assert 0 < num_bytes / num_values <= most, kind
+        assert 0 < num_bytes / num_values <= limit, kind
         text = describe(model)
         nested = ", double quantisation" if kind == "nested" else ""
         format_ = HELD[kind]["experts_dtype"]
-        said = f"held in {format_}{nested}, {num_bytes / num_values:.4f} bytes per parameter"
-        assert said in text and "no triton: no CUDA GPU" in text, text
-        assert want in text, (want, text)
+        line = f"held in {format_}{nested}, {num_bytes / num_values:.4f} bytes per parameter"
+        assert line in text and "no triton: no CUDA GPU" in text, text
+        assert counts in text, (counts, text)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def bytes_gathered_fall_alike(rank: int, world: int) -> None:
-    """A step's gathers of experts, bf16 against formats of it; adapters on attention alone."""
-    found = {}
+def gathered_bytes_of_experts(rank: int, world: int) -> None:
+    """All-gathers of experts in one step: each format against bf16, with LoRA on attention only."""
+    sums = {}
     for kind in ("", *HELD):
         model = with_lora(tiny(dtype=torch.bfloat16, **LARGE), parameters=())
         apply_ep_fsdp2(model, ep_size=1, **HELD.get(kind, {}))
         with gathered_bytes() as gathered:
             model(**batch(model, 2, 9)).loss.backward()
-        found[kind] = sum(count for name, count in gathered.items() if name.endswith("experts"))
-    assert found[""] > 0
-    for kind, most in MOST.items():
-        assert 0 < found[kind] / found[""] <= most / 2, (kind, found)
+        sums[kind] = sum(count for name, count in gathered.items() if name.endswith("experts"))
+    assert sums[""] > 0
+    for kind, limit in MAX_BYTES.items():
+        assert 0 < sums[kind] / sums[""] <= limit / 2, (kind, sums)
 
 
-def hashes_do_not_know_a_layout(rank: int, world: int) -> None:
+def hashes_are_equal_at_every_layout(rank: int, world: int) -> None:
     layouts = [
         {"ep_size": 2},
         {"ep_size": 1},
@@ -105,11 +105,11 @@ def hashes_do_not_know_a_layout(rank: int, world: int) -> None:
         {"ep_size": 1, "dp_replicate_size": 2},
     ]
     for kind in HELD:
-        if kind == "fp8":  # rows of down_proj are one block
+        if kind == "fp8":  # a block of fp8 has all rows of down_proj
             layouts = [layout for layout in layouts if "expert_shard_dim" not in layout]
-        bases = [describe_base(sharded(kind, **layout)) for layout in layouts]
+        bases = [describe_base(shard(kind, **layout)) for layout in layouts]
         assert all(base == bases[0] for base in bases), kind
-        other = describe_base(sharded(kind, seed=1, ep_size=2))
+        other = describe_base(shard(kind, seed=1, ep_size=2))
         assert bases[0] is not None and other is not None
         assert bases[0]["hashes"].keys() == other["hashes"].keys()
         tensors = 3 if kind == "nested" else 2
@@ -118,12 +118,12 @@ def hashes_do_not_know_a_layout(rank: int, world: int) -> None:
     assert describe_base(apply_ep_fsdp2(with_lora(tiny()), ep_size=2)) is None
 
 
-def one_byte_or_two_experts_exchanged_are_another_base(rank: int, world: int) -> None:
-    model = sharded("nf4", ep_size=2)
+def a_changed_byte_or_swapped_experts_change_a_hash(rank: int, world: int) -> None:
+    model = shard("nf4", ep_size=2)
     before = describe_base(model)
     assert before is not None
-    _, held, _ = next(quantised_matrices(model))
-    local = _local(held.values)
+    _, stack, _ = next(quantised_matrices(model))
+    local = _local(stack.values)
     if rank == 1:
         local[0, 3, 5] ^= 1
     flipped = describe_base(model)
@@ -135,12 +135,12 @@ def one_byte_or_two_experts_exchanged_are_another_base(rank: int, world: int) ->
     exchanged = describe_base(model)
     for after in (flipped, exchanged):
         assert after is not None
-        differ = [n for n, h in before["hashes"].items() if after["hashes"][n] != h]
-        assert len(differ) == 1 and differ[0].endswith("layers.0.mlp.experts.gate_up_proj")
+        changed = [n for n, h in before["hashes"].items() if after["hashes"][n] != h]
+        assert len(changed) == 1 and changed[0].endswith("layers.0.mlp.experts.gate_up_proj")
 
 
 class BytesRead(TorchDispatchMode):
-    """`num`: bytes of `tensors` that operations read; operations that make views do not count."""
+    """Counts in `num` the bytes of `tensors` that operations read; making a view reads nothing."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class BytesRead(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does on plain tensors comes here again
+            return NotImplemented  # its operations on plain tensors are dispatched here too
         out = func(*args, **(kwargs or {}))
         made = {x.untyped_storage().data_ptr() for x in tree_leaves(out) if isinstance(x, Tensor)}
         for taken in tree_leaves((args, kwargs)):
@@ -159,11 +159,11 @@ class BytesRead(TorchDispatchMode):
         return out
 
 
-def bytes_are_read_once(kind: str, rank: int, world: int, folder: str) -> None:
-    """By the second of two saves not at all, with training between them; all by loading one."""
-    model = sharded(kind, ep_size=2)
+def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
+    """The first save and a load read all bytes. A save after training LoRA alone reads none."""
+    model = shard(kind, ep_size=2)
     optimizer = _adamw(model)
-    tensors = [t for n, held, _ in quantised_matrices(model) for t in held.by_name(n).values()]
+    tensors = [t for n, stack, _ in quantised_matrices(model) for t in stack.by_name(n).values()]
     whole = sum(_local(tensor).nbytes for tensor in tensors)
 
     def read(run: Callable[..., Any], name: str) -> int:
@@ -181,7 +181,7 @@ def bytes_are_read_once(kind: str, rank: int, world: int, folder: str) -> None:
     _step(model, optimizer, 2)
     assert read(save_checkpoint, "third") == 0
     with torch.no_grad():
-        tensors[0].zero_()  # the sharded parameter, not this rank's part of it
+        tensors[0].zero_()  # changes the DTensor, not its local tensor
     assert 0 < read(save_checkpoint, "fourth") < whole
     after = json.loads(Path(folder, "fourth", BASE).read_text())
     (changed,) = {name for name, _ in hashes[0]["hashes"].items() ^ after["hashes"].items()}
@@ -199,15 +199,15 @@ def _adamw(model: nn.Module) -> Any:
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
-    return pack_factors(model, found)
+    factors = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+    return pack_factors(model, factors)
 
 
-def resumed_at_another_layout_on_the_same_base_alone(rank: int, world: int, folder: str) -> None:
-    """Bytes are not saved, the run goes on as it would have; another base changes nothing."""
+def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, folder: str) -> None:
+    """A resumed run takes the same steps. The base is not saved; another base is refused."""
     for kind in ("nf4", "fp8"):
         where = Path(folder, kind)
-        model = sharded(kind, ep_size=2)
+        model = shard(kind, ep_size=2)
         optimizer = _adamw(model)
         for number in range(2):
             _step(model, optimizer, number)
@@ -215,21 +215,21 @@ def resumed_at_another_layout_on_the_same_base_alone(rank: int, world: int, fold
         _step(model, optimizer, 2)
         saved = json.loads((where / "state.json").read_text())["tensors"]
         assert saved and not [name for name in saved if "proj" in name and "lora_" not in name]
-        again = sharded(kind, ep_size=1)
-        resumed = _adamw(again)
-        load_checkpoint(where, again, resumed)
-        _step(again, resumed, 2)
-        want = _trained(model)
-        for name, tensor in _trained(again).items():
-            assert_close(name, tensor, want[name], FP64_MODEL)
+        resumed_model = shard(kind, ep_size=1)
+        resumed = _adamw(resumed_model)
+        load_checkpoint(where, resumed_model, resumed)
+        _step(resumed_model, resumed, 2)
+        trained = _trained(model)
+        for name, tensor in _trained(resumed_model).items():
+            assert_close(name, tensor, trained[name], FP64_MODEL)
     base = json.loads(Path(folder, "nf4", BASE).read_text())
     assert base["experts_dtype"] == "nf4" and len(base["hashes"]) == 8
     others: list[tuple[nn.Module, str]] = [
         (
-            sharded("nf4", seed=1, ep_size=2),
+            shard("nf4", seed=1, ep_size=2),
             r"this is a model with [0-9a-f]{32} .*: this is another base",
         ),
-        (sharded("nested", ep_size=2), r"quantised \(experts_dtype='nf4'\), .*double_quant"),
+        (shard("nested", ep_size=2), r"quantised \(experts_dtype='nf4'\), .*double_quant"),
         (
             apply_ep_fsdp2(with_lora(tiny(**LARGE), r=3, seed=5), ep_size=2),
             r"experts_dtype='nf4'\), but the experts of this model are not quantised",
@@ -246,26 +246,26 @@ def resumed_at_another_layout_on_the_same_base_alone(rank: int, world: int, fold
         Path(folder, "nf4", BASE).write_text("{")
     dist.barrier()
     with pytest.raises(ValueError, match=BASE):
-        load_checkpoint(Path(folder, "nf4"), sharded("nf4", ep_size=2), None)
+        load_checkpoint(Path(folder, "nf4"), shard("nf4", ep_size=2), None)
 
 
 def frozen_without_peft(rank: int, world: int, folder: str) -> None:
-    """Attention is trained and saved, experts are not; the rest of a model cannot be converted."""
+    """Without PEFT, trained attention is saved; calls that need the experts' values are refused."""
 
     def frozen(seed: int) -> nn.Module:
         model = tiny(seed=seed, **LARGE)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("self_attn" in name)
-        return sharded("nf4", model=model, ep_size=2)
+        return shard("nf4", model=model, ep_size=2)
 
     model = frozen(0)
     optimizer = _adamw(model)
     _step(model, optimizer, 0)
     save_checkpoint(Path(folder, "one"), model, optimizer)
-    again = frozen(0)
-    load_checkpoint(Path(folder, "one"), again, _adamw(again))
+    loaded = frozen(0)
+    load_checkpoint(Path(folder, "one"), loaded, _adamw(loaded))
     for name, tensor in _trained(model).items():
-        assert torch.equal(_trained(again)[name], tensor)
+        assert torch.equal(_trained(loaded)[name], tensor)
     if rank == 0:
         with pytest.raises(
             ValueError, match="holds no experts, because its run held them quantised"
@@ -277,24 +277,24 @@ def frozen_without_peft(rank: int, world: int, folder: str) -> None:
 
 
 def the_adapter_opens_in_stock_peft(rank: int, world: int, folder: str) -> None:
-    model = sharded("nf4", ep_size=2)
+    model = shard("nf4", ep_size=2)
     _step(model, _adamw(model), 0)
-    for way in (save_pretrained, lambda model, to: model.save_pretrained(to)):
+    for save in (save_pretrained, lambda model, to: model.save_pretrained(to)):
         if rank == 0:
             shutil.rmtree(folder)
         dist.barrier()
-        way(model, folder)
+        save(model, folder)
         stock = tiny(**LARGE)
         dequantise_experts(stock, "nf4")
         opened = peft.PeftModel.from_pretrained(stock, folder)
         with torch.no_grad():
             inputs = batch(stock, 2, 9)
-            got, want = model(**inputs).logits, opened(**inputs).logits
-        # A file of PEFT keeps the factors in the dtype of the model.
-        assert_close("logits", got, want, FP64_MODEL)
+            logits, peft_logits = model(**inputs).logits, opened(**inputs).logits
+        # PEFT's file stores the factors in the model's dtype, fp64.
+        assert_close("logits", logits, peft_logits, FP64_MODEL)
 
 
-def what_cannot_be_is_refused(rank: int, world: int) -> None:
+def unsupported_cases_are_refused(rank: int, world: int) -> None:
     trained = with_lora(tiny(**LARGE))
     for name, parameter in trained.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name.endswith("down_proj"))
@@ -317,7 +317,7 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
     for model, config, words in refused:
         with pytest.raises(ValueError, match=words):
             apply_ep_fsdp2(model, ep_size=1, **config)
-    model = sharded("nf4", ep_size=2)
+    model = shard("nf4", ep_size=2)
     with pytest.raises(ValueError, match="sharded over 2 ranks"):
         model.merge_and_unload()
     with pytest.raises(ValueError, match=r"hub_tensors cannot export .*hf-moe-ep merge-adapter"):
@@ -326,14 +326,14 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
         unpatch(model)
 
 
-def what_is_missing_or_of_another_kind_is_refused(rank: int, world: int, folder: str) -> None:
-    """Both ranks raise alike before either waits for the other: the group is of use afterwards."""
-    found = importlib.util.find_spec
+def missing_bitsandbytes_and_gptq_are_refused(rank: int, world: int, folder: str) -> None:
+    """Both ranks raise before a collective starts, so the process group works afterwards."""
+    find_spec = importlib.util.find_spec
 
-    def without(name: str, *args: Any) -> Any:
-        return None if name == "bitsandbytes" else found(name, *args)
+    def find_no_bitsandbytes(name: str, *args: Any) -> Any:
+        return None if name == "bitsandbytes" else find_spec(name, *args)
 
-    said = r"bitsandbytes, which is not installed: pip install .*\"fp8\" needs only torch"
+    missing = r"bitsandbytes, which is not installed: pip install .*\"fp8\" needs only torch"
     base = Path(folder, "base")
     if rank == 0:
         tiny(**LARGE).save_pretrained(base)
@@ -343,10 +343,10 @@ def what_is_missing_or_of_another_kind_is_refused(rank: int, world: int, folder:
         (base / "gptq/config.json").write_text(json.dumps(config))
     dist.barrier()
     for kind in ("nf4", "nested"):
-        with mock.patch.object(importlib.util, "find_spec", without):
-            with pytest.raises(ImportError, match=said):
-                sharded(kind, ep_size=2)
-            with pytest.raises(ImportError, match=said):
+        with mock.patch.object(importlib.util, "find_spec", find_no_bitsandbytes):
+            with pytest.raises(ImportError, match=missing):
+                shard(kind, ep_size=2)
+            with pytest.raises(ImportError, match=missing):
                 from_pretrained(base, ep_size=2, **HELD[kind])
     words = "quantized by gptq, which cannot be trained here; .*bf16 checkpoint.*mxfp4 or fp8"
     for config in HELD.values():
@@ -355,21 +355,21 @@ def what_is_missing_or_of_another_kind_is_refused(rank: int, world: int, folder:
     ranks = torch.ones(1)
     dist.all_reduce(ranks)
     assert ranks.item() == world
-    with mock.patch.object(importlib.util, "find_spec", without):
-        sharded("fp8", ep_size=2)
+    with mock.patch.object(importlib.util, "find_spec", find_no_bitsandbytes):
+        shard("fp8", ep_size=2)
 
 
 CHECKS = [
-    what_is_missing_or_of_another_kind_is_refused,
-    bytes_held,
-    bytes_gathered_fall_alike,
-    hashes_do_not_know_a_layout,
-    one_byte_or_two_experts_exchanged_are_another_base,
-    {f"bytes are read once, {kind}": partial(bytes_are_read_once, kind) for kind in HELD},
-    resumed_at_another_layout_on_the_same_base_alone,
+    missing_bitsandbytes_and_gptq_are_refused,
+    bytes_per_parameter,
+    gathered_bytes_of_experts,
+    hashes_are_equal_at_every_layout,
+    a_changed_byte_or_swapped_experts_change_a_hash,
+    {f"base is read once, {kind}": partial(base_is_read_once, kind) for kind in HELD},
+    resuming_needs_the_same_base_not_the_same_layout,
     frozen_without_peft,
     the_adapter_opens_in_stock_peft,
-    what_cannot_be_is_refused,
+    unsupported_cases_are_refused,
 ]
 
 
@@ -378,7 +378,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_a_model_that_is_never_sharded_says_so() -> None:
+def test_a_forward_without_sharding_is_refused() -> None:
     """`patch` quantises nothing, so a stock forward would run in another precision."""
     model = patch(with_lora(tiny(**SIZES["nf4"])), **NF4)
     assert "to be held in nf4 when the model is sharded" in describe(model)

@@ -1,6 +1,6 @@
-"""Ranks on CPUs do not corrupt their heap: the gloo groups of this package have one worker thread.
+"""The gloo groups of this package have one worker thread, so CPU ranks do not corrupt their heap.
 
-`upstream/gloo.py` says what torch does with two.
+`upstream/gloo.py` describes the data race of two worker threads.
 """
 
 import os
@@ -19,7 +19,7 @@ from hf_moe_ep.ranks.mesh import build_meshes
 from hf_moe_ep.upstream.gloo import one_worker_thread
 
 CPU = torch.device("cpu")
-# Of two ranks in one dimension, of four ranks in two, and with every axis wide.
+# One rank, two ranks on an ep or sp axis, and four ranks on two axes.
 LAYOUTS = [
     (1, ParallelConfig()),
     (2, ParallelConfig(ep_size=2)),
@@ -27,7 +27,7 @@ LAYOUTS = [
     (4, ParallelConfig(ep_size=2, dp_replicate_size=2)),
 ]
 
-# One rank that gathers as DTensor does, for some seconds; several at a time meet more often.
+# One rank gathers as DTensor does, for some seconds. With several processes the race is likelier.
 GATHERS = """
 import contextlib, sys, time
 import torch
@@ -50,60 +50,60 @@ print("ended", flush=True)
 """
 
 
-def _workers(group: dist.ProcessGroup) -> int:
+def _count_threads(group: dist.ProcessGroup) -> int:
     workers: int = group._get_backend(CPU).options._threads
     return workers
 
 
-def _count_workers(rank: int, world_size: int, config: ParallelConfig) -> dict[str, int]:
-    """Make the default group anew as users do, with two workers, and the meshes over it."""
-    dist.barrier()  # a rank that goes on may close connections that others still make
+def _count_by_group(rank: int, world_size: int, config: ParallelConfig) -> dict[str, int]:
+    """Create the default group again as users do, with two workers, and build meshes from it."""
+    dist.barrier()  # a faster rank would close connections that others still open
     store = dist.PrefixStore("stock", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     meshes = build_meshes(config, CPU)
     assert dist.group.WORLD is not None
-    found = {"default": _workers(dist.group.WORLD)}
+    counts = {"default": _count_threads(dist.group.WORLD)}
     for mesh in (meshes.dense, meshes.ep_fsdp, meshes.ep, meshes.sp):
         for axis in mesh.mesh_dim_names or ():
-            found[axis] = _workers(mesh.get_group(axis))
-    # What an all-gather of DTensor goes over, none of it the user's group.
+            counts[axis] = _count_threads(mesh.get_group(axis))
+    # The all-gather of a DTensor uses groups of the mesh, not the user's group.
     whole = torch.arange(float(8 * world_size))
     placements = [Replicate()] * (meshes.dense.ndim - 1) + [Shard(0)]
     gathered = distribute_tensor(whole, meshes.dense, placements).full_tensor()
     assert torch.equal(gathered, whole)
     dist.barrier()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(("world_size", "config"), LAYOUTS)
 def test_groups_of_meshes_have_one_worker(world_size: int, config: ParallelConfig) -> None:
-    for found in run_ranks(_count_workers, world_size, config):
-        assert found.pop("default") == 2
-        assert set(found.values()) == {1}, found
+    for counts in run_ranks(_count_by_group, world_size, config):
+        assert counts.pop("default") == 2
+        assert set(counts.values()) == {1}, counts
 
 
-def _own_workers(rank: int, world_size: int) -> int:
+def _count_of_world(rank: int, world_size: int) -> int:
     dist.barrier()
     assert dist.group.WORLD is not None
-    return _workers(dist.group.WORLD)
+    return _count_threads(dist.group.WORLD)
 
 
 def test_ranks_of_the_tests_have_one_worker() -> None:
-    assert run_ranks(_own_workers, 2) == [1, 1]
+    assert run_ranks(_count_of_world, 2) == [1, 1]
 
 
 @pytest.mark.parametrize(
-    ("interface", "found"), [("lo", True), ("lo,lo", True), ("no-such-interface", False)]
+    ("interface", "exists"), [("lo", True), ("lo,lo", True), ("no-such-interface", False)]
 )
-def test_the_interface_is_the_one_that_the_user_names(
-    interface: str, found: bool, monkeypatch: pytest.MonkeyPatch
+def test_gloo_uses_the_interface_of_the_environment(
+    interface: str, exists: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     stock = dist.distributed_c10d.ProcessGroupGloo
     try:
         with one_worker_thread():
-            if found:
+            if exists:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
                 assert dist.group.WORLD is not None
                 devices = dist.group.WORLD._get_backend(CPU).options._devices
@@ -138,13 +138,13 @@ def _run_four_at_once(kind: str, seconds: float) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_one_worker_ends_well() -> None:
+def test_groups_with_one_worker_do_not_crash() -> None:
     ended = _run_four_at_once("one", 25)
     assert [code for code, _ in ended] == [0] * 4, ended
 
 
 @pytest.mark.slow
-def test_stock_groups_are_aborted_there() -> None:
-    """If this fails, torch has fixed the race and upstream/gloo.py may go."""
+def test_stock_groups_crash() -> None:
+    """If this fails, torch has fixed the race, and upstream/gloo.py can be removed."""
     ended = _run_four_at_once("stock", 25)
     assert any(code < 0 for code, _ in ended), ended

@@ -1,7 +1,7 @@
-"""The layout of ranks: the 8-rank example of mesh.py, on torch's fake process group.
+"""The meshes of 8 ranks, such as the example of mesh.py, with torch's fake process group.
 
-Groups are compared by the ranks they hold, as seen from each of the 8 ranks. The parity tests show
-that collectives in these groups give the right numbers.
+Every rank builds its meshes, and the ranks in its groups are compared. The parity tests show that
+collectives in these groups give the right numbers.
 """
 
 import warnings
@@ -38,7 +38,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Expected groups; a rank's position in its group is its coordinate."""
+    """Expected groups. The index of a rank in its group is its local rank in the mesh."""
 
     config: ParallelConfig
     ep: Groups
@@ -106,10 +106,10 @@ def _members(mesh: DeviceMesh, axis: int) -> list[int]:
 
 
 def _check_axis(mesh: DeviceMesh, axis: int, rank: int, groups: Groups) -> None:
-    mine = next(group for group in groups if rank in group)
-    assert _members(mesh, axis) == mine, (rank, mesh)
-    assert mesh.size(axis) == len(mine)
-    assert mesh.get_local_rank(axis) == mine.index(rank)
+    group_of_rank = next(group for group in groups if rank in group)
+    assert _members(mesh, axis) == group_of_rank, (rank, mesh)
+    assert mesh.size(axis) == len(group_of_rank)
+    assert mesh.get_local_rank(axis) == group_of_rank.index(rank)
 
 
 def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
@@ -123,7 +123,7 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
         names = ("dp_replicate", "fsdp"), ("dp_replicate", "ep_fsdp")
     assert (meshes.dense.mesh_dim_names, meshes.ep_fsdp.mesh_dim_names) == names
     assert meshes.ep.mesh_dim_names == ("ep",)
-    if meshes.experts is not None:  # torch up to 2.11 cannot make it with ep_outside
+    if meshes.experts is not None:  # torch up to 2.11 cannot create it with ep_outside
         replica = next(group for group in layout.fsdp if rank in group)
         assert sorted(_members(meshes.experts, 0)) == replica
     else:
@@ -137,15 +137,15 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_finds_its_groups(name: str) -> None:
+def test_groups_of_every_rank(name: str) -> None:
     layout = LAYOUTS[name]
     for rank in range(8):
         with _as_rank(rank, 8):
             _check_rank(layout, build_meshes(layout.config, CPU), rank)
 
 
-def test_a_world_of_its_own_size_not_a_power_of_two() -> None:
-    """6 ranks: replicas of 3, with ep over 3."""
+def test_a_world_size_that_is_no_power_of_two() -> None:
+    """6 ranks are 2 replicas, each with an ep group of 3."""
     for rank in range(6):
         with _as_rank(rank, 6):
             meshes = build_meshes(ParallelConfig(ep_size=3, dp_replicate_size=2), CPU)
@@ -153,7 +153,7 @@ def test_a_world_of_its_own_size_not_a_power_of_two() -> None:
             assert _members(meshes.dense, 0) == [rank % 3, rank % 3 + 3]
 
 
-def test_two_models_in_one_process_have_meshes_of_their_own() -> None:
+def test_two_models_have_separate_meshes() -> None:
     with _as_rank(5, 8):
         wide = build_meshes(ParallelConfig(ep_size=4), CPU)
         narrow = build_meshes(ParallelConfig(ep_size=2), CPU)
@@ -174,8 +174,8 @@ def _by_nodes(node_size: int, **sizes: Any) -> ParallelConfig:
     return ParallelConfig(dispatcher="hierarchical", node_size=node_size, **sizes)
 
 
-# name: (config, groups between nodes, groups inside one); None where tokens go rank by rank.
-ON_NODES: dict[str, tuple[ParallelConfig, Groups | None, Groups | None]] = {
+# name: (config, groups between nodes, groups inside a node); None if there is no node mesh.
+NODES: dict[str, tuple[ParallelConfig, Groups | None, Groups | None]] = {
     "docstring": (
         _by_nodes(2, ep_size=4),
         [[0, 2], [1, 3], [4, 6], [5, 7]],
@@ -191,7 +191,7 @@ ON_NODES: dict[str, tuple[ParallelConfig, Groups | None, Groups | None]] = {
         [[0, 2, 4, 6], [1, 3, 5, 7]],
         [[0, 1], [2, 3], [4, 5], [6, 7]],
     ),
-    # An ep group is every other rank: 2 of them on each node.
+    # An ep group has every second rank: 2 ranks on each node.
     "ep_outside": (
         _by_nodes(4, ep_size=4, ep_outside=True),
         [[0, 4], [2, 6], [1, 5], [3, 7]],
@@ -210,9 +210,9 @@ ON_NODES: dict[str, tuple[ParallelConfig, Groups | None, Groups | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ON_NODES)
-def test_every_rank_finds_its_node(name: str) -> None:
-    config, between, inside = ON_NODES[name]
+@pytest.mark.parametrize("name", NODES)
+def test_node_groups_of_every_rank(name: str) -> None:
+    config, between, inside = NODES[name]
     for rank in range(8):
         with _as_rank(rank, 8):
             meshes = build_meshes(config, CPU)
@@ -224,12 +224,12 @@ def test_every_rank_finds_its_node(name: str) -> None:
             assert meshes.nodes is not None
             _check_axis(meshes.nodes.between, 0, rank, between)
             _check_axis(meshes.nodes.inside, 0, rank, inside)
-            # Both count ranks in the order of the ep group: experts lie node by node.
-            node, place = (
+            # ep ranks are numbered node by node, so each node has consecutive experts.
+            node, local_rank = (
                 meshes.nodes.between.get_local_rank(),
                 meshes.nodes.inside.get_local_rank(),
             )
-            assert meshes.ep_rank == node * meshes.nodes.inside.size() + place
+            assert meshes.ep_rank == node * meshes.nodes.inside.size() + local_rank
 
 
 NO_NODES = [
@@ -249,34 +249,34 @@ NO_NODES = [
 
 
 @pytest.mark.parametrize(("config", "match"), NO_NODES)
-def test_nodes_that_cut_an_ep_group_unevenly(config: ParallelConfig, match: str) -> None:
+def test_nodes_that_split_an_ep_group_unevenly(config: ParallelConfig, match: str) -> None:
     for rank in (0, 5):
         with _as_rank(rank, 6), pytest.raises(ValueError, match=match):
             build_meshes(config, CPU)
 
 
-def test_groups_wait_as_long_as_the_default_group() -> None:
-    """Torch gives them half an hour, whatever `ddp_timeout` or `init_process_group` say."""
+def test_groups_have_the_timeout_of_the_default_group() -> None:
+    """torch gives new groups 30 minutes, whatever `ddp_timeout` or `init_process_group` set."""
 
-    def patience(mesh: DeviceMesh) -> set[timedelta]:
+    def timeouts(mesh: DeviceMesh) -> set[timedelta]:
         return {group._get_backend(CPU).options._timeout for group in mesh.get_all_groups()}
 
-    wait = timedelta(seconds=7)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    timeout = timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         mesh = DeviceMesh.from_group(dist.new_group([0]), "cpu")
-        assert wait not in patience(mesh)
+        assert timeout not in timeouts(mesh)
         take_default_timeout(mesh)
-        assert patience(mesh) == {wait}
+        assert timeouts(mesh) == {timeout}
         with warnings.catch_warnings(action="error"):
             meshes = build_meshes(ParallelConfig(), CPU)
-        assert patience(meshes.dense) | patience(meshes.ep) == {wait}
+        assert timeouts(meshes.dense) | timeouts(meshes.ep) == {timeout}
     finally:
         dist.destroy_process_group()
 
 
 def test_groups_are_described_by_their_axis() -> None:
-    """NCCL's watchdog prints the description."""
+    """NCCL's watchdog prints the description of a group that times out."""
     with _as_rank(0, 8):
         meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
         described = {
@@ -290,25 +290,25 @@ def test_groups_are_described_by_their_axis() -> None:
         assert whole.group_desc == "mesh_of_all_ranks"
 
 
-def _groups_made(world: int, config: ParallelConfig) -> int:
-    """How often torch is asked for a group, on one rank."""
+def _count_new_groups(world: int, config: ParallelConfig) -> int:
+    """Count the calls of torch's new_group on one rank."""
     with (
         _as_rank(world // 2, world),
-        mock.patch.object(dist, "new_group", wraps=dist.new_group) as ours,
-        mock.patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as of_meshes,
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as direct,
+        mock.patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as by_meshes,
     ):
         build_meshes(config, CPU)
-        return int(ours.call_count + of_meshes.call_count)
+        return int(direct.call_count + by_meshes.call_count)
 
 
 def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
-    """Groups of ep, of ep_fsdp, of one rank and of all. Torch makes more."""
-    assert _groups_made(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
-    assert _groups_made(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
-    assert _groups_made(64, ParallelConfig()) == 1 + 1
-    # data groups and sp groups; ep is the world
-    assert _groups_made(64, ParallelConfig(ep_size=64, sp_size=4)) == 4 + 64 // 4 + 1 + 1
-    assert _groups_made(1, ParallelConfig()) == 1
+    """New groups: each of ep, each of ep_fsdp, this rank, all ranks. torch alone creates more."""
+    assert _count_new_groups(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
+    assert _count_new_groups(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
+    assert _count_new_groups(64, ParallelConfig()) == 1 + 1
+    # Data groups and sp groups. The ep group is the group of all ranks.
+    assert _count_new_groups(64, ParallelConfig(ep_size=64, sp_size=4)) == 4 + 64 // 4 + 1 + 1
+    assert _count_new_groups(1, ParallelConfig()) == 1
 
 
 REFUSED = [
@@ -322,7 +322,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("ep", "replicate", "world", "match"), REFUSED)
-def test_sizes_that_do_not_tile_the_world(ep: int, replicate: int, world: int, match: str) -> None:
+def test_sizes_that_do_not_divide_the_world(
+    ep: int, replicate: int, world: int, match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         check_world(ep, replicate, world)
     with _as_rank(0, world), pytest.raises(ValueError, match=match):

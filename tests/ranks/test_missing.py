@@ -1,4 +1,4 @@
-"""Ranks that stay away: the others give up in time, and name them."""
+"""If a rank does not take part in a collective, the others time out and name the rank."""
 
 import time
 from datetime import timedelta
@@ -30,46 +30,44 @@ def _wait_there(place: str, group: dist.ProcessGroup) -> None:
         Saver().start(Path("out/step-1"), lambda _: None, torch.device("cpu"))
 
 
-def _without(rank: int, world: int, gone: int) -> dict[str, tuple[str, float]]:
-    """Return the error of each place without rank `gone`, and the seconds until it was raised."""
+def _wait_without(rank: int, world: int, gone: int) -> dict[str, tuple[str, float]]:
+    """Wait at each place without rank `gone`. Return the errors and the seconds they took."""
     patience = timedelta(seconds=PATIENCE)
     groups = {place: dist.new_group(timeout=patience, group_desc=place) for place in PLACES}
     if rank == gone:
         default_store().wait([f"done {other}" for other in range(world) if other != gone])
         return {}
-    found = {}
+    errors = {}
     with mock.patch.object(missing, "_QUIET", MOMENT):
         for place, group in groups.items():
             began = time.monotonic()
             with pytest.raises(RuntimeError) as caught:
                 _wait_there(place, group)
-            found[place] = (str(caught.value), time.monotonic() - began)
+            errors[place] = (str(caught.value), time.monotonic() - began)
     default_store().set(f"done {rank}", "")
-    return found
+    return errors
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, tuple[str, float]]]:
-    return run_ranks(_without, 3, 1, group_timeout=PATIENCE)
+def errors() -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(_wait_without, 3, 1, group_timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_rank_that_stays_away_is_named(
-    said: list[dict[str, tuple[str, float]]], place: str
-) -> None:
-    """In a layer's exchange, at a meeting point, and when a save makes its group of ranks."""
+def test_the_missing_rank_is_named(errors: list[dict[str, tuple[str, float]]], place: str) -> None:
+    """Ranks wait in a layer's exchange, in `together`, or where a save creates its group."""
     for rank in (0, 2):
-        text, seconds = said[rank][place]
+        text, seconds = errors[rank][place]
         assert "rank 1 stopped, or " in text, text
-        # Those who wait need not have begun together.
+        # The ranks may have started to wait at different times.
         assert seconds < 3 * (PATIENCE + MOMENT), (text, seconds)
 
 
-def _silent(rank: int, world: int) -> tuple[str, str, str]:
-    """All ranks gave up, ranks are at two places, or the store does not answer."""
+def _name_missing(rank: int, world: int) -> tuple[str, str, str]:
+    """All ranks stopped waiting, ranks wait at two places, or the store does not answer."""
     nobody = missing.name_missing_ranks("here", None)
-    two = dist.new_group([0, 1], group_desc="two")
-    elsewhere = missing.name_missing_ranks(f"place {rank}", two)
+    group_of_two = dist.new_group([0, 1], group_desc="two")
+    elsewhere = missing.name_missing_ranks(f"place {rank}", group_of_two)
 
     class Silent:
         def append(self, *_: object) -> None:
@@ -82,8 +80,8 @@ def _silent(rank: int, world: int) -> tuple[str, str, str]:
         return nobody, elsewhere, missing.name_missing_ranks("here", None)
 
 
-def test_when_nobody_is_missing_or_nobody_answers() -> None:
-    first, second = run_ranks(_silent, 2)
+def test_no_rank_is_missing_or_the_store_is_silent() -> None:
+    first, second = run_ranks(_name_missing, 2)
     nobody = "none of these ranks, but the network between them,"
     keeper = "rank 0, or another rank that hosts the store,"
     assert first == (nobody, "rank 1 (place 1)", keeper)

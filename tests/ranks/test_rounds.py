@@ -1,6 +1,4 @@
-"""The bytes that a rank receives at a meeting point do not grow with the number of ranks that
-agree.
-"""
+"""A rank that agrees with the others receives the same number of bytes in a world of any size."""
 
 import pickle
 from collections.abc import Iterator
@@ -35,31 +33,31 @@ WORLDS = (8, 1024)
 
 
 @contextmanager
-def _received() -> Iterator[list[tuple[str, int]]]:
-    """Name and bytes, on this rank, of each of torch's collectives that ranks meet by."""
-    found: list[tuple[str, int]] = []
+def _record_collectives() -> Iterator[list[tuple[str, int]]]:
+    """Record the name and the bytes, on this rank, of collectives that together.py uses."""
+    collectives: list[tuple[str, int]] = []
     reduce, gather = dist.all_reduce, dist.all_gather_object
-    broadcast, to_first = dist.broadcast_object_list, dist.gather_object
+    broadcast, gather_to_first = dist.broadcast_object_list, dist.gather_object
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(("all_reduce", tensor.nbytes))
+        collectives.append(("all_reduce", tensor.nbytes))
         return reduce(tensor, *args, **kwargs)
 
     def all_gather_object(by_rank: list[Any], value: Any, **kwargs: Any) -> Any:
-        found.append(("all_gather_object", len(by_rank) * len(pickle.dumps(value))))
+        collectives.append(("all_gather_object", len(by_rank) * len(pickle.dumps(value))))
         return gather(by_rank, value, **kwargs)
 
     def broadcast_object_list(values: list[Any], **kwargs: Any) -> Any:
-        found.append(("broadcast_object_list", len(pickle.dumps(values[0]))))
+        collectives.append(("broadcast_object_list", len(pickle.dumps(values[0]))))
         return broadcast(values, **kwargs)
 
     def gather_object(value: Any, by_rank: list[Any] | None, **kwargs: Any) -> Any:
-        found.append(("gather_object", len(by_rank or ()) * len(pickle.dumps(value))))
-        return to_first(value, by_rank, **kwargs)
+        collectives.append(("gather_object", len(by_rank or ()) * len(pickle.dumps(value))))
+        return gather_to_first(value, by_rank, **kwargs)
 
-    mine = (all_reduce, all_gather_object, broadcast_object_list, gather_object)
-    with mock.patch.multiple(dist, **{function.__name__: function for function in mine}):
-        yield found
+    recording = (all_reduce, all_gather_object, broadcast_object_list, gather_object)
+    with mock.patch.multiple(dist, **{function.__name__: function for function in recording}):
+        yield collectives
 
 
 def _agree(model: nn.Module) -> None:
@@ -68,8 +66,8 @@ def _agree(model: nn.Module) -> None:
     check_ranks_agree(model, patched_state(model), options)
 
 
-def test_bytes_by_world(tmp_path: Any) -> None:
-    """Rank 0 announces the files of a checkpoint once and collects them at the end."""
+def test_bytes_do_not_depend_on_the_world_size(tmp_path: Any) -> None:
+    """The calls on rank 0 of 8 and of 1024 ranks have the same collectives and bytes."""
     model = patch(tiny(), ParallelConfig(ep_size=2))
     calls = {
         "arguments": lambda: check_alike("load_checkpoint", verify=True, directory="x" * 1000),
@@ -77,40 +75,41 @@ def test_bytes_by_world(tmp_path: Any) -> None:
         "errors": lambda: together("reading", lambda: "x" * 1000),
         "a choice": lambda: on_first("looking", lambda: "x" * 1000),
     }
-    seen: dict[str, list[list[tuple[str, int]]]] = {name: [] for name in calls}
+    results: dict[str, list[list[tuple[str, int]]]] = {name: [] for name in calls}
     for world in WORLDS:
         with fake_group(0, world):
             for name, call in calls.items():
-                with _received() as found:
+                with _record_collectives() as collectives:
                     call()
-                seen[name].append(found)
-    for name, by_world in seen.items():
+                results[name].append(collectives)
+    for name, by_world in results.items():
         assert by_world[0] == by_world[1], name
-    agreed, told = ("all_reduce", 64), ("all_reduce", 8)
-    assert seen["arguments"][0] == [agreed] and seen["models"][0] == [agreed, told]
-    assert seen["errors"][0] == [told]
-    assert [name for name, _ in seen["a choice"][0]] == ["all_reduce", "broadcast_object_list"]
+    hash_check, error_check = ("all_reduce", 64), ("all_reduce", 8)
+    assert results["arguments"][0] == [hash_check]
+    assert results["models"][0] == [hash_check, error_check]
+    assert results["errors"][0] == [error_check]
+    assert [name for name, _ in results["a choice"][0]] == ["all_reduce", "broadcast_object_list"]
 
 
-def _manifest(rank: int, world: int, folder: str) -> list[str]:
+def _write_manifest(rank: int, world: int, folder: str) -> list[str]:
     if rank == 0:
         manifest.begin(folder)
     dist.barrier()
-    with _received() as found:
+    with _record_collectives() as collectives:
         manifest.write(folder, {"world_size": world})
-    return [name for name, _ in found if "object" in name]
+    return [name for name, _ in collectives if "object" in name]
 
 
-def _meet(rank: int, world: int, folder: str) -> dict[str, Any]:
+def _compare_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     differ = differing(("a", rank // 2))
     equal = differing(("a", "b"))
-    # Equal, and written otherwise: no error, for all that it is gathered.
+    # 1 and True are equal with different reprs: they are gathered, and no error is raised.
     check_alike("save", number=1 if rank else True)
-    said = []
+    messages = []
     for values in (["x", "x", "y"], ["x", "y", "y"]):
         with pytest.raises(ValueError) as caught:
             check_alike("save", verify=True, directory=values[rank])
-        said.append(str(caught.value).partition(";")[0])
+        messages.append(str(caught.value).partition(";")[0])
     model = tiny(num_hidden_layers=1 + (rank == 2))
     with pytest.raises(ValueError, match=r"about MoE layers: rank 0 has 1: .* rank 2 has 2: "):
         apply_ep_fsdp2(model)
@@ -119,25 +118,25 @@ def _meet(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {
         "differ": differ,
         "equal": equal,
-        "said": said,
+        "messages": messages,
         "everyone": everyone("counting", lambda: 10 + rank),
         "for_first": for_first("counting", lambda: 10 + rank),
-        "manifest": _manifest(rank, world, folder),
+        "manifest": _write_manifest(rank, world, folder),
     }
 
 
-def test_ranks_that_differ_say_who(tmp_path: Any) -> None:
-    """Any rank may be the one that differs. All ranks raise the same error and stay in step."""
+def test_errors_name_the_ranks_that_differ(tmp_path: Any) -> None:
+    """If any one rank differs, all ranks raise the same error and stay synchronised."""
     called = (
         "ranks called save with different values of directory: rank 0 with 'x', rank {} with 'y'"
     )
     shared = {
         "differ": [("a", 0), ("a", 0), ("a", 1)],
         "equal": None,
-        "said": [called.format(2), called.format(1)],
+        "messages": [called.format(2), called.format(1)],
         "everyone": [10, 11, 12],
         "manifest": ["broadcast_object_list", "gather_object", "broadcast_object_list"],
     }
-    found = run_ranks(_meet, 3, str(tmp_path))
-    assert [one.pop("for_first") for one in found] == [[10, 11, 12], None, None]
-    assert found == [shared] * 3
+    results = run_ranks(_compare_ranks, 3, str(tmp_path))
+    assert [result.pop("for_first") for result in results] == [[10, 11, 12], None, None]
+    assert results == [shared] * 3

@@ -1,4 +1,4 @@
-"""Each rank does its part: whose value comes back where, and how one rank's error reaches all."""
+"""`together`, `everyone` and `on_first` return values, and raise one rank's error on all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +15,16 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
-class NotForOthers:
-    """A value that cannot travel, as a model cannot."""
+class NotPickled:
+    """A value that cannot be pickled, such as a model."""
 
     def __reduce__(self) -> Any:
         raise TypeError("this was sent to other ranks")
 
 
 def _values(rank: int, world: int) -> dict[str, Any]:
-    own = NotForOthers()
-    assert together("keeping", lambda: own) is own
+    value = NotPickled()
+    assert together("keeping", lambda: value) is value
     called = []
     first = on_first("choosing", lambda: called.append(rank) or f"of rank {rank}")
     return {
@@ -35,7 +35,7 @@ def _values(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def test_whose_value_comes_back() -> None:
+def test_which_rank_gets_which_value() -> None:
     assert run_ranks(_values, 3) == [
         {
             "together": 10 + rank,
@@ -57,21 +57,21 @@ def _errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "two users'": {1: ValueError("of 1"), 2: ValueError("of 2")},
         "mixed": {0: OSError(28, "full"), 2: ValueError("of 2")},
     }
-    said = {}
+    errors = {}
     for name, failing in cases.items():
         for verb in ("together", "everyone"):
             with pytest.raises((ValueError, RuntimeError)) as caught:
                 VERBS[verb]("saving", lambda failing=failing: fail(failing))
-            said[f"{verb}: {name}"] = (type(caught.value).__name__, str(caught.value))
+            errors[f"{verb}: {name}"] = (type(caught.value).__name__, str(caught.value))
     for name, error in {"user's": ValueError("no folder"), "disk": OSError(28, "full")}.items():
         with pytest.raises((ValueError, RuntimeError)) as caught:
             on_first("saving", lambda error=error: fail({0: error, 1: error}))
-        said[f"on_first: {name}"] = (type(caught.value).__name__, str(caught.value))
-    return said
+        errors[f"on_first: {name}"] = (type(caught.value).__name__, str(caught.value))
+    return errors
 
 
 def test_an_error_of_one_rank_is_an_error_of_all() -> None:
-    wanted = {
+    errors = {
         "one user's": ("ValueError", "sizes 3 and 4"),
         "two users'": ("ValueError", "of 1"),
         "mixed": (
@@ -79,13 +79,15 @@ def test_an_error_of_one_rank_is_an_error_of_all() -> None:
             "saving failed on rank 0: OSError: [Errno 28] full; rank 2: of 2",
         ),
     }
-    want = {f"{verb}: {name}": text for name, text in wanted.items() for verb in list(VERBS)[:2]}
-    want["on_first: user's"] = ("ValueError", "no folder")
-    want["on_first: disk"] = ("RuntimeError", "saving failed on rank 0: OSError: [Errno 28] full")
-    assert run_ranks(_errors, 3) == [want] * 3
+    verbs = ("together", "everyone")
+    by_case = {f"{verb}: {name}": text for name, text in errors.items() for verb in verbs}
+    by_case["on_first: user's"] = ("ValueError", "no folder")
+    disk = "saving failed on rank 0: OSError: [Errno 28] full"
+    by_case["on_first: disk"] = ("RuntimeError", disk)
+    assert run_ranks(_errors, 3) == [by_case] * 3
 
 
-def test_alone_without_a_process_group() -> None:
+def test_one_process_without_a_process_group() -> None:
     assert together("counting", lambda: 3) == 3
     assert everyone("counting", lambda: 3) == [3]
     assert on_first("counting", lambda: 3) == 3
