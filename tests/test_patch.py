@@ -185,7 +185,9 @@ def test_recomputed_activations_change_no_number_and_are_not_saved() -> None:
     assert num_saved == {False: 1, True: 0}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, describe gives another backend and reason")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, describe gives another backend and reason"
+)
 def test_describe_says_which_backend_and_why() -> None:
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16}
     assert "backend torch (no triton: no CUDA GPU)" in describe(patch(tiny(**sizes)))
@@ -409,7 +411,11 @@ def test_a_deep_copy_is_patched_and_independent(sizes: dict[str, Any]) -> None:
     model = patch(tiny(**sizes))
     twin = copy.deepcopy(model)
     state, twin_state = getattr(model, STATE), getattr(twin, STATE)
-    assert twin_state is not state and twin_state.config == state.config and _hooks(twin) == _hooks(model)
+    assert (
+        twin_state is not state
+        and twin_state.config == state.config
+        and _hooks(twin) == _hooks(model)
+    )
     experts = [m for m in twin.modules() if STATE in vars(m) and m is not twin]
     assert len(experts) == 2 and all(getattr(m, STATE).model is twin_state for m in experts)
     with torch.no_grad():
@@ -618,7 +624,9 @@ def _warnings_of_loads(rank: int, world: int, folder: str) -> list[list[str]]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 load()
-            warnings_by_load.append([w for w in map(str, (c.message for c in caught)) if "holds the" in w])
+            warnings_by_load.append(
+                [w for w in map(str, (c.message for c in caught)) if "holds the" in w]
+            )
     return warnings_by_load
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import plan as bench
 import pytest
 from support.needs import needs_bf16_attention
-from test_step import SIZES_OF_BENCH, alone
+from test_step import SIZES_OF_BENCH, group_of_one
 
 from hf_moe_ep.planner import calibrate
 from hf_moe_ep.planner.calibrate import LARGE, Sample, fit, measure_rates, record_of
@@ -111,7 +111,7 @@ def test_a_steps_own_seconds_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(calibrate, "fit", listen)
     one = bench.Configuration("", optimizer="sgd")
-    with alone():
+    with group_of_one():
         training = bench.prepare(one, SIZES_OF_BENCH)
         work = bench.count(training).work
         rates = measure_rates(training.model, training.step, node_size=1, repeat=3)

@@ -210,7 +210,9 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
             if got != want:
                 wrong.append(f"{case.name}, rank {rank}: holds {got}, planned {want}")
         for name in ("parameters", "gradients", "optimizer"):
-            assert plan.all_ranks(name) == sum(of_rank[index][name] for of_rank in measured), case.name
+            assert plan.all_ranks(name) == sum(of_rank[index][name] for of_rank in measured), (
+                case.name
+            )
         if plan.parallel.experts_dtype is not None:
             num_bytes = sum(of_rank[index]["experts"] for of_rank in measured)
             matrices = [p for n, p in case.stock().named_parameters() if ".experts." in n]
@@ -232,7 +234,9 @@ def test_ranks_with_different_bytes_are_planned_apart() -> None:
     assert plan.largest.optimizer - plan.smallest.optimizer == 2 * 3 * rows
     assert plan.all_ranks("parameters") == 4 * plan.total + 3 * rows, "padded to 100 rows"
     tensors = plan.all_ranks("optimizer") - 2 * 4 * plan.total
-    assert tensors == 4 * 4 * len(list(tiny().parameters())), "the step counters; moments are not padded"
+    assert tensors == 4 * 4 * len(list(tiny().parameters())), (
+        "the step counters; moments are not padded"
+    )
 
 
 def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
