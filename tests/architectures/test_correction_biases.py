@@ -59,7 +59,7 @@ CORRECTED = {
     "solar_open": "gate.e_score_correction_bias",
     "zaya": "gate.balancing_biases",
 }
-# A parameter and a buffer.
+# The bias of one of them is a parameter, that of the other is a buffer.
 IN_FAST_SUITE = {"afmoe", "deepseek_v3"}
 POLICIES = {
     "a bf16 model": (torch.bfloat16, None),

@@ -1,4 +1,4 @@
-"""Configs that are fetched from the hub: one file, and a prompt answer where no hub is there."""
+"""`find_config` fetches one file from the hub, and fails at once if the hub does not answer."""
 
 import json
 import sys
@@ -28,10 +28,10 @@ def _no_such_host(request: Any) -> Any:
 
 @pytest.fixture
 def hub_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
-    """Return a function that lets `reply` answer huggingface_hub's requests, and lists them.
+    """Return `install(reply)`: `reply` answers requests of huggingface_hub from then on.
 
-    Only requests for the model are listed: huggingface_hub asks for a list of agents as well, once
-    a process, to name itself in its headers.
+    `install` returns a list of the requests for the model. Others are left out: once per process,
+    huggingface_hub also fetches a list of agents for its headers.
     """
 
     def install(reply: Callable[[Any], Any]) -> list[str]:
@@ -53,7 +53,7 @@ def hub_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., lis
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """List the seconds that were to be slept; no call sleeps."""
+    """Replace `time.sleep` by a function that only records the seconds, and return the record."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     return seconds
@@ -69,8 +69,8 @@ def _cache_config(cache: Path) -> None:
     (folder / "snapshots" / commit / "config.json").write_text(json.dumps(fields))
 
 
-def test_a_hub_id_fetches_the_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = published_models.find_config("Qwen/Qwen3-30B-A3B")  # of the table: no network
+def test_a_hub_id_fetches_only_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = published_models.find_config("Qwen/Qwen3-30B-A3B")  # a known shape, without a network
     asked: list[str] = []
 
     def fetch(name: str, **options: object) -> object:
@@ -105,7 +105,7 @@ def test_without_a_network_the_cached_config_is_read(
     assert len(asked) == 1 and slept == []
 
 
-def test_a_model_that_the_hub_does_not_know_is_named_so(
+def test_the_error_for_an_unknown_model_of_the_hub(
     hub_is: Callable[..., list[str]],
 ) -> None:
     headers = {"X-Error-Code": "RepoNotFound"}
@@ -114,13 +114,13 @@ def test_a_model_that_the_hub_does_not_know_is_named_so(
         published_models.find_config(NAME)
 
 
-def test_a_hub_that_never_answers_is_left(
+def test_the_error_for_a_hub_that_does_not_answer(
     hub_is: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = threading.Event()
 
     def drop(request: Any) -> Any:
-        assert dropped.wait(100)  # as behind a firewall
+        assert dropped.wait(100)  # behind a firewall, a request is dropped without an answer
         return _no_such_host(request)
 
     asked = hub_is(drop)
