@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 poison_empty()
 
 TESTS = Path(__file__).parent
-# A worker takes the next file when it is done with one (make test): those that take longest go
-# first, or one worker would wait at the end for the other's.
+# `make test` gives each worker the next file when it has finished one. The longest files come
+# first; otherwise one worker would be idle at the end.
 LONGEST_FIRST = (
     "integrations/test_trainer.py",
     "checkpoints/test_training.py",
@@ -40,13 +40,13 @@ LONGEST_FIRST = (
 )
 
 
-def _place(item: pytest.Item) -> int:
+def _start_order(item: pytest.Item) -> int:
     name = item.path.relative_to(TESTS).as_posix()
     return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)  # stable: the tests of a file stay together, in their order
+    items.sort(key=_start_order)  # stable, so the tests of a file stay in order
     if torch.cuda.is_available():
         return
     for item in items:

@@ -77,8 +77,8 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
     assert thrice.reached("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
     product = Operator("grouped", "bfloat16", 3 * 10**9, 1)
     assert operator_seconds(product, thrice) == pytest.approx(1.0)
-    # `again` says that bytes in bfloat16 move at half the rate of float32. Operators without dtype get
-    # the rate of all samples.
+    # `again` says that bytes in bfloat16 move at half the rate of float32. Operators without dtype
+    # get the rate of all samples.
     known = [replace(op, dtype="float32") if op.kind == "memory" else op for op in OPERATORS]
     samples += [Sample(op, operator_seconds(op, machine)) for op in known]
     half = record_of(

@@ -17,8 +17,8 @@ from hf_moe_ep.planner.work import (
     Stretch,
 )
 
-# Half of each peak is reached, per second: 50 FLOPs (bf16), 4 bytes of memory, 2 bytes in a node and
-# 0.5 between nodes.
+# Half of each peak is reached, per second: 50 FLOPs (bf16), 4 bytes of memory, 2 bytes in a node
+# and 0.5 between nodes.
 HARDWARE = Hardware(
     name="made up",
     matmul_flops={"bfloat16": 100.0, "float32": 50.0},
