@@ -32,8 +32,8 @@ from support.trainer_runs import (
 )
 
 # AdamW's first steps are signs of gradients, so a rounding error can move a parameter by twice the
-# learning rate. Steps of SGD are proportional to gradients. 24 losses are compared, because a single
-# loss has a random error.
+# learning rate. Steps of SGD are proportional to gradients. 24 losses are compared, because one loss
+# has a random error.
 BF16 = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 24}
 
 
