@@ -123,8 +123,8 @@ def test_a_missing_function_that_no_result_depends_on_is_a_note(
 
 
 def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
-    monkeypatch.setattr(requirements, "allowed_packages", lambda: wanted)
+    allowed = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
+    monkeypatch.setattr(requirements, "allowed_packages", lambda: allowed)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*allowed is")
         patch(tiny())
@@ -207,10 +207,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
 def test_the_default_config_of_accelerate(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, want, line = CONFIGS[case]
+    config, exit_code, line = CONFIGS[case]
     monkeypatch.setattr(doctor, "default_launch_config", lambda: (Path("/c.yaml"), config))
     code, text = _report(capsys)
-    assert code == want and line in text, text
+    assert code == exit_code and line in text, text
 
 
 # Variables of `accelerate launch`, the exit code of doctor, and the beginning of the line in its
@@ -230,13 +230,13 @@ LAUNCHES: dict[str, tuple[dict[str, str], int, str]] = {
 def test_the_launch_of_this_process(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variables, want, line = LAUNCHES[case]
+    variables, exit_code, line = LAUNCHES[case]
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     common = {"RANK": "0", "WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}
     for name, value in (common | variables).items():
         monkeypatch.setenv(name, value)
     code, text = _report(capsys)
-    assert code == want and line in text and "ok WORLD_SIZE 4" in text, text
+    assert code == exit_code and line in text and "ok WORLD_SIZE 4" in text, text
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,13 @@ def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, 
 
 
 def _compare(patched: nn.Module, stock: nn.Module, inputs: dict[str, Tensor]) -> None:
-    got, got_grads = _grads(patched, inputs)
-    want, want_grads = _grads(stock, inputs)
-    assert_close("logits", got.logits, want.logits, 1e-12)
-    assert_close("loss", got.loss, want.loss, 1e-6)  # transformers casts logits to fp32
-    assert got_grads.keys() == want_grads.keys()
-    for name, grad in got_grads.items():
-        assert_close(name, grad, want_grads[name], 1e-12)
+    actual, actual_grads = _grads(patched, inputs)
+    expected, expected_grads = _grads(stock, inputs)
+    assert_close("logits", actual.logits, expected.logits, 1e-12)
+    assert_close("loss", actual.loss, expected.loss, 1e-6)  # transformers casts logits to fp32
+    assert actual_grads.keys() == expected_grads.keys()
+    for name, grad in actual_grads.items():
+        assert_close(name, grad, expected_grads[name], 1e-12)
 
 
 def _inputs(seed: int = 1) -> dict[str, Tensor]:
@@ -124,8 +124,8 @@ def test_patched_equals_stock(name: str, backend: str) -> None:
     patched.eval()
     stock.eval()
     with torch.no_grad():
-        got, want = patched(**_inputs(2)), stock(**_inputs(2))
-    assert_close("evaluation", got.logits, want.logits, 1e-12)
+        actual, expected = patched(**_inputs(2)), stock(**_inputs(2))
+    assert_close("evaluation", actual.logits, expected.logits, 1e-12)
     patched.train()
     stock.train()
     _compare(patched, stock, _inputs(3))
@@ -138,11 +138,11 @@ def test_patched_equals_stock_in_fp32(name: str) -> None:
     patched, stock = tiny(**size).float(), tiny(**size).float()
     patch(patched)
     inputs = batch(tiny(), 4, 128, seed=1, pad=9)
-    got, got_grads = _grads(patched, inputs)
-    want, want_grads = _grads(stock, inputs)
-    assert_close("loss", got.loss, want.loss, 1e-5)
-    for key, grad in got_grads.items():
-        assert_close(key, grad, want_grads[key], 1e-5)
+    actual, actual_grads = _grads(patched, inputs)
+    expected, expected_grads = _grads(stock, inputs)
+    assert_close("loss", actual.loss, expected.loss, 1e-5)
+    for key, grad in actual_grads.items():
+        assert_close(key, grad, expected_grads[key], 1e-5)
 
 
 class _CountExpertMLP(TorchDispatchMode):
@@ -157,10 +157,10 @@ class _CountExpertMLP(TorchDispatchMode):
 
 def test_our_operator_runs_only_where_it_is_requested() -> None:
     """If it never ran, the comparisons above would compare the stock model with itself."""
-    for backend, want in (("auto", 2), ("eager", 0)):
+    for backend, expected in (("auto", 2), ("eager", 0)):
         with _CountExpertMLP() as mode:
             patch(tiny(), experts_backend=backend)(**_inputs())
-        assert mode.calls == want, backend
+        assert mode.calls == expected, backend
 
 
 def test_recomputed_activations_change_no_number_and_are_not_saved() -> None:
@@ -201,15 +201,15 @@ def test_describe_says_which_backend_and_why() -> None:
 def test_describe_says_what_balances() -> None:
     assert "balance" not in describe(patch(tiny(**SIZES["aux loss"])))
     by_loss = describe(patch(tiny(**SIZES["aux loss"]), aux_loss_per_layer=True))
-    want = "balance    mean of the layers' aux losses times "
-    assert f"{want}router_aux_loss_coef, trains only routers" in by_loss
+    expected = "balance    mean of the layers' aux losses times "
+    assert f"{expected}router_aux_loss_coef, trains only routers" in by_loss
     by_bias = describe(patch(tiny_of_type("deepseek_v3"), bias_update_rate=0.001))
     assert "balance    biases of 3 routers move by 0.001 after each optimizer step" in by_bias
 
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
     model = tiny(**SIZES["aux loss"])
-    want, want_grads = _grads(model, _inputs())  # in it, transformers adds its recorders
+    expected, expected_grads = _grads(model, _inputs())  # in it, transformers adds its recorders
     before, config, hooks_before = _snapshot(model), model.config, _hooks(model)
     patch(model)
     assert any(trace.endswith(STATE) for trace in _traces(model))  # _traces finds a patched model
@@ -218,9 +218,9 @@ def test_unpatch_leaves_the_model_as_it_was() -> None:
     assert _snapshot(model) == before and _traces(model) == [] and _hooks(model) == hooks_before
     assert model.config is config
     assert all(m.config is config for m in model.modules() if hasattr(m, "config"))
-    got, got_grads = _grads(model, _inputs())
-    assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
-    assert all(torch.equal(got_grads[name], grad) for name, grad in want_grads.items())
+    actual, actual_grads = _grads(model, _inputs())
+    assert torch.equal(actual.logits, expected.logits) and torch.equal(actual.loss, expected.loss)
+    assert all(torch.equal(actual_grads[name], grad) for name, grad in expected_grads.items())
     patch(model)
     _compare(model, tiny(**SIZES["aux loss"]), _inputs())
 
@@ -449,10 +449,10 @@ def test_base_model() -> None:
     base.load_state_dict(stock.state_dict())
     patch(base)
     inputs = {k: v for k, v in _inputs().items() if k != "labels"}
-    got, want = base(**inputs).last_hidden_state, stock(**inputs).last_hidden_state
-    assert_close("hidden", got, want, 1e-12)
-    (got * want.detach()).sum().backward()
-    (want * want.detach()).sum().backward()
+    actual, expected = base(**inputs).last_hidden_state, stock(**inputs).last_hidden_state
+    assert_close("hidden", actual, expected, 1e-12)
+    (actual * expected.detach()).sum().backward()
+    (expected * expected.detach()).sum().backward()
     for (name, ours), theirs in zip(base.named_parameters(), stock.parameters()):
         assert_close(name, ours.grad, theirs.grad, 1e-12)
     assert _traces(unpatch(base)) == []
@@ -505,8 +505,8 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
     ]
     before = ["ForwardBegins", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
     assert sorted(ours) == sorted([*before, "FinishAuxLoss", "ForwardEnds", "MarkLogits"])
-    got, want = wrapped(**_inputs()), stock(**_inputs())
-    assert_close("logits", got.logits, want.logits, 1e-12)
+    actual, expected = wrapped(**_inputs()), stock(**_inputs())
+    assert_close("logits", actual.logits, expected.logits, 1e-12)
     unpatch(wrapped)
     assert _hooks(wrapped) == plain and _traces(wrapped) == []
 

@@ -31,9 +31,9 @@ MATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "name", "want"), MATCHES)
-def test_matches(pattern: str, name: str, want: bool) -> None:
-    assert matches(pattern, name) is want
+@pytest.mark.parametrize(("pattern", "name", "expected"), MATCHES)
+def test_matches(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
 
 
 # Options of the config, and the number of MoE layers that stock's decoder layer builds (of 6).
@@ -46,13 +46,13 @@ MOE_LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "want"), MOE_LAYERS)
+@pytest.mark.parametrize(("options", "expected"), MOE_LAYERS)
 def test_config_and_model_have_the_same_number_of_moe_layers(
-    options: dict[str, object], want: int
+    options: dict[str, object], expected: int
 ) -> None:
     """`find_parts` computes the number from the config, and raises if the model has another one."""
     parts = find_parts(tiny(num_hidden_layers=6, num_experts=12, **options))
-    assert len(parts.experts) == want
+    assert len(parts.experts) == expected
     assert parts.num_experts == 12 and parts.plan.num_experts == "num_experts"
 
 

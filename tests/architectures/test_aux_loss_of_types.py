@@ -72,15 +72,15 @@ def _equals_stock(model_type: str, rank: int, world: int) -> None:
     assert not whole["attention_mask"].all()
     inputs = {name: value[:1] if rank == 0 else value[1:] for name, value in whole.items()}
     num_tokens = whole["labels"][:, 1:].ne(-100).sum()
-    got = model(**inputs, num_items_in_batch=num_tokens)
-    want = stock(**whole, num_items_in_batch=num_tokens)
+    actual = model(**inputs, num_items_in_batch=num_tokens)
+    expected = stock(**whole, num_items_in_batch=num_tokens)
     tolerance = max(budget(model_type), FP32_INSIDE)
-    assert_close(f"{model_type}: aux loss", got.aux_loss, want.aux_loss, tolerance)
-    total = got.loss.detach().clone()
+    assert_close(f"{model_type}: aux loss", actual.aux_loss, expected.aux_loss, tolerance)
+    total = actual.loss.detach().clone()
     dist.all_reduce(total)
-    assert_close(f"{model_type}: loss", total, want.loss, tolerance)
-    (got.loss * world).backward()
-    want.loss.backward()
+    assert_close(f"{model_type}: loss", total, expected.loss, tolerance)
+    (actual.loss * world).backward()
+    expected.loss.backward()
     # Stock computes all rows in one batch, so its sums in fp32 have another order.
     assert_same_grads(model_type, model, stock, 10 * FP32_INSIDE)
 
@@ -114,15 +114,15 @@ def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) 
         return function(*args)
 
     with mock.patch.dict(names, {FUNCTION: record_call}):
-        want = stock(**inputs)
+        expected = stock(**inputs)
     ((of_layers, *rest),) = calls
     mean = torch.stack([function((rows,), *rest) for rows in of_layers]).mean()
-    got = model(**inputs)
-    assert_close(f"{model_type}: aux loss", got.aux_loss, mean, 10 * FP32_INSIDE)
-    assert max_error(want.aux_loss, mean) > 1e-4, "the layers must choose different experts"
+    actual = model(**inputs)
+    assert_close(f"{model_type}: aux loss", actual.aux_loss, mean, 10 * FP32_INSIDE)
+    assert max_error(expected.aux_loss, mean) > 1e-4, "the layers must choose different experts"
     routers = find_routers(find_parts(model))
     of_routers = {id(parameter) for router in routers for parameter in router.parameters()}
-    got.aux_loss.backward()
+    actual.aux_loss.backward()
     with_grad = {id(p) for p in model.parameters() if p.grad is not None and p.grad.any()}
     assert with_grad and with_grad <= of_routers
     mean.backward()

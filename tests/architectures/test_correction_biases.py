@@ -90,13 +90,13 @@ def set_odd_biases(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in biases(model).items()}
 
 
-def assert_biases(where: str, model: nn.Module, want: dict[str, Tensor]) -> None:
+def assert_biases(where: str, model: nn.Module, expected: dict[str, Tensor]) -> None:
     present = biases(model)
-    assert present.keys() == want.keys(), where
+    assert present.keys() == expected.keys(), where
     for name, tensor in present.items():
         assert type(tensor) in (Tensor, nn.Parameter), f"{where}: {name} is sharded"
         assert tensor.dtype == torch.float32, f"{where}: {name} is {tensor.dtype}"
-        assert torch.equal(tensor, want[name]), f"{where}: {name}"
+        assert torch.equal(tensor, expected[name]), f"{where}: {name}"
 
 
 def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folder: str) -> None:
@@ -104,14 +104,14 @@ def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folde
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     dtype, policy = POLICIES[policy_name]
     model = tiny(model_type, dtype=dtype, seed=rank)
-    want = set_odd_biases(tiny(model_type, dtype=dtype), seed=0)
+    expected = set_odd_biases(tiny(model_type, dtype=dtype), seed=0)
     set_odd_biases(model, seed=rank)
     experts = list(find_parts(model).experts.values())
     apply_ep_fsdp2(model, ep_size=2, mp_policy=policy)
     checked = []
 
     def check_biases(*_: object) -> None:
-        assert_biases(f"{model_type}, within forward", model, want)
+        assert_biases(f"{model_type}, within forward", model, expected)
         checked.append(0)
 
     for module in experts:
@@ -122,19 +122,19 @@ def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folde
     (loss * world).backward()
     optimizer.step()
     assert len(checked) == len(experts) and torch.isfinite(loss)
-    assert_biases(f"{model_type}, after a step", model, want)
+    assert_biases(f"{model_type}, after a step", model, expected)
     save_checkpoint(f"{folder}/state", model, optimizer)
     resumed = tiny(model_type, dtype=dtype, seed=7 + rank)
     set_odd_biases(resumed, seed=7 + rank)
     apply_ep_fsdp2(resumed, ep_size=1, mp_policy=policy)
     load_checkpoint(f"{folder}/state", resumed, adamw(resumed))
-    assert_biases(f"{model_type}, resumed", resumed, want)
+    assert_biases(f"{model_type}, resumed", resumed, expected)
     save_pretrained(model, f"{folder}/hub")
     if rank == 0:
         files = Path(folder, "hub").glob("*.safetensors")
         written = [tensor for file in files for tensor in load_file(file).values()]
         in_fp32 = [tensor for tensor in written if tensor.dtype == torch.float32]
-        for name, value in want.items():
+        for name, value in expected.items():
             assert any(torch.equal(x, value) for x in in_fp32), f"{model_type}: {name} in files"
 
 

@@ -101,11 +101,11 @@ def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
             errors += _assert_close(where, everything(resumed), uninterrupted)
 
 
-def _assert_close(where: str, got: dict[str, Any], want: dict[str, Any]) -> list[float]:
-    assert got.keys() == want.keys(), where
+def _assert_close(where: str, actual: dict[str, Any], expected: dict[str, Any]) -> list[float]:
+    assert actual.keys() == expected.keys(), where
     return [
-        assert_close(f"{where}: next step: {name}", got[name], value, FP64_MODEL)
-        for name, value in want.items()
+        assert_close(f"{where}: next step: {name}", actual[name], value, FP64_MODEL)
+        for name, value in expected.items()
         if isinstance(value, Tensor)
     ]
 
@@ -136,13 +136,13 @@ def _generates(model_type: str, rank: int, world: int, folder: str) -> None:
     save_pretrained(model, folder)
     prompts = batch(model, 2, 4 + 3 * rank, seed=50 + rank)
     del prompts["labels"]
-    got = continuations(model, rank, prompts)
+    actual = continuations(model, rank, prompts)
     implementation = "batched_mm" if model_type in BATCHED else "eager"
     options: Any = {"dtype": torch.float64, "experts_implementation": implementation}
     stock = model_class(model_type).from_pretrained(folder, **options)
-    assert_same(model_type, got, continuations(stock, rank, prompts))
+    assert_same(model_type, actual, continuations(stock, rank, prompts))
     untrained = continuations(build(model_type), rank, prompts)
-    assert not torch.equal(untrained["free"], got["free"]), f"{model_type} has learnt nothing"
+    assert not torch.equal(untrained["free"], actual["free"]), f"{model_type} has learnt nothing"
 
 
 GENERATE = [

@@ -110,17 +110,17 @@ def test_bytes_and_saved_tensors_equal_the_count_by_hand(tmp_path: Path) -> None
     results = bench.measure(SIZES, memory=False, timeout=300)
     assert [result.ep for result in results] == [2, 4]
     for result in results:
-        for rank, got in enumerate(result.ranks):
-            assert got.sent == _expected_sent(SIZES, routing, rank, result.ep)
+        for rank, measured in enumerate(result.ranks):
+            assert measured.sent == _expected_sent(SIZES, routing, rank, result.ep)
             saved = _expected_saved(SIZES, routing, rank, result.ep)
-            assert got.saved["ours"] == saved < got.saved["native"]
-            assert got.error <= bench.TOLERANCE
-            assert len(got.seconds["ours"]) == len(got.seconds["native"]) == SIZES.steps
-        ours = sum(got.sent["ours"]["rows"] for got in result.ranks)
-        native = sum(got.sent["native"]["rows"] for got in result.ranks)
+            assert measured.saved["ours"] == saved < measured.saved["native"]
+            assert measured.error <= bench.TOLERANCE
+            assert len(measured.seconds["ours"]) == len(measured.seconds["native"]) == SIZES.steps
+        ours = sum(measured.sent["ours"]["rows"] for measured in result.ranks)
+        native = sum(measured.sent["native"]["rows"] for measured in result.ranks)
         assert 0 < ours < native
     table = bench.report(SIZES, results, ["- nothing"])
-    saved_mib = [got.saved["ours"] / 2**20 for got in results[1].ranks]
+    saved_mib = [measured.saved["ours"] / 2**20 for measured in results[1].ranks]
     assert f"| 4 | saved for backward, MiB | {spread(saved_mib)} |" in table
 
 

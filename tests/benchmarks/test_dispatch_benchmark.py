@@ -50,10 +50,10 @@ def measured() -> list[list[bench.Measured]]:
 
 
 def test_bytes_equal_the_count_by_hand(measured: list[list[bench.Measured]]) -> None:
-    for rank, got in enumerate(measured[0]):
+    for rank, of_rank in enumerate(measured[0]):
         rows_out, rows_in = (rows[rank] for rows in ONCE_PER_RANK)
         copies_out, copies_in = (rows[rank] for rows in ONCE_PER_EXPERT)
-        assert got.sent == {
+        assert of_rank.sent == {
             "ours": {
                 "rows": 2 * (rows_out + rows_in) * HIDDEN * FP32,
                 # Weights and ids are sent with the rows; gradients of the weights are sent back.
@@ -66,9 +66,9 @@ def test_bytes_equal_the_count_by_hand(measured: list[list[bench.Measured]]) -> 
                 "counts": 6 * INT64,
             },
         }
-        assert got.bound == 2 * (rows_out + rows_in) * HIDDEN * FP32
-        assert got.error <= bench.TOLERANCE
-        assert [len(got.seconds[side]) for side in bench.SIDES] == [2, 2]
+        assert of_rank.bound == 2 * (rows_out + rows_in) * HIDDEN * FP32
+        assert of_rank.error <= bench.TOLERANCE
+        assert [len(of_rank.seconds[side]) for side in bench.SIDES] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_the_formula_equals_the_measured_bytes_of_uniform_routing(
     measured: list[list[bench.Measured]],
 ) -> None:
     """Each rank has every combination of 3 of 8 experts once, so routing is exactly uniform."""
-    want = bench.expected(4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN))
-    got = bench.per_token(measured[1])
-    assert got.keys() == want.keys()
-    for side, kinds in want.items():
-        assert got[side] == pytest.approx(kinds, rel=1e-12), side
+    expected = bench.expected(4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN))
+    actual = bench.per_token(measured[1])
+    assert actual.keys() == expected.keys()
+    for side, kinds in expected.items():
+        assert actual[side] == pytest.approx(kinds, rel=1e-12), side
 
 
 def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(

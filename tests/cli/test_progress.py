@@ -13,14 +13,14 @@ from hf_moe_ep.cli.progress import Progress
 
 
 @pytest.mark.parametrize(
-    ("seconds", "disabled", "want"),
+    ("seconds", "disabled", "expected"),
     [(1.9, "", ""), (3.0, "", "layout 2, 3 s: b\n"), (3.0, "0", "layout 2, 3 s: b\n")]
     + [(3.0, "1", "")],
 )
 def test_an_item_is_printed_if_two_seconds_have_passed(
     seconds: float,
     disabled: str,
-    want: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -30,7 +30,7 @@ def test_an_item_is_printed_if_two_seconds_have_passed(
     shown = Progress("layout")
     shown.finished("a")
     shown.finished("b")
-    assert capsys.readouterr() == ("", want)
+    assert capsys.readouterr() == ("", expected)
 
 
 def test_times_are_printed_as_dates(capsys: pytest.CaptureFixture[str]) -> None:

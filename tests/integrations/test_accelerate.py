@@ -82,8 +82,8 @@ def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: in
                 optimizer.zero_grad()
         for inputs in [b for batches in micro for b in batches]:
             stock(**inputs, num_items_in_batch=num_tokens).loss.backward()
-        want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
-        assert_close(f"{name} norm", torch.as_tensor(norm), want, FP32_BUDGET)
+        expected = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+        assert_close(f"{name} norm", torch.as_tensor(norm), expected, FP32_BUDGET)
         stock_optimizer.step()
         stock_optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
@@ -197,17 +197,17 @@ def _clips_only_the_given_parameters(rank: int, world: int) -> None:
         parameters = dict(model.named_parameters())
         clipped = [name for name in parameters if "layers.0" in name]
         for norm_type in (2, float("inf")):
-            got = accelerator.clip_grad_norm_(
+            actual = accelerator.clip_grad_norm_(
                 (parameters[name] for name in clipped), 1e-2, norm_type
             )
-            want = torch.nn.utils.clip_grad_norm_(
+            expected = torch.nn.utils.clip_grad_norm_(
                 [stock.get_parameter(name) for name in clipped], 1e-2, norm_type
             )
-            assert_close(f"norm {norm_type}", torch.as_tensor(got), want, FP32_BUDGET)
+            assert_close(f"norm {norm_type}", torch.as_tensor(actual), expected, FP32_BUDGET)
         for name, parameter in parameters.items():
             assert parameter.grad is not None
-            want = stock.get_parameter(name).grad
-            assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
+            expected = stock.get_parameter(name).grad
+            assert_close(name, full_tensor(parameter.grad), expected, FP32_BUDGET)
 
 
 def _prepares_once_by_every_name(rank: int, world: int) -> None:
@@ -251,13 +251,13 @@ def _save_and_load_as(kind: str, rank: int, folder: str) -> None:
     step()
     accelerator.save_state(folder)
     step()
-    want = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    expected = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model(**micro)  # without backward, the last layer stays gathered
     accelerator.load_state(folder)
     step()
     for name, parameter in model.named_parameters():
-        assert torch.equal(full_tensor(parameter), want[name]), f"{kind}: {name}"
+        assert torch.equal(full_tensor(parameter), expected[name]), f"{kind}: {name}"
 
 
 def _launches_that_are_refused(rank: int, world: int) -> None:
@@ -320,9 +320,9 @@ def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
             for inputs in batches:
                 stock(**inputs, num_items_in_batch=tokens).loss.backward()
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
-            assert want > 0
-            assert_close("norm", torch.as_tensor(norm), want, FP32_BUDGET)
+            expected = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+            assert expected > 0
+            assert_close("norm", torch.as_tensor(norm), expected, FP32_BUDGET)
             for either in (optimizer, stock_optimizer):
                 either.step()
                 either.zero_grad()

@@ -26,26 +26,26 @@ def _same_as_stock(
     options: dict[str, Any], model_options: dict[str, Any], rank: int, world: int
 ) -> None:
     model = tiny(dtype=torch.float32, seed=rank, **model_options)
-    got = _train(model, rank, **options)
-    want = _train_stock(tiny(dtype=torch.float32, **model_options))
+    actual = _train(model, rank, **options)
+    expected = _train_stock(tiny(dtype=torch.float32, **model_options))
     if rank == 0:
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            assert_close(name, got[name], value, FP32_BUDGET)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(name, actual[name], value, FP32_BUDGET)
 
 
 def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> None:
     """Both have fp32 weights. The error is the distance of all parameters after three steps."""
-    got = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
+    actual = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
     truth = _train_stock(tiny())
     stock = _train_stock(tiny(dtype=torch.float32), bf16=True)
     if rank == 0:
-        ours, of_stock = (_distance(state, truth) for state in (got, stock))
+        ours, of_stock = (_distance(state, truth) for state in (actual, stock))
         assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
 
 
 def _distance(state: State, truth: State) -> float:
-    squares = [(state[name].double() - want).square().sum() for name, want in truth.items()]
+    squares = [(state[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 
 

@@ -51,9 +51,9 @@ class _Run:
     def parameters(self) -> dict[str, Tensor]:
         return whole_parameters(self.model)
 
-    def assert_holds(self, want: dict[str, Tensor]) -> None:
+    def assert_holds(self, expected: dict[str, Tensor]) -> None:
         for name, value in self.parameters().items():
-            assert torch.equal(value, want[name]), name
+            assert torch.equal(value, expected[name]), name
 
 
 def _on_rank_0(rank: int, run: Any) -> None:
@@ -93,7 +93,7 @@ def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
         run = _Run(rank)
         run.step()
         _on_rank_0(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
-        want = run.parameters()
+        expected = run.parameters()
         run.accelerator.save_state(str(state))
         content = manifest.read(state)
         assert content["layout"]["ep_size"] == 2 and "log" not in content["files"]
@@ -101,7 +101,7 @@ def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
         _on_rank_0(rank, lambda: (state / "log").write_text("step 2"))
         run.step()
         run.accelerator.load_state(str(state))
-        run.assert_holds(want)
+        run.assert_holds(expected)
         _on_rank_0(rank, lambda: _flip(state / "random_states_1.pkl"))
         run.step()
         before = run.parameters()
@@ -122,7 +122,7 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
-        want = run.parameters()
+        expected = run.parameters()
         run.accelerator.save_state(state)
         _on_rank_0(
             rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)]
@@ -134,7 +134,7 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
         messages = [str(warning.message) for warning in caught]
         unverified = [message for message in messages if "cannot be verified" in message]
         assert len(unverified) == (rank == 0), messages
-        run.assert_holds(want)
+        run.assert_holds(expected)
 
 
 def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) -> None:
@@ -165,7 +165,7 @@ def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: s
     with launched(**SHARDED):
         run = _Run(rank)
         run.accelerator.save_state(f"{folder}/step_1")
-        want = run.parameters()
+        expected = run.parameters()
         run.step()
         stock = dcp.FileSystemWriter.write_data
         with (
@@ -180,7 +180,7 @@ def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: s
         skipped = [message for message in messages if "step_2 has no" in message]
         assert newest == Path(folder, "step_1") and len(skipped) == (rank == 0), messages
         run.accelerator.load_state(newest)
-        run.assert_holds(want)
+        run.assert_holds(expected)
 
 
 def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
@@ -199,7 +199,7 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
                 run.accelerator.save_state()
         assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
         assert newest_checkpoint(root) == root / "checkpoint_2"
-        want = run.parameters()
+        expected = run.parameters()
         _on_rank_0(rank, lambda: manifest.begin(root / "checkpoint_3"))
         resumed = _Run(rank, seed=1, iteration=3, **names)
         with warnings.catch_warnings(record=True) as caught:
@@ -208,7 +208,7 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
         messages = [str(warning.message) for warning in caught]
         skipped = [message for message in messages if "checkpoint_3 has no" in message]
         assert len(skipped) == (rank == 0), messages
-        resumed.assert_holds(want)
+        resumed.assert_holds(expected)
         folders, stock_write = [], manifest.write
 
         def record_folders(*args: Any, **kwargs: Any) -> None:

@@ -94,8 +94,8 @@ def full(name: str, rank: int, world: int, folder: str) -> None:
             save_pretrained(model, f"{folder}/{mode}{step}")
             if mode == "colocate" or rank == 0:
                 assert not engine.missing() and sync.vllm_client.resets == step + 1
-                want = loaded(engine, read_all(Path(f"{folder}/{mode}{step}")))
-                assert all(torch.equal(engine.parameters[k], want[k]) for k in want)
+                expected = loaded(engine, read_all(Path(f"{folder}/{mode}{step}")))
+                assert all(torch.equal(engine.parameters[k], expected[k]) for k in expected)
             else:
                 assert len(engine.missing()) == len(engine.keys), "only rank 0 sends to a server"
 
@@ -106,14 +106,14 @@ def lora(name: str, rank: int, world: int) -> None:
 
     stock = with_lora(tiny(name), seed=1)
     engine = Engine.of(tiny(name))
-    want = loaded(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
+    expected = loaded(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
     model = apply_ep_fsdp2(stock, ep_size=2)
     for mode in ("colocate", "server"):
         engine.begin()
         generation(model, mode, engine, rank).sync_weights()
         if mode == "colocate" or rank == 0:
             assert not engine.missing()
-            for key, tensor in want.items():
+            for key, tensor in expected.items():
                 assert_close(key, engine.parameters[key], tensor, 1e-10)
     with pytest.raises(ValueError, match="merge"):
         model.merge_adapter()

@@ -94,8 +94,8 @@ def test_with_every_2_a_log_covers_two_steps(tmp_path: Path) -> None:
     steps = [e["step"] for e in trainer.state.log_history if NAMES & e.keys()]
     assert steps == [2, 4]
     assert (tmp_path / "maps" / "load.png").read_bytes().startswith(b"\x89PNG")
-    for load_map, want in zip(callback._maps, [(1, 2), (3, 4)], strict=True):
-        assert (load_map.first, load_map.last) == want
+    for load_map, expected in zip(callback._maps, [(1, 2), (3, 4)], strict=True):
+        assert (load_map.first, load_map.last) == expected
         assert load_map.counts.sum(1).tolist() == [2 * 2 * PAIRS_OF_A_ROW] * 2
 
 

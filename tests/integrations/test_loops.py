@@ -226,16 +226,16 @@ def _equals_one_process(name: str, rank: int, world: int, folder: str) -> None:
     assert run.steps == loop.by_rank[rank], f"rank {rank} saw {run.steps}"
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, run)
-    want = _stock(loop, everyone)
-    got = [
+    expected = _stock(loop, everyone)
+    actual = [
         [loss for losses in by_rank for loss in losses]
         for by_rank in zip(*(of_rank.losses for of_rank in everyone), strict=True)
     ]
-    for step, pair in enumerate(zip(got, want.losses, strict=True), start=1):
+    for step, pair in enumerate(zip(actual, expected.losses, strict=True), start=1):
         assert_close(f"losses of step {step}", *map(torch.tensor, pair), FP32_BUDGET)
-    assert_close("norms", torch.tensor(run.norms), torch.tensor(want.norms), FP32_BUDGET)
-    assert run.weights.keys() == want.weights.keys()
-    for key, value in want.weights.items():
+    assert_close("norms", torch.tensor(run.norms), torch.tensor(expected.norms), FP32_BUDGET)
+    assert run.weights.keys() == expected.weights.keys()
+    for key, value in expected.weights.items():
         assert_close(key, run.weights[key], value, FP32_BUDGET)
     if loop.skip:
         _assert_resumes(loop, run, rank, folder)

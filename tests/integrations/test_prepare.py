@@ -68,8 +68,8 @@ def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int
         for inputs in ranks:
             stock(**inputs, num_items_in_batch=num_tokens).loss.backward()
         for name, parameter in ours.named_parameters():
-            want = stock.get_parameter(name).grad
-            assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
+            expected = stock.get_parameter(name).grad
+            assert_close(name, full_tensor(parameter.grad), expected, FP32_BUDGET)
 
 
 def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, world: int) -> None:

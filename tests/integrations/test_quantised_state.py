@@ -191,11 +191,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
     """Parameters and moments of each rank equal those of an uninterrupted run."""
     resumed = run_ranks(_resumed, WORLD, str(folder))
-    for got, want in zip(resumed, run_ranks(_uninterrupted, WORLD), strict=True):
+    for actual, expected in zip(resumed, run_ranks(_uninterrupted, WORLD), strict=True):
         for name in CASES:
-            assert got[name].keys() == want[name].keys() and got[name]
-            for key, value in want[name].items():
-                assert torch.equal(got[name][key], value), (name, key)
+            assert actual[name].keys() == expected[name].keys() and actual[name]
+            for key, value in expected[name].items():
+                assert torch.equal(actual[name][key], value), (name, key)
 
 
 @pytest.mark.slow

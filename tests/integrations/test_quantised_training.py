@@ -57,9 +57,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_training_equals_stock_on_the_same_values(runs: Results, kind: str) -> None:
-    got, want = runs[kind][0], runs[f"stock {kind}"][0]
-    assert set(want.grads) == {key for key in want.params if "lora_" in key}
-    assert_same_training(got, want)
+    actual, expected = runs[kind][0], runs[f"stock {kind}"][0]
+    assert set(expected.grads) == {key for key in expected.params if "lora_" in key}
+    assert_same_training(actual, expected)
 
 
 @pytest.mark.slow
@@ -144,24 +144,24 @@ def _stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
 
 def accelerate_in_fp32_equals_stock(rank: int, world: int) -> None:
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
-    got, want = _train(model, rank), _stock(torch.float32)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert_close(name, got[name], value, FP32_BUDGET)
+    actual, expected = _train(model, rank), _stock(torch.float32)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(name, actual[name], value, FP32_BUDGET)
 
 
 def accelerate_in_bf16_is_as_close_as_stock(rank: int, world: int) -> None:
     """FSDP2 gathers codes and scales uncast; the error of all adapters is at most twice stock's."""
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
-    got = _train(model, rank, mixed_precision="bf16")
+    actual = _train(model, rank, mixed_precision="bf16")
     truth = _stock(torch.float64)
     of_stock = _distance(_stock(torch.float32, bf16=True), truth)
-    ours = _distance(got, truth)
+    ours = _distance(actual, truth)
     assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
 
 
 def _distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    squares = [(factors[name].double() - want).square().sum() for name, want in truth.items()]
+    squares = [(factors[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 
 

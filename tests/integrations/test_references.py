@@ -81,8 +81,8 @@ def check_reference(reference: nn.Module, seed: int) -> None:
     inputs = batch(stock, 2, 9, seed=dist.get_rank())
     for _ in range(2):
         with torch.no_grad(), stages_gathered(reference) as gathered_in:
-            got = reference(**inputs).logits
-        assert_close("logits", got, stock(**inputs).logits, FP32_INSIDE)
+            actual = reference(**inputs).logits
+        assert_close("logits", actual, stock(**inputs).logits, FP32_INSIDE)
         order = ["embedding", *range(LAYERS), "head"]
         assert len(gathered_in) == LAYERS
         for layer, gathered in gathered_in.items():
@@ -188,8 +188,8 @@ def mixing_into_the_reference_gathers_no_parameter(rank: int, world: int) -> Non
         assert not gathered_in
         of_policy, of_reference = tiny(**FP32).state_dict(), tiny(seed=3, **FP32).state_dict()
         for name, parameter in reference.named_parameters():
-            want = of_reference[name].mul(0.75).add(of_policy[name], alpha=0.25)
-            assert torch.equal(full_tensor(parameter.detach()), want), name
+            expected = of_reference[name].mul(0.75).add(of_policy[name], alpha=0.25)
+            assert torch.equal(full_tensor(parameter.detach()), expected), name
         with pytest.raises(ValueError, match=r"sync_ref_model=True mixes shards.*same sizes"):
             references.mix_shards(left_to_trl, policy, at_ep_1, 0.25)
 

@@ -46,9 +46,13 @@ def working_optimizers_train_as_in_one_process(rank: int, world: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         moved, error = 0.0, 0.0
-        for (key, got), want in zip(model.named_parameters(), stock.parameters(), strict=True):
-            moved += float((want.detach() - before[key]).square().sum())
-            error += float((full_tensor(got.detach()) - want.detach()).square().sum())
+        for (key, parameter), stock_parameter in zip(
+            model.named_parameters(), stock.parameters(), strict=True
+        ):
+            moved += float((stock_parameter.detach() - before[key]).square().sum())
+            error += float(
+                (full_tensor(parameter.detach()) - stock_parameter.detach()).square().sum()
+            )
         assert moved > 0 and math.sqrt(error / moved) < BUDGET, (name, moved, error)
 
 

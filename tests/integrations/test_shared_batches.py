@@ -202,7 +202,7 @@ def _flops_are_those_of_one_process(rank: int, folder: str) -> None:
     stock = _trainer(folder, {}, model=tiny(dtype=torch.float32))
     rows = _rows()[:2]
     inputs = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    want = stock.floating_point_ops(inputs)
+    expected = stock.floating_point_ops(inputs)
     trainer = _trainer(
         folder,
         {"train_sampling_strategy": "sequential"},
@@ -210,7 +210,7 @@ def _flops_are_those_of_one_process(rank: int, folder: str) -> None:
         train_dataset=rows,
     )
     trainer.train()
-    assert want > 0 and trainer.state.total_flos == want
+    assert expected > 0 and trainer.state.total_flos == expected
 
 
 def _a_sampler_that_deals_rows_to_all_ranks_is_refused(rank: int, folder: str) -> None:

@@ -32,8 +32,8 @@ from support.trainer_runs import (
 )
 
 # AdamW's first steps are signs of gradients, so a rounding error can move a parameter by twice the
-# learning rate. Steps of SGD are proportional to gradients. 24 losses are compared, because one loss
-# has a random error.
+# learning rate. Steps of SGD are proportional to gradients. The error of one loss is random, so 24
+# losses are compared.
 BF16 = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 24}
 
 
@@ -158,10 +158,10 @@ def test_saved_model_loads_in_stock(runs: Results, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep1", "ep4"])
 def test_training_at_other_sizes_equals_stock(slow_runs: Results, name: str) -> None:
-    got, want = slow_runs[name][0], slow_runs["stock"][0]
-    assert_same_training(got, want)
-    assert_same_evaluation(got, want, count=3)
-    assert_same_after_training(got, want)
+    actual, expected = slow_runs[name][0], slow_runs["stock"][0]
+    assert_same_training(actual, expected)
+    assert_same_evaluation(actual, expected, count=3)
+    assert_same_after_training(actual, expected)
 
 
 @pytest.mark.slow
@@ -176,18 +176,18 @@ def test_aux_loss_at_other_sizes_equals_stock(slow_runs: Results) -> None:
 def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -> None:
     """Compare errors against fp64 (2-norms) of the losses and of each gradient and parameter."""
     truth, stock = slow_runs["stock fp64"][0], slow_runs["stock bf16"][0]
-    got = slow_runs[name][0]
+    actual = slow_runs[name][0]
 
     def error(result: Result, kind: str, key: str) -> float:
         pick = result.series if kind == "log" else getattr(result, kind).__getitem__
-        want = truth.series(key) if kind == "log" else getattr(truth, kind)[key]
-        return (pick(key).double() - want.double()).norm().item()
+        expected = truth.series(key) if kind == "log" else getattr(truth, kind)[key]
+        return (pick(key).double() - expected.double()).norm().item()
 
     assert len(truth.series("loss")) == 24
     measured = [("log", "loss")]
     measured += [(kind, key) for kind in ("grads", "params") for key in truth.params]
     for kind, key in measured:
-        ours, of_stock = error(got, kind, key), error(stock, kind, key)
+        ours, of_stock = error(actual, kind, key), error(stock, kind, key)
         assert of_stock > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
         assert 0 < ours <= 2 * of_stock, f"{kind} {key}: error {ours:.3e}, of stock {of_stock:.3e}"
 
@@ -212,12 +212,12 @@ def test_launch_options_equal_stock(slow_runs: Results) -> None:
 
 @pytest.mark.slow
 def test_compiled_equals_stock(slow_runs: Results, tmp_path: Path) -> None:
-    got, want = slow_runs["compiled"][0], slow_runs["stock"][0]
-    assert "OptimizedModule" in got.values["inspect"]["classes"]
-    assert_same_training(got, want)
-    losses = [torch.as_tensor(result.values["evaluate"]) for result in (got, want)]
+    actual, expected = slow_runs["compiled"][0], slow_runs["stock"][0]
+    assert "OptimizedModule" in actual.values["inspect"]["classes"]
+    assert_same_training(actual, expected)
+    losses = [torch.as_tensor(result.values["evaluate"]) for result in (actual, expected)]
     assert_close("evaluation", *losses, FP32_BUDGET)
-    assert_loads_in_stock(got, tmp_path)
+    assert_loads_in_stock(actual, tmp_path)
 
 
 @pytest.mark.slow

@@ -127,9 +127,9 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
     """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's needs no manifest."""
     for key in ("loss", "grad_norm"):
-        got, want = runs[case][0].series(key), runs["whole"][0].series(key)
-        assert len(got) == 6
-        for number, pair in enumerate(zip(got, want, strict=True), start=1):
+        actual, expected = runs[case][0].series(key), runs["whole"][0].series(key)
+        assert len(actual) == 6
+        for number, pair in enumerate(zip(actual, expected, strict=True), start=1):
             assert_close(f"{key} of step {number}", *pair, FP32_BUDGET)
 
 
@@ -233,7 +233,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
     """Stock looks for its own parameter names in the file, and would not load the experts."""
     trainer = _trainer(tmp_path, True)
     trainer.train()
-    want = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     resumed = _trainer(tmp_path, True)
     for load in ("resume", "best"):
         with torch.no_grad():
@@ -247,7 +247,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
             resumed.state.best_model_checkpoint = os.fspath(tmp_path / "checkpoint-3")
             resumed._load_best_model()
         for name, parameter in resumed.model.named_parameters():
-            assert torch.equal(parameter, want[name]), (load, name)
+            assert torch.equal(parameter, expected[name]), (load, name)
 
 
 def test_files_of_an_unfinished_save_are_deleted_before_the_next(

@@ -44,11 +44,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.slow
 @pytest.mark.parametrize(("r", "targets", "ep"), SQUARE)
 def test_training_equals_stock(runs: Results, r: int, targets: str, ep: int) -> None:
-    got, want = runs[f"{r} {targets}"][0], runs[f"stock {r} {targets}"][0]
-    trained = {key for key in want.grads if "lora_" in key}
+    actual, expected = runs[f"{r} {targets}"][0], runs[f"stock {r} {targets}"][0]
+    trained = {key for key in expected.grads if "lora_" in key}
     assert len(trained) == 2 * 2 * (4 if targets == "both" else 2)
-    assert trained == set(want.grads)
-    assert_same_training(got, want)
+    assert trained == set(expected.grads)
+    assert_same_training(actual, expected)
 
 
 @pytest.mark.slow

@@ -163,12 +163,12 @@ _CASES = [
 
 @pytest.mark.parametrize(("name", "imported_first"), _CASES)
 def test_functions_are_wrapped_when_a_script_needs_them(name: str, imported_first: bool) -> None:
-    package, use, wanted = SCRIPTS[name]
+    package, use, num_wraps = SCRIPTS[name]
     if name == "TRL":
         pytest.importorskip("trl", minversion="1.16")
     imported = IMPORTS[package]
     nothing_wrapped = "assert not in_force(), in_force()"
-    counted = f"{use}\nassert len(in_force()) == {wanted}, sorted(in_force())"
+    counted = f"{use}\nassert len(in_force()) == {num_wraps}, sorted(in_force())"
     if imported_first:
         _run(
             imported,
@@ -226,11 +226,11 @@ def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
     The patched model is trained first in the same way, so that all wraps are in force. Afterwards
     only the wraps of the process are called, once for each object that is made or prepared.
     """
-    package, use, wanted = SCRIPTS[name]
+    package, use, num_wraps = SCRIPTS[name]
     # `use` runs twice: first with the patched model, then with the stock model as `model`.
     switch_to_stock = "sys.setprofile(trace)\nmodel = stock"
     printed = _run(IMPORTS[package], TRACE, use, switch_to_stock, use, END_TRACE)
-    assert int(printed.split()[-1]) == 0 or wanted > 0
+    assert int(printed.split()[-1]) == 0 or num_wraps > 0
 
 
 STEP = """
@@ -368,8 +368,8 @@ def _without_a_target(name: str, rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match=message):
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     inputs = batch(ours, 2, 7, seed=rank)
-    want = tiny(dtype=torch.float32)(**inputs).loss
-    assert_close("loss", ours(**inputs).loss, want, FP32_BUDGET)
+    expected = tiny(dtype=torch.float32)(**inputs).loss
+    assert_close("loss", ours(**inputs).loss, expected, FP32_BUDGET)
     with launched(), pytest.raises(ImportError, match=message):
         use(Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2))
 

@@ -201,14 +201,14 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
     for index, case in enumerate(cases):
         plan = case.plan(world)
         for rank in range(world):
-            got = measured[rank][index]
+            actual = measured[rank][index]
             of_rank = plan.of_rank(rank)
-            want = {
+            expected = {
                 name: getattr(of_rank, name) for name in ("parameters", "gradients", "optimizer")
             }
-            want |= {"gathered": plan.gathered, "experts": got["experts"]}
-            if got != want:
-                wrong.append(f"{case.name}, rank {rank}: holds {got}, planned {want}")
+            expected |= {"gathered": plan.gathered, "experts": actual["experts"]}
+            if actual != expected:
+                wrong.append(f"{case.name}, rank {rank}: holds {actual}, planned {expected}")
         for name in ("parameters", "gradients", "optimizer"):
             assert plan.all_ranks(name) == sum(of_rank[index][name] for of_rank in measured), (
                 case.name

@@ -70,17 +70,17 @@ def _cache_config(cache: Path) -> None:
 
 
 def test_a_hub_id_fetches_only_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = published_models.find_config("Qwen/Qwen3-30B-A3B")  # a known shape, without a network
+    config = published_models.find_config("Qwen/Qwen3-30B-A3B")  # known without a network
     asked: list[str] = []
 
     def fetch(name: str, **options: object) -> object:
         assert not options["local_files_only"]
         asked.append(name)
-        return want
+        return config
 
     monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, **_: asked.append(url))
     monkeypatch.setattr(published_models.AutoConfig, "from_pretrained", fetch)
-    assert published_models.find_config(NAME) is want
+    assert published_models.find_config(NAME) is config
     assert asked == [f"{constants.ENDPOINT}/{NAME}/resolve/main/config.json", NAME]
 
 
