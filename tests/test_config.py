@@ -103,9 +103,7 @@ def test_overrides_are_checked_like_fields() -> None:
             resolve_config(wrong, {})  # type: ignore[arg-type]
 
 
-def test_the_environment_fills_sizes_that_the_script_leaves_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", " 8 ")
     monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "1")
     assert resolve_config(None, {}) == ParallelConfig(8, 1, 1)

@@ -1,8 +1,4 @@
-"""`patch` and `unpatch` in one process.
-
-A patched model computes the numbers of the stock model, other models stay as they are, and
-`unpatch` removes every trace of `patch`.
-"""
+"""`patch` keeps the numbers of stock and changes one model only; `unpatch` removes every trace."""
 
 import copy
 import subprocess

@@ -65,9 +65,7 @@ def test_refused_types_are_shown_with_the_reason() -> None:
         assert not reason or columns["ep"] == {"refused": reason}, table.COMMAND
 
 
-def test_results_refusals_and_failures_are_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_and_failures_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "found.jsonl"
     monkeypatch.setenv(results.FILE, str(file))
     with recording("mixtral", "ep") as errors:
@@ -84,7 +82,7 @@ def test_results_refusals_and_failures_are_recorded(
     }
 
 
-def test_results_are_recorded_only_if_the_variable_is_set(
+def test_nothing_is_recorded_without_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -27,9 +27,7 @@ def test_calls_have_the_order_and_results_of_the_layer(layer: bench.Layer) -> No
 
 
 @pytest.mark.slow
-def test_the_sum_is_over_all_kernels(
-    layer: bench.Layer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sums_are_over_all_kernels(layer: bench.Layer, capsys: pytest.CaptureFixture[str]) -> None:
     row = layer.table_row()
     assert bench.time_table(layer, row, 1) == 0
     lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]

@@ -58,9 +58,7 @@ def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="no such type yet")
-def test_a_model_with_a_gate_that_no_backend_computes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = _json(capsys, _config(tmp_path, "inkling2_text"))
     assert "the gate of Inkling2Experts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
     assert printed["granted"]["sp"] == printed["granted"]["ep"]
@@ -85,9 +83,7 @@ def test_types_without_a_plan_are_refused(shape: str, capsys: pytest.CaptureFixt
     assert REFUSED[shape] in capsys.readouterr().err
 
 
-def test_a_type_that_is_not_registered_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_type_that_is_not_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The type is a user's own. The error names it, and says how to register the type."""
     (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
     for command in (["architecture"], ["memory", "--gpus", "2"]):

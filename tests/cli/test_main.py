@@ -108,9 +108,7 @@ def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     }
 
 
-def test_an_interrupted_command_exits_with_130(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(verify_command, "verify", side_effect=KeyboardInterrupt):
         assert main(["verify", str(folder / "model")]) == 130
     assert capsys.readouterr().err == "hf-moe-ep: interrupted\n"

@@ -122,9 +122,7 @@ def test_merged_maps_of_a_long_run_keep_all_counts(tmp_path: Path) -> None:
     assert len(callback._maps) <= 12
 
 
-def test_wrong_options_and_unpatched_models_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for every in (0, 1.5, True):
         with pytest.raises(ValueError, match=r"every must be a whole number of steps >= 1"):
             ExpertLoadCallback(every=every)

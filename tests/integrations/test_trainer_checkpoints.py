@@ -44,14 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> Results:
     """Four ranks train to step 3 and stop. Changed copies of their folder are resumed at ep 4.
 
-    | copy | change of checkpoint-3 |
-    |---|---|
-    | torn | the manifest is missing, as after a save that did not finish |
-    | flipped | one bit of the optimizer's data is flipped |
-    | stock | without our two files, as the stock Trainer writes it |
-    | code | `.metadata` is a pickle that runs code |
-    | planted | an item of the optimizer is a pickle that runs code; a new manifest |
-    | planted, bare | the same without our two files |
+    torn             the manifest is missing, as after a save that did not finish
+    flipped          one bit of the optimizer's data is flipped
+    stock            our two files are missing, as the stock Trainer saves
+    code             `.metadata` is a pickle that runs code
+    planted          an item of the optimizer is a pickle that runs code; a new manifest
+    planted, bare    the same, without our two files
     """
     half = folder / "half"
     results = launch(
@@ -195,22 +193,17 @@ def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
     )
 
 
-def test_old_checkpoints_are_deleted_after_the_manifest_is_written(
-    tmp_path: Path, one_process: None
-) -> None:
+def test_old_checkpoints_are_deleted_last(tmp_path: Path, one_process: None) -> None:
     folders, stock_write = [], manifest.write
 
-    def record_folders(folder: Path, *args: Any, **kwargs: Any) -> None:
+    def record(folder: Path, *args: Any, **kwargs: Any) -> None:
         folders.append(sorted(path.name for path in tmp_path.iterdir()))
         assert (folder / manifest.STARTED).exists() and (folder / "trainer_state.json").exists()
         if folder.name == "checkpoint-3":
             raise OSError("killed here")
         stock_write(folder, *args, **kwargs)
 
-    with (
-        mock.patch.object(manifest, "write", record_folders),
-        pytest.raises(OSError, match="killed"),
-    ):
+    with mock.patch.object(manifest, "write", record), pytest.raises(OSError, match="killed"):
         _trainer(tmp_path, True).train()
     assert folders == [
         ["checkpoint-1"],
@@ -240,9 +233,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
             for parameter in resumed.model.parameters():
                 parameter.fill_(5.0)
         if load == "resume":
-            resumed.train(
-                resume_from_checkpoint=True
-            )  # the last step is done, so it trains no more
+            resumed.train(resume_from_checkpoint=True)  # no step is left to train
         else:
             resumed.state.best_model_checkpoint = os.fspath(tmp_path / "checkpoint-3")
             resumed._load_best_model()
@@ -250,9 +241,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
             assert torch.equal(parameter, expected[name]), (load, name)
 
 
-def test_files_of_an_unfinished_save_are_deleted_before_the_next(
-    tmp_path: Path, one_process: None
-) -> None:
+def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, one_process: None) -> None:
     """Eight ranks wrote them, with random states that a resumed run must not read."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
@@ -269,9 +258,7 @@ def test_files_of_an_unfinished_save_are_deleted_before_the_next(
     assert "rng_state.pth" in named and "rng_state_7.pth" not in named
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_complete(
-    tmp_path: Path, one_process: None
-) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, one_process: None) -> None:
     """The error names the folder and the reason."""
     small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(small, capture_output=True).returncode:

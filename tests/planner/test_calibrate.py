@@ -102,9 +102,7 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
 
 
 @needs_bf16_attention
-def test_rates_of_a_real_rank_predict_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_rates_predict_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rates are read from a file; the seconds are those that `fit` got for the timed step."""
     measured_seconds: list[float] = []
 

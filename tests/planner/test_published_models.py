@@ -105,9 +105,7 @@ def test_without_a_network_the_cached_config_is_read(
     assert len(asked) == 1 and slept == []
 
 
-def test_the_error_for_an_unknown_model_of_the_hub(
-    hub_is: Callable[..., list[str]],
-) -> None:
+def test_a_model_that_is_not_on_the_hub(hub_is: Callable[..., list[str]]) -> None:
     headers = {"X-Error-Code": "RepoNotFound"}
     hub_is(lambda request: HTTP.Response(404, headers=headers, request=request))
     with pytest.raises(ValueError, match=f"{NAME}.* was not found .*Repository Not Found for url"):
