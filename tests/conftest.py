@@ -1,4 +1,4 @@
-"""Global test state: interpreter mode for Triton, poisoned memory, seeds, no TF32, GPU skips."""
+"""Global state of all tests: Triton's interpreter, poisoned memory, seeds, no TF32, GPU skips."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from support.checks import Found, selected_checks
 from support.poison import poison_empty
 
-# Before anything imports triton, and inherited by spawned ranks and by subprocesses.
+# Must be set before triton is imported. Spawned ranks and subprocesses inherit it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Found:
-    """Results of the module's checks on N ranks (`support.checks`)."""
+    """Return the results of the module's checks on several ranks (`support.checks`)."""
     return Found(selected_checks(request))
 
 

@@ -211,7 +211,7 @@ def _lora(targets: list[str] | str = TARGETS, **more: Any) -> peft.LoraConfig:
 
 def _with_adapters(rank: int, world: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patches:
-        patches.delattr(hub, "snapshot_download")  # whoever calls it gets another error
+        patches.delattr(hub, "snapshot_download")  # a download would raise another error
         for words, config in REFUSED.items():
             with pytest.raises(ValueError, match=rf"peft_config is .*{words}.*get_peft_model"):
                 from_pretrained("owner/model", peft_config=config())
@@ -226,6 +226,6 @@ def _with_adapters(rank: int, world: int, folder: str) -> None:
 
 
 def test_adapters_that_need_values_are_refused_by_name(tmp_path: Path) -> None:
-    """In front of the download, which takes an hour; PEFT's own message would come after it."""
+    """The error comes before the download, which takes an hour; PEFT would raise after it."""
     write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
     run_ranks(_with_adapters, 1, str(tmp_path / "hub"))

@@ -59,7 +59,7 @@ def _traces(model: nn.Module) -> list[str]:
 
 
 def _snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Map each module to its class, the sizes of its dicts (hooks are in them) and other ids."""
+    """Map each module to its class, the sizes of its dicts (hooks) and the ids of its attributes."""
     return {
         name: {
             "class": type(module),

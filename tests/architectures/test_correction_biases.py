@@ -1,8 +1,7 @@
 """Biases that correct a router's choice stay in fp32, with the values of rank 0.
 
-So they do in a step, in checkpoints and in hub files. They have many names, and are buffers or
-parameters without a gradient. Rounded to bf16 they would choose other experts, and no error would
-show it.
+This holds in a step, in checkpoints and in hub files. The biases have many names, and are buffers
+or parameters without a gradient. Biases rounded to bf16 would silently choose other experts.
 """
 
 import warnings

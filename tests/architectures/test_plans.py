@@ -139,7 +139,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
 }
-# The default configs of these types, which the table describes, have no tower. With a tower:
+# The same for types whose default config, which the table describes, has no tower.
 TOWERS = {"gemma4": ("vision_tower", "embed_vision")}
 # How the hub stores the first stacked weight of a layer, if it is not as one gate_proj and one
 # up_proj per expert.

@@ -1,4 +1,4 @@
-"""The dispatch benchmark: its bytes equal a count by hand, its formula an enumeration."""
+"""The dispatch benchmark: bytes equal a count by hand; the formula equals an enumeration."""
 
 from itertools import combinations
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""benchmarks/end_to_end.py: both sides have the same losses, and its FLOPs are those by hand."""
+"""benchmarks/end_to_end.py: both sides have equal losses; FLOPs equal a count by hand."""
 
 import os
 import subprocess

@@ -80,7 +80,7 @@ def test_a_part_ends_within_its_time(tmp_path: Path) -> None:
 
 
 def test_every_part_fits_its_time_and_its_scripts_know_their_options() -> None:
-    """Otherwise the GPU run would fail at an unknown option."""
+    """Without this test, an unknown option would stop a job only on the GPU machine."""
     parsers = {
         "benchmarks/end_to_end.py": end_to_end.parse,
         "benchmarks/experts.py": experts.parse,

@@ -58,7 +58,7 @@ def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: in
     stock = tiny(dtype=torch.float32)
     stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
     accelerator, model, optimizer = prepared(
-        # Not AdamW: its first steps are signs of gradients, which rounding flips near zero.
+        # Not AdamW: its first steps are signs of gradients, and rounding flips signs near zero.
         tiny(dtype=torch.float32, seed=rank),
         accelerator,
         torch.optim.SGD,
@@ -155,7 +155,7 @@ def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
     _, model, _ = prepared(model, ep_size=2)
     for name, parameter in model.named_parameters():
         assert torch.equal(full_tensor(parameter), truth.get_parameter(name)), name
-    for name, buffer in model.named_buffers():  # inv_freq is not persistent
+    for name, buffer in model.named_buffers():  # also inv_freq, which is not persistent
         assert torch.equal(buffer, truth.get_buffer(name)), name
 
 
@@ -211,7 +211,7 @@ def _clips_only_the_given_parameters(rank: int, world: int) -> None:
 
 
 def _prepares_once_by_every_name(rank: int, world: int) -> None:
-    """Every module that has `fsdp2_prepare_model` has ours; ms-swift imports another copy."""
+    """The replacement is in every module with `fsdp2_prepare_model`, and shards only once."""
     with launched():
         accelerator, model = Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2)
         prepared_model = accelerate.utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)
@@ -292,7 +292,7 @@ def _a_given_plugin_is_kept(rank: int, world: int) -> None:
 
 
 def _with_adapters(model: nn.Module) -> nn.Module:
-    """Wrap the model in a PeftModelForCausalLM, which a task type selects."""
+    """Wrap the model in a PeftModelForCausalLM; the task type selects this class."""
     torch.manual_seed(1)
     config = LoraConfig(
         task_type="CAUSAL_LM",

@@ -65,7 +65,7 @@ def _on_rank_0(rank: int, run: Any) -> None:
 
 
 def _a_pickle_in_a_byte_item_runs_no_code(rank: int, world: int, folder: str) -> None:
-    """It is in the optimizer's file: with the old manifest, with a new one, and with none."""
+    """The pickle is in a file of the optimizer. The manifest is old, new, or missing."""
     state, trace = Path(folder, "state"), Path(folder, "code ran")
     with launched(**SHARDED):
         run = _Run(rank)

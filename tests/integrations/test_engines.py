@@ -1,4 +1,4 @@
-"""TRL syncs weights to an engine: it gets the tensors of `save_pretrained`, adapters merged.
+"""The engine that TRL syncs gets the tensors of `save_pretrained`, with adapters merged.
 
 The two modes of TRL are "colocate" (an engine on every rank) and "server" (one, fed by rank 0).
 """
@@ -153,7 +153,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
 
 
 def _fails_inside(sync: Any, iterators: list[Any]) -> None:
-    """Fail like an engine: its error has a cause, which keeps the frames of the iteration."""
+    """Raise an error with a cause, as engines do; the cause refers to the frames of the loop."""
 
     def inside() -> None:
         tensors = engines.iter_named_params(pytest.fail, sync)

@@ -22,7 +22,7 @@ WORLD = 2
 
 
 def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int) -> None:
-    """If only the root were a unit, each forward would all-gather the whole model."""
+    """If only the root were an FSDP2 unit, each forward would all-gather the whole model."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
         accelerator = Accelerator(cpu=True)
@@ -51,7 +51,7 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
-    """The error of the check above recommends it."""
+    """The error of the check above recommends this method."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         ours.train().gradient_checkpointing_enable()
@@ -73,7 +73,7 @@ def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int
 
 
 def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, world: int) -> None:
-    """It is the SFTTrainer's default from TRL 1.0 to 1.14. TRL 1.15 has a fused head instead."""
+    """SFTTrainer uses the chunked loss by default from TRL 1.0 to 1.14; 1.15 has a fused head."""
     cases: list[tuple[bool, int, str]] = [
         (True, 1, r"chunked loss .* aux loss .*loss_type='nll'.*trl>=1.15"),
         (False, 2, r"chunked loss .* slices of sp_size=2; install trl>=1.15"),

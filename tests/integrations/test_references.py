@@ -258,7 +258,7 @@ def _twice(original: Any, number: int) -> Any:
 def test_a_function_is_replaced_in_modules_that_imported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So are static methods. One warning is given for each function that does not exist."""
+    """Static methods are replaced, too. Each function that does not exist gives one warning."""
     source = types.ModuleType("somewhere_imported")
     exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
     user = types.ModuleType("somewhere_importing")
@@ -281,7 +281,7 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
 def test_a_function_is_called_when_a_module_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is called at once if the module is imported already. `find_spec` does not call it."""
+    """The function is called at once if the module is imported already, but not by find_spec."""
     (tmp_path / "imported_later.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
     calls: list[int] = []

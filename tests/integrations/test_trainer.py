@@ -1,7 +1,7 @@
-"""The stock Trainer under `accelerate launch` on 4 ranks, against the stock Trainer in 1 process.
+"""The Trainer trains a patched model on 4 ranks as it trains a stock model in one process.
 
-Both train the same model on the same rows in the same order. The batch of the single process is 4
-times the per-device batch of the ranks. Every launch runs a table of cases (see
+Both runs have the same rows in the same order. The batch of the single process is 4 times the
+per-device batch of the ranks. Every launch runs a table of cases (see
 support/jobs/trainer.py); each test reads the results that it needs.
 """
 
@@ -130,7 +130,7 @@ def test_training_equals_stock(runs: Results) -> None:
 
 
 def test_evaluation_equals_stock(runs: Results) -> None:
-    """Evaluate during and after training. "half" trains the same steps and never evaluates."""
+    """Evaluate during and after training. The case "half" trains the same steps without it."""
     assert_same_evaluation(runs["ep2"][0], runs["stock"][0], count=3)
     assert_same_after_training(runs["ep2"][0], runs["stock"][0])
     half = runs["half"][0].series("loss")

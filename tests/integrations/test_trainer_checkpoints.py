@@ -109,9 +109,9 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
-    """Each rank plans the save itself if tensors with the same layout share one list of chunks.
+    """Then tensors with the same layout share one list of chunks in `.metadata`.
 
-    torch gathers the plans of all ranks, and writes one list per tensor. See also
+    torch, which gathers the plans of all ranks, writes one list per tensor. See also
     `tests/checkpoints/test_planner.py`.
     """
     reader = MetadataReader(folder / "half" / "checkpoint-3" / part)
@@ -157,7 +157,7 @@ def test_a_pickle_in_metadata_runs_no_code(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["planted", "planted, bare"])
 def test_a_pickle_in_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
-    """The manifest cannot prevent it: an attacker writes a new one, or none as stock does."""
+    """A manifest is no protection: an attacker can write a new one, or none as stock does."""
     assert len(runs[case]) == 4
     for result in runs[case]:
         words = "optimizer_0/__0_0.distcp cannot be loaded: its item optimizer."
@@ -242,7 +242,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, one_process: None) -> None:
-    """Eight ranks wrote them, with random states that a resumed run must not read."""
+    """Eight ranks wrote the files, with random states that a resumed run must not read."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
     notes = folder / "notes.txt"

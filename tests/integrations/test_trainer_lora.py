@@ -1,4 +1,4 @@
-"""LoRA through the stock Trainer on 4 ranks, against stock PEFT in one process."""
+"""LoRA trains with the stock Trainer on 4 ranks as stock PEFT does in one process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""CUDA's peak allocation in a step, compared with the plan of that step."""
+"""The planned peak of a step on a GPU is compared with CUDA's peak allocation."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -53,7 +53,7 @@ def test_an_operator_takes_the_longer_of_computation_and_memory() -> None:
 
 
 def test_collectives_overlap_with_computation() -> None:
-    """FSDP2's collectives overlap with all computation, rows with experts, counts with nothing."""
+    """FSDP2's collectives hide behind all computation, rows behind experts; counts never hide."""
     gather = Collective("all_gather", "parameters", (0, 1), 0, 40, hideable=1.0)  # 0.25 + 20 / 2
     rows = Collective("all_to_all", "rows", (0, 1), 0, 0, (0, 15), hideable=0.5)  # 0.25 + 15 / 2
     counts = Collective("all_gather", "counts", (0, 2), 0, 2)  # 2 + 1 / 0.5

@@ -69,8 +69,8 @@ ON_ONE_RANK = {
     [pytest.param(n, marks=needs_bf16_attention) if "bf16" in n else n for n in ON_ONE_RANK],
 )
 def test_a_plan_for_one_rank_is_exact_to_the_byte(name: str) -> None:
-    """The plan does not know how many rows each expert gets. On one rank only the activations of
-    adapters (rows x rank) depend on that. FLOPs and kernel launches are exactly equal.
+    """The plan does not know how many rows each expert gets. On one rank, only the activations of
+    adapters depend on that. FLOPs and kernel launches are exactly equal.
     """
     configuration = ON_ONE_RANK[name]
     planned = configuration.planned(SIZES_OF_BENCH, world=1)
@@ -151,7 +151,7 @@ def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
 
 @pytest.mark.slow
 def test_a_plan_for_four_ranks_is_within_5_percent() -> None:
-    """The plan gets the measured expert load, which it cannot know."""
+    """The plan gets the expert load of the real step, which is not known before training."""
     names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
     measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
     for index, name in enumerate(names):
