@@ -24,7 +24,7 @@ from hf_moe_ep import from_pretrained
 from hf_moe_ep.upstream import hub
 
 
-def _mixed(rank: int, world: int, folder: str) -> torch.dtype:
+def _load_dtype(rank: int, world: int, folder: str) -> torch.dtype:
     return from_pretrained(folder).config.dtype
 
 
@@ -40,10 +40,10 @@ def test_the_dtype_of_a_checkpoint_with_two_dtypes(tmp_path: Path) -> None:
     config.pop("dtype", None)
     (folder / "config.json").write_text(json.dumps(config))
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    assert run_ranks(_mixed, 1, str(folder)) == [torch.bfloat16]
+    assert run_ranks(_load_dtype, 1, str(folder)) == [torch.bfloat16]
 
 
-def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
+def _load_by_name(rank: int, world: int, folder: str) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(hub, "snapshot_download", lambda *_, **__: folder)
         model = from_pretrained("owner/model", dtype="bfloat16")
@@ -64,7 +64,7 @@ def test_the_name_on_the_hub_stays_and_unusable_dtypes_are_refused(tmp_path: Pat
         config = json.loads((folder / "config.json").read_text())
         config |= {"quantization_config": method} if method else {}
         (folder / "config.json").write_text(json.dumps(config))
-    assert run_ranks(_named, 1, str(tmp_path / "hub")) == [("owner/model", "owner/model")]
+    assert run_ranks(_load_by_name, 1, str(tmp_path / "hub")) == [("owner/model", "owner/model")]
 
 
 class FakeHub:
@@ -110,7 +110,7 @@ NOT_DOWNLOADED = (
 )
 
 
-def _repository(folder: Path, files: int) -> set[str]:
+def _write_repository(folder: Path, files: int) -> set[str]:
     """Write a model and other files as on the hub; return the names that must be downloaded."""
     write_hub(folder, tiny(dtype=torch.float32), files=files)
     for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
@@ -130,8 +130,8 @@ def test_only_files_that_the_index_names_are_downloaded(
 ) -> None:
     repository = tmp_path / "repository"
     if subfolder:
-        _repository(repository, 2)
-    needed = _repository(repository / subfolder, files)
+        _write_repository(repository, 2)
+    needed = _write_repository(repository / subfolder, files)
     assert sum(name.endswith(".safetensors") for name in needed) == files
     fake = FakeHub(repository, tmp_path / COMMIT)
     monkeypatch.setattr(hub, "snapshot_download", fake)
@@ -142,7 +142,7 @@ def test_only_files_that_the_index_names_are_downloaded(
 
 
 def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _repository(tmp_path / "repository", 3)
+    _write_repository(tmp_path / "repository", 3)
     index = "model.safetensors.index.json"
     for text, words in (("{", "is damaged or not JSON"), ('{"weight_map": []}', "is not an index")):
         (tmp_path / "repository" / index).write_text(text)
@@ -153,7 +153,7 @@ def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             hub.local_folder("owner/model", {})
 
 
-def _downloaded(rank: int, world: int, folder: str, caches: str) -> list[bool]:
+def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:
     fake = FakeHub(Path(folder), Path(caches.format(rank=rank), COMMIT))
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(hub, "snapshot_download", fake)
@@ -163,11 +163,11 @@ def _downloaded(rank: int, world: int, folder: str, caches: str) -> list[bool]:
 
 def test_one_rank_per_machine_downloads(tmp_path: Path) -> None:
     """The other ranks then read its cache. A rank with a cache of its own downloads as well."""
-    _repository(tmp_path / "repository", 3)
+    _write_repository(tmp_path / "repository", 3)
     shared, per_rank = f"{tmp_path}/shared", f"{tmp_path}/of rank {{rank}}"
     repository = str(tmp_path / "repository")
-    assert run_ranks(_downloaded, 2, repository, shared) == [[False] * 2, [True] * 2]
-    assert run_ranks(_downloaded, 2, repository, per_rank) == [[False] * 2, [True, False, False]]
+    assert run_ranks(_download, 2, repository, shared) == [[False] * 2, [True] * 2]
+    assert run_ranks(_download, 2, repository, per_rank) == [[False] * 2, [True, False, False]]
 
 
 TARGETS = ["q_proj", "v_proj"]

@@ -16,7 +16,7 @@ from transformers import Qwen3MoeModel
 from hf_moe_ep.architectures import find_parts
 
 
-def _check(model: nn.Module, inner: nn.Module) -> None:
+def _check_parts(model: nn.Module, inner: nn.Module) -> None:
     """Check the parts of `model`, which is `inner` or wraps `inner`."""
     parts = find_parts(model)
     layers = inner.model.layers
@@ -33,7 +33,7 @@ def _is_moe(layer: nn.Module) -> bool:
 
 def test_parts_of_a_stock_model() -> None:
     model = tiny(num_hidden_layers=3, mlp_only_layers=[1])
-    _check(model, model)
+    _check_parts(model, model)
     parts = find_parts(model)
     assert parts.root is model and list(parts.layers) == list(model.model.layers)
     assert list(parts.experts) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]

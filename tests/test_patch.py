@@ -59,7 +59,7 @@ def _traces(model: nn.Module) -> list[str]:
 
 
 def _snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Map each module to its class, the sizes of its dicts (hooks) and the ids of its attributes."""
+    """Map each module to its class, the sizes of its dicts (hooks) and ids of its attributes."""
     return {
         name: {
             "class": type(module),
@@ -80,7 +80,7 @@ def _hooks(model: nn.Module) -> list[tuple[str, int, int]]:
     ]
 
 
-def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def _backward(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     model.zero_grad()
     out = model(**inputs)
     out.loss.backward()
@@ -88,8 +88,8 @@ def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, 
 
 
 def _compare(patched: nn.Module, stock: nn.Module, inputs: dict[str, Tensor]) -> None:
-    actual, actual_grads = _grads(patched, inputs)
-    expected, expected_grads = _grads(stock, inputs)
+    actual, actual_grads = _backward(patched, inputs)
+    expected, expected_grads = _backward(stock, inputs)
     assert_close("logits", actual.logits, expected.logits, 1e-12)
     assert_close("loss", actual.loss, expected.loss, 1e-6)  # transformers casts logits to fp32
     assert actual_grads.keys() == expected_grads.keys()
@@ -134,8 +134,8 @@ def test_patched_equals_stock_in_fp32(name: str) -> None:
     patched, stock = tiny(**size).float(), tiny(**size).float()
     patch(patched)
     inputs = batch(tiny(), 4, 128, seed=1, pad=9)
-    actual, actual_grads = _grads(patched, inputs)
-    expected, expected_grads = _grads(stock, inputs)
+    actual, actual_grads = _backward(patched, inputs)
+    expected, expected_grads = _backward(stock, inputs)
     assert_close("loss", actual.loss, expected.loss, 1e-5)
     for key, grad in actual_grads.items():
         assert_close(key, grad, expected_grads[key], 1e-5)
@@ -205,16 +205,16 @@ def test_describe_says_what_balances() -> None:
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
     model = tiny(**SIZES["aux loss"])
-    expected, expected_grads = _grads(model, _inputs())  # in it, transformers adds its recorders
+    expected, expected_grads = _backward(model, _inputs())  # transformers adds its recorders
     before, config, hooks_before = _snapshot(model), model.config, _hooks(model)
     patch(model)
     assert any(trace.endswith(STATE) for trace in _traces(model))  # _traces finds a patched model
-    _grads(model, _inputs())
+    _backward(model, _inputs())
     assert unpatch(model) is model
     assert _snapshot(model) == before and _traces(model) == [] and _hooks(model) == hooks_before
     assert model.config is config
     assert all(m.config is config for m in model.modules() if hasattr(m, "config"))
-    actual, actual_grads = _grads(model, _inputs())
+    actual, actual_grads = _backward(model, _inputs())
     assert torch.equal(actual.logits, expected.logits) and torch.equal(actual.loss, expected.loss)
     assert all(torch.equal(actual_grads[name], grad) for name, grad in expected_grads.items())
     patch(model)
@@ -466,7 +466,7 @@ def test_sequence_classification() -> None:
 
 
 def test_autocast_is_no_worse_than_stock_under_autocast() -> None:
-    truth, truth_grads = _grads(tiny(dtype=torch.float64), _inputs())
+    truth, truth_grads = _backward(tiny(dtype=torch.float64), _inputs())
     errors = {}
     for kind in ("stock", "patched"):
         model = tiny(dtype=torch.float32)
@@ -539,14 +539,14 @@ assert global_state()[:5] == after_first_patch, "a second model wrapped the func
 """
 
 
-def _tiny_of_12_gib() -> Qwen3MoeForCausalLM:
+def _build_12_gib_model() -> Qwen3MoeForCausalLM:
     """Build a tiny model with a parameter of 12 GiB that is expanded from a single number."""
     model = tiny()
     model.register_parameter("large", nn.Parameter(torch.zeros(1).expand(3 * 2**30)))
     return model
 
 
-def _launch_with(patches: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def _set_launch_variables(patches: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         patches.setenv(name, value)
 
@@ -556,9 +556,9 @@ TWO_RANKS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
 
 def test_patch_warns_of_a_large_model_on_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning names the GiB per process, the number of processes and `from_pretrained`."""
-    _launch_with(monkeypatch, TWO_RANKS)
+    _set_launch_variables(monkeypatch, TWO_RANKS)
     with pytest.warns(UserWarning, match="every process holds the whole") as warned:
-        model = patch(_tiny_of_12_gib(), ep_size=2)
+        model = patch(_build_12_gib_model(), ep_size=2)
     patch(model, ep_size=2)
     (warning,) = warned
     assert "12.0 GiB x 2 processes on this host = 24.0 GiB" in str(warning.message)
@@ -566,7 +566,7 @@ def test_patch_warns_of_a_large_model_on_each_process(monkeypatch: pytest.Monkey
     assert warning.filename == __file__
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.warns(UserWarning, match=r"12\.0 GiB x 4 processes on this host = 48\.0 GiB"):
-        patch(_tiny_of_12_gib())
+        patch(_build_12_gib_model())
 
 
 # Environment variables of the launch; True if the large parameter is on the meta device.
@@ -580,8 +580,8 @@ NO_WARNING: dict[str, tuple[dict[str, str], bool]] = {
 @pytest.mark.parametrize("case", NO_WARNING)
 def test_no_warning_of_a_large_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variables, on_meta = NO_WARNING[case]
-    _launch_with(monkeypatch, variables)
-    model = _tiny_of_12_gib()
+    _set_launch_variables(monkeypatch, variables)
+    model = _build_12_gib_model()
     if on_meta:
         model.large = nn.Parameter(torch.empty(3 * 2**30, device="meta"))
     with warnings.catch_warnings():
@@ -591,7 +591,7 @@ def test_no_warning_of_a_large_model(case: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_warning_of_a_small_model_on_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of exactly LARGE_MODEL_BYTES is small; a model of one byte more is large."""
-    _launch_with(monkeypatch, TWO_RANKS)
+    _set_launch_variables(monkeypatch, TWO_RANKS)
     num_bytes = sum(parameter.nbytes for parameter in tiny().parameters())
     module = sys.modules["hf_moe_ep.patch"]
     assert vars(module)["LARGE_MODEL_BYTES"] == 8 * 2**30
@@ -604,7 +604,7 @@ def test_no_warning_of_a_small_model_on_each_process(monkeypatch: pytest.MonkeyP
         patch(tiny())
 
 
-def _warnings_of_loads(rank: int, world: int, folder: str) -> list[list[str]]:
+def _collect_load_warnings(rank: int, world: int, folder: str) -> list[list[str]]:
     """Return the warnings of three ways to load a model, with a limit of 0 bytes.
 
     They are stock's `from_pretrained`, ours, and stock's when only rank 0 reads the weights.
@@ -627,13 +627,15 @@ def _warnings_of_loads(rank: int, world: int, folder: str) -> list[list[str]]:
 
 
 def _load_on_one_rank(patches: pytest.MonkeyPatch, folder: str) -> nn.Module:
-    _launch_with(patches, {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+    _set_launch_variables(
+        patches, {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    )
     return Qwen3MoeForCausalLM.from_pretrained(folder)
 
 
 def test_loads_that_leave_no_whole_model_get_no_warning(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
-    on_rank_0, on_rank_1 = run_ranks(_warnings_of_loads, 2, str(tmp_path))
+    on_rank_0, on_rank_1 = run_ranks(_collect_load_warnings, 2, str(tmp_path))
     stock, *other_loads = on_rank_0
     assert len(stock) == 1 and "GiB x 2 processes on this host" in stock[0]
     assert other_loads == [[], []] and on_rank_1 == [[], [], []]

@@ -32,7 +32,7 @@ IN_FAST_SUITE = ("gpt_oss", "nemotron_h")
 NOT_BY_PEFT = {"deepseek_v4": ["o_a_proj"], "nemotron_h": ["out_proj"], "phimoe": ["router"]}
 
 
-def adapted(model_type: str, seed: int) -> PeftModel:
+def build_adapted(model_type: str, seed: int) -> PeftModel:
     """Build a model with random adapters on its experts and all of its linear layers."""
     model = build(model_type)
     torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def adapted(model_type: str, seed: int) -> PeftModel:
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    model, stock = adapted(model_type, seed=rank), adapted(model_type, seed=0)
+    model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
     trained = [name for name, p in stock.named_parameters() if p.requires_grad]
     assert any("experts" in name for name in trained), trained
     apply_ep_fsdp2(model, ep_size=2)

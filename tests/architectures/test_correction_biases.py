@@ -69,7 +69,7 @@ POLICIES = {
 }
 
 
-def biases(model: nn.Module) -> dict[str, Tensor]:
+def find_biases(model: nn.Module) -> dict[str, Tensor]:
     """Return the biases without a gradient, by name."""
     named = [*model.named_buffers(), *((n, p) for n, p in model.named_parameters())]
     return {
@@ -84,13 +84,13 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
 def set_odd_biases(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Give a model biases in fp32 that bf16 would round, and return copies of them."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in biases(model).values():
+    for tensor in find_biases(model).values():
         tensor.data = 0.05 * torch.randn(tensor.shape, generator=generator)
-    return {name: tensor.detach().clone() for name, tensor in biases(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in find_biases(model).items()}
 
 
 def assert_biases(where: str, model: nn.Module, expected: dict[str, Tensor]) -> None:
-    present = biases(model)
+    present = find_biases(model)
     assert present.keys() == expected.keys(), where
     for name, tensor in present.items():
         assert type(tensor) in (Tensor, nn.Parameter), f"{where}: {name} is sharded"
@@ -160,7 +160,7 @@ def test_no_other_type_has_such_a_bias() -> None:
     by_type = {}
     for name in TEXT_TYPES:
         model = tiny(name)
-        for bias in biases(model):
+        for bias in find_biases(model):
             (layer,) = (
                 e.rpartition(".")[0] for e in find_parts(model).experts if _in_layer_of(e, bias)
             )

@@ -14,7 +14,7 @@ MIB = bench.MIB
 SIZES = bench.Sizes(hidden=256, layers=3, intermediate=192, vocab=512, repeats=1, ep=(2,))
 
 
-def _measured(rank: int, world: int, file: str) -> list[bench.Figures]:
+def _measure_actions(rank: int, world: int, file: str) -> list[bench.Figures]:
     def allocate() -> Any:
         with bench.Watch() as watch:
             whole = torch.ones(64 * MIB // 4)
@@ -41,7 +41,7 @@ def _measured(rank: int, world: int, file: str) -> list[bench.Figures]:
 
 def test_peaks_exclude_shards_and_mapped_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1" * 32 * MIB)
-    ((allocated, mapped, read),) = run_ranks(_measured, 1, str(tmp_path / "file"))
+    ((allocated, mapped, read),) = run_ranks(_measure_actions, 1, str(tmp_path / "file"))
     for figures, peak, resident, num_read in (
         (allocated, 64, 64, 0),
         (mapped, 0, 32, 32),

@@ -12,19 +12,19 @@ SIZES = bench.Sizes(
 STACKED = SIZES.layers * SIZES.experts * 3 * SIZES.hidden * SIZES.intermediate * 4
 
 
-def _measured(rank: int, world: int) -> dict[str, bench.Measured]:
+def _measure(rank: int, world: int) -> dict[str, bench.Measured]:
     return bench.measure_rank(rank, SIZES)
 
 
 def test_only_stock_peft_saves_merged_weights() -> None:
-    (measured,) = run_ranks(_measured, 1)
+    (measured,) = run_ranks(_measure, 1)
     stock, ours = (measured[kind].saved for kind in bench.KINDS)
     assert STACKED <= stock < 1.3 * STACKED
     assert ours < 0.1 * STACKED
     assert {len(side.seconds) for side in measured.values()} == {SIZES.steps}
 
 
-def _held(rank: int, world: int) -> dict[str, bench.Held]:
+def _measure_held(rank: int, world: int) -> dict[str, bench.Held]:
     sizes = replace(SIZES, hidden=128, intermediate=128, experts=4, layers=1)
     return bench.held_rank(rank, sizes, ["bf16", "nf4"])
 
@@ -32,7 +32,7 @@ def _held(rank: int, world: int) -> dict[str, bench.Held]:
 @pytest.mark.slow
 def test_quantised_experts_are_held_and_gathered_as_codes() -> None:
     """Two ranks hold and gather 2 and 0.5625 bytes per parameter, plus adapters."""
-    ranks = run_ranks(_held, 2)
+    ranks = run_ranks(_measure_held, 2)
     parameters = 4 * 3 * 128 * 128
     adapters = 2 * 4 * (128 + 256 + 128 + 128)
     for kind, per_parameter, per_factor in (("bf16", 2, 2), ("nf4", 0.5625, 4)):

@@ -11,7 +11,7 @@ from hf_moe_ep.planner.calibrate import record_of
 from hf_moe_ep.planner.seconds import StepTime
 
 
-def _times(*seconds: float) -> list[StepTime]:
+def _step_times(*seconds: float) -> list[StepTime]:
     return [StepTime(value, 1.0, {"memory": value}) for value in seconds]
 
 
@@ -21,15 +21,17 @@ def test_order_with_ties() -> None:
     ranks = bench.ranks_of(measured)
     assert ranks.tolist() == [0.0, 1.5, 1.5, 3.0]
     for second, third in ((2.0, 3.0), (3.0, 2.0)):
-        with_ties, without = bench.agreement(_times(1.0, second, third, 4.0), measured)
+        with_ties, without = bench.agreement(_step_times(1.0, second, third, 4.0), measured)
         # Ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3: covariance 4.5, variances 4.5 and 5.
         assert with_ties == pytest.approx(math.sqrt(4.5 / 5))
         assert without == pytest.approx(1.0 if second < third else 0.8)
-    assert bench.agreement(_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(-1.0)
+    assert bench.agreement(_step_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(-1.0)
     assert math.isnan(bench.spearman(torch.ones(3), torch.arange(3.0)))
 
 
-def _seconds(rank: int, world: int, names: list[str], sizes: bench.Sizes) -> list[bench.Measured]:
+def _time_steps(
+    rank: int, world: int, names: list[str], sizes: bench.Sizes
+) -> list[bench.Measured]:
     chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
     return bench.measure_rank(rank, sizes, chosen, 5, names[0])
 
@@ -45,7 +47,7 @@ def test_predicted_seconds_have_the_order_of_measured_seconds() -> None:
     sizes = bench.Sizes(layers=2)
     names = ["ep 1", "ep 4", "ep 4, checkpointing", "ep 4, 4 chunks"]
     chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
-    measured = run_ranks(_seconds, bench.WORLD, names, sizes, timeout=500.0)
+    measured = run_ranks(_time_steps, bench.WORLD, names, sizes, timeout=500.0)
     rates = next(result.rates for result in measured[0] if result.rates)
     assert record_of(rates).overlap == 0.0
     times = bench.predict(chosen, [case.planned(sizes) for case in chosen], rates, sizes)

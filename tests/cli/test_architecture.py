@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING
 from hf_moe_ep.cli.main import main
 
 
-def _config(folder: Path, model_type: str, **fields: Any) -> str:
+def _write_config(folder: Path, model_type: str, **fields: Any) -> str:
     tiny_config(model_type, **fields).save_pretrained(folder)
     return str(folder)
 
 
-def _json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
+def _run_with_json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
     assert main(["architecture", shape, "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     return printed
@@ -25,7 +25,7 @@ def _json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
 
 def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page names every part of the model and every supported feature."""
-    assert main(["architecture", _config(tmp_path, "qwen3_moe")]) == 0
+    assert main(["architecture", _write_config(tmp_path, "qwen3_moe")]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(f"{tmp_path}: Qwen3MoeForCausalLM (qwen3_moe); plan derived")
     assert lines == [
@@ -49,7 +49,7 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
     """Sequence parallelism is refused with the module's name."""
-    printed = _json(capsys, "jamba")
+    printed = _run_with_json(capsys, "jamba")
     assert printed["kind"] == "JambaForCausalLM" and printed["plan"]["mixers"] == ["layers.*.mamba"]
     assert (printed["layers"], printed["moe_layers"], printed["num_experts"]) == (32, 16, 16)
     assert printed["granted"]["ep"] == printed["granted"]["lora"] == "yes"
@@ -59,14 +59,14 @@ def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="no such type yet")
 def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = _json(capsys, _config(tmp_path, "inkling2_text"))
+    printed = _run_with_json(capsys, _write_config(tmp_path, "inkling2_text"))
     assert "the gate of Inkling2Experts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
     assert printed["granted"]["sp"] == printed["granted"]["ep"]
 
 
 @needs_tower_in_blocks
 def test_a_vision_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = _json(capsys, _config(tmp_path, "qwen3_vl_moe"))
+    printed = _run_with_json(capsys, _write_config(tmp_path, "qwen3_vl_moe"))
     assert printed["plan"]["vision"]["tower"] == "visual" and printed["granted"]["vision"] == "yes"
     assert printed["plan"]["experts"] == "language_model.layers.*.mlp.experts"
 

@@ -48,7 +48,7 @@ class Client:
         self.resets += 1
 
 
-def generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
+def build_generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
     """Build TRL's VLLMGeneration without its constructor, which needs vLLM."""
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -67,7 +67,7 @@ def generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
     return sync
 
 
-def loaded(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def load_into_copy(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of a copy of the engine after it has loaded `weights`."""
     loader = copy.deepcopy(engine)
     loader.begin()
@@ -76,7 +76,7 @@ def loaded(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return loader.parameters
 
 
-def full(name: str, rank: int, world: int, folder: str) -> None:
+def synced_tensors_equal_saved_files(name: str, rank: int, world: int, folder: str) -> None:
     """After two syncs in each mode, the engine equals one that loads files of save_pretrained."""
     import trl.generation.vllm_generation  # noqa: F401  must be imported for `patch` to wrap it
 
@@ -84,7 +84,7 @@ def full(name: str, rank: int, world: int, folder: str) -> None:
     engine = Engine.of(stock)
     model = apply_ep_fsdp2(stock, ep_size=2)
     for mode in ("colocate", "server"):
-        sync = generation(model, mode, engine, rank)
+        sync = build_generation(model, mode, engine, rank)
         for step in range(2):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -94,23 +94,23 @@ def full(name: str, rank: int, world: int, folder: str) -> None:
             save_pretrained(model, f"{folder}/{mode}{step}")
             if mode == "colocate" or rank == 0:
                 assert not engine.missing() and sync.vllm_client.resets == step + 1
-                expected = loaded(engine, read_all(Path(f"{folder}/{mode}{step}")))
+                expected = load_into_copy(engine, read_all(Path(f"{folder}/{mode}{step}")))
                 assert all(torch.equal(engine.parameters[k], expected[k]) for k in expected)
             else:
                 assert len(engine.missing()) == len(engine.keys), "only rank 0 sends to a server"
 
 
-def lora(name: str, rank: int, world: int) -> None:
+def adapters_are_merged_into_synced_tensors(name: str, rank: int, world: int) -> None:
     """Adapters are merged into the synced tensors only; PEFT's merge_adapter is refused."""
     import trl.generation.vllm_generation  # noqa: F401
 
     stock = with_lora(tiny(name), seed=1)
     engine = Engine.of(tiny(name))
-    expected = loaded(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
+    expected = load_into_copy(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
     model = apply_ep_fsdp2(stock, ep_size=2)
     for mode in ("colocate", "server"):
         engine.begin()
-        generation(model, mode, engine, rank).sync_weights()
+        build_generation(model, mode, engine, rank).sync_weights()
         if mode == "colocate" or rank == 0:
             assert not engine.missing()
             for key, tensor in expected.items():
@@ -119,7 +119,7 @@ def lora(name: str, rank: int, world: int) -> None:
         model.merge_adapter()
 
 
-def refused(rank: int, world: int) -> None:
+def an_unknown_name_is_an_error(rank: int, world: int) -> None:
     """The engine of rank 0 does not know a name: rank 0 raises its error, the other ranks stop."""
     import trl.generation.vllm_generation  # noqa: F401
 
@@ -133,16 +133,16 @@ def refused(rank: int, world: int) -> None:
         words = "no parameter takes model.layers.1.mlp.experts.3.up_proj.weight; .*: .*; loaded: "
         others = "rank 0 stopped iterating over hub_tensors early"
         with pytest.raises(error, match=words if rank == 0 else others):
-            generation(model, mode, engine, rank).sync_weights()
+            build_generation(model, mode, engine, rank).sync_weights()
     assert len(list(hub_tensors(model))) > 50, "ranks are still in step"
 
 
 CHECKS = {
-    "full": partial(full, "qwen3_moe"),
-    "lora": partial(lora, "qwen3_moe"),
-    "refused": refused,
-    "pictures": partial(full, "qwen3_vl_moe"),
-    "pictures, lora": partial(lora, "qwen3_vl_moe"),
+    "full": partial(synced_tensors_equal_saved_files, "qwen3_moe"),
+    "lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_moe"),
+    "refused": an_unknown_name_is_an_error,
+    "pictures": partial(synced_tensors_equal_saved_files, "qwen3_vl_moe"),
+    "pictures, lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_vl_moe"),
 }
 
 
@@ -193,7 +193,7 @@ def test_a_stock_model_is_synced_as_before() -> None:
 
     patch(tiny())
     model = tiny(dtype=torch.float32)
-    sync = generation(model, "colocate", Engine.of(model), 0)
+    sync = build_generation(model, "colocate", Engine.of(model), 0)
     sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: _NoContext())
     names = [name for name, _ in sync._iter_named_params()]
     assert names == [name for name, _ in model.named_parameters()]

@@ -53,24 +53,24 @@ class _Stream(IterableDataset):
         yield from self.rows
 
 
-def _streamed(rows: list[Row]) -> datasets.IterableDataset:
+def _stream_rows(rows: list[Row]) -> datasets.IterableDataset:
     """Build a streaming data set of one shard, so that ranks cannot read different shards."""
     listed = [{name: value.tolist() for name, value in row.items()} for row in rows]
     return datasets.Dataset.from_list(listed).to_iterable_dataset().with_format("torch")
 
 
-def _after_patch(**options: Any) -> nn.Module:
+def _adapters_after_patch(**options: Any) -> nn.Module:
     model = patch(tiny(**options), ep_size=2)
     torch.manual_seed(0)
     return with_lora(model)
 
 
-def _before_patch(**options: Any) -> nn.Module:
+def _adapters_before_patch(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     return patch(with_lora(tiny(**options)), ep_size=2)
 
 
-def _full(**options: Any) -> nn.Module:
+def _without_adapters(**options: Any) -> nn.Module:
     return patch(tiny(**options), ep_size=2)
 
 
@@ -92,7 +92,7 @@ class Loop:
     loader: dict[str, Any] = field(default_factory=dict)
     dealt: dict[str, Any] = field(default_factory=dict)
     skip: int = 2
-    model: Callable[..., nn.Module] = _full
+    model: Callable[..., nn.Module] = _without_adapters
 
 
 FILLED = ([[[0, 1]], [[4, 5]], [[8, 9]]], [[[2, 3]], [[6, 7]], [[0, 1]]])
@@ -129,10 +129,10 @@ LOOPS = {
         count=9,
         dealt=NO_DISPATCH,
     ),
-    "datasets' stream": Loop(DISPATCHED, _streamed),
-    "datasets' stream of every rank": Loop(FILLED, _streamed, dealt=NO_DISPATCH),
-    "adapters before patch": Loop(FILLED, model=_before_patch),
-    "adapters after patch": Loop(FILLED, model=_after_patch),
+    "datasets' stream": Loop(DISPATCHED, _stream_rows),
+    "datasets' stream of every rank": Loop(FILLED, _stream_rows, dealt=NO_DISPATCH),
+    "adapters before patch": Loop(FILLED, model=_adapters_before_patch),
+    "adapters after patch": Loop(FILLED, model=_adapters_after_patch),
 }
 
 
@@ -183,19 +183,19 @@ def _run(
         if index == save_at:
             accelerator.save_state(folder)
     assert not numbers, "an epoch ends with a step"
-    run.weights = _whole(model)
+    run.weights = _gather_weights(model)
     return run
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
+def _gather_weights(model: nn.Module) -> dict[str, Tensor]:
     return pack_factors(model, whole_parameters(model))
 
 
-def _stock(loop: Loop, everyone: list[RunOfRank]) -> RunOfRank:
+def _train_stock(loop: Loop, everyone: list[RunOfRank]) -> RunOfRank:
     """Train in one process on the micro-batches of all ranks."""
     rows, run = _rows(loop.count), RunOfRank()
     model = tiny(dtype=torch.float32)
-    if loop.model is not _full:
+    if loop.model is not _without_adapters:
         torch.manual_seed(0)
         model = with_lora(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -226,7 +226,7 @@ def _equals_one_process(name: str, rank: int, world: int, folder: str) -> None:
     assert run.steps == loop.by_rank[rank], f"rank {rank} saw {run.steps}"
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, run)
-    expected = _stock(loop, everyone)
+    expected = _train_stock(loop, everyone)
     actual = [
         [loss for losses in by_rank for loss in losses]
         for by_rank in zip(*(of_rank.losses for of_rank in everyone), strict=True)
@@ -279,7 +279,7 @@ def skipped_steps_equal_one_process(rank: int, world: int) -> None:
             if action in ("step", "zero"):
                 optimizer.zero_grad()
                 stock_optimizer.zero_grad()
-        weights = _whole(model)
+        weights = _gather_weights(model)
     for name, parameter in stock.named_parameters():
         assert_close(name, weights[name], parameter, FP32_BUDGET)
 
@@ -309,7 +309,7 @@ def uneven_loaders_and_failing_trackers_raise_an_error(rank: int, world: int) ->
             with launched():
                 config = DataLoaderConfiguration(even_batches=False, **dealt)
                 accelerator = Accelerator(cpu=True, dataloader_config=config)
-                model = _full(dtype=torch.float32)
+                model = _without_adapters(dtype=torch.float32)
                 loader = DataLoader(_rows(count), **({"batch_size": 2} | options))
                 trained = (model, torch.optim.SGD(model.parameters(), lr=0.1))
                 calls = [(loader,), trained] if loader_first else [trained, (loader,)]

@@ -30,7 +30,7 @@ def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int
         stock = tiny(dtype=torch.float32)
         accelerator.prepare(stock, torch.optim.SGD(stock.parameters()))
         layers = {f"model.layers.{i}" for i in range(len(stock.model.layers))}
-        assert _units(stock) >= layers, _units(stock)
+        assert _unit_names(stock) >= layers, _unit_names(stock)
 
 
 def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, world: int) -> None:
@@ -109,7 +109,7 @@ def _has_trl() -> bool:
     return importlib.util.find_spec("trl") is not None
 
 
-def _units(model: nn.Module) -> set[str]:
+def _unit_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 

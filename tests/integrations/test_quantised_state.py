@@ -80,27 +80,27 @@ class Run:
     def state(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters and of their optimizer states."""
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        tensors = {name: _local(p).clone() for name, p in trained.items()}
+        tensors = {name: _to_local(p).clone() for name, p in trained.items()}
         moments = self.optimizer.optimizer.state
         for name, parameter in trained.items():
             for key, value in moments[parameter].items():
-                tensors[f"{name} {key}"] = _local(value).clone()
+                tensors[f"{name} {key}"] = _to_local(value).clone()
         return tensors
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes_of(run: Run) -> dict[str, list[bytes]]:
+def _first_bytes(run: Run) -> dict[str, list[bytes]]:
     """Return the first 256 bytes of each shard of this rank, as a file would contain them."""
     matrices = quantised_matrices(run.model)
     experts = [t for name, stack, _ in matrices for t in stack.by_name(name).values()]
     trained = [p for p in run.model.parameters() if p.requires_grad and p.ndim > 1]
     return {
-        "experts": [_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in experts],
-        "trained": [_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in trained],
+        "experts": [_to_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in experts],
+        "trained": [_to_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in trained],
     }
 
 
@@ -111,7 +111,7 @@ def _each_case(rank: int, folder: str) -> Iterator[tuple[str, Run, str]]:
             yield name, Run(case, rank), f"{folder}/{name}"
 
 
-def _uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
+def _train_uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
     states = {}
     for name, run, _ in _each_case(rank, ""):
         for number in range(STEPS):
@@ -120,18 +120,18 @@ def _uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
     return states
 
 
-def _killed(rank: int, world: int, folder: str) -> None:
+def _train_until_killed(rank: int, world: int, folder: str) -> None:
     for name, run, where in _each_case(rank, folder):
         for number in range(SAVED_AFTER):
             run.step(number)
         run.accelerator.save_state(where)
-        torch.save(_bytes_of(run), f"{folder}/bytes of {name} {rank}")
+        torch.save(_first_bytes(run), f"{folder}/bytes of {name} {rank}")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     run.step(SAVED_AFTER)
 
 
-def _resumed(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
+def _resume(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
     states = {}
     for name, run, where in _each_case(rank, folder):
         run.accelerator.load_state(where)
@@ -151,7 +151,7 @@ OTHER_BASES = {
 }
 
 
-def _refused(rank: int, world: int, folder: str) -> None:
+def _check_refusals(rank: int, world: int, folder: str) -> None:
     """Refuse another base, and a file that lacks tensors. No rank loads any tensor."""
     where = Path(folder, "fp8, full")
     for case, words in OTHER_BASES.values():
@@ -171,18 +171,18 @@ def _refused(rank: int, world: int, folder: str) -> None:
 def _assert_refused(case: Case, rank: int, where: Path, words: str) -> None:
     with launched(FSDP_STATE_DICT_TYPE=case.state_dict_type):
         run = Run(case, rank)
-        before = {name: _local(p).clone() for name, p in run.model.named_parameters()}
+        before = {name: _to_local(p).clone() for name, p in run.model.named_parameters()}
         with pytest.raises(ValueError, match=words):
             run.accelerator.load_state(str(where))
         for name, parameter in run.model.named_parameters():
-            assert torch.equal(_local(parameter), before[name]), name
+            assert torch.equal(_to_local(parameter), before[name]), name
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that was killed after its save."""
     path = tmp_path_factory.mktemp("state")
-    outcomes = run_ranks(_killed, WORLD, str(path), expect_errors=True)
+    outcomes = run_ranks(_train_until_killed, WORLD, str(path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
     return path
 
@@ -190,8 +190,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
     """Parameters and moments of each rank equal those of an uninterrupted run."""
-    resumed = run_ranks(_resumed, WORLD, str(folder))
-    for actual, expected in zip(resumed, run_ranks(_uninterrupted, WORLD), strict=True):
+    resumed = run_ranks(_resume, WORLD, str(folder))
+    for actual, expected in zip(resumed, run_ranks(_train_uninterrupted, WORLD), strict=True):
         for name in CASES:
             assert actual[name].keys() == expected[name].keys() and actual[name]
             for key, value in expected[name].items():
@@ -217,4 +217,4 @@ def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> N
 
 @pytest.mark.slow
 def test_another_base_is_refused_on_every_rank(folder: Path) -> None:
-    run_ranks(_refused, WORLD, str(folder))
+    run_ranks(_check_refusals, WORLD, str(folder))

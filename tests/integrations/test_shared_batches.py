@@ -38,7 +38,7 @@ def _rows() -> list[Row]:
     ]
 
 
-def _prepared(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
+def _prepare(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
     accelerator = accelerator or Accelerator(cpu=True)
     model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,7 +48,7 @@ def _prepared(loader: DataLoader, accelerator: Accelerator | None = None, seed: 
 
 def _loop_equals_one_process(rank: int) -> None:
     """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats rows of the first."""
-    accelerator, model, optimizer, loader, scheduler = _prepared(
+    accelerator, model, optimizer, loader, scheduler = _prepare(
         DataLoader(_rows(), batch_size=2), seed=rank
     )
     assert (data_parallel_rank(model), data_parallel_size(model)) == (rank // 2, DATA_RANKS)
@@ -79,10 +79,10 @@ def _loop_equals_one_process(rank: int) -> None:
         assert_close(name, full_tensor(parameter), stock.get_parameter(name), FP32_BUDGET)
 
 
-def _shuffled(rank: int) -> None:
+def _ranks_of_a_group_shuffle_alike(rank: int) -> None:
     """Ranks with different seeds get the same order in a group; two groups get different rows."""
     torch.manual_seed(rank)
-    accelerator, _, _, loader, _ = _prepared(DataLoader(range(16), batch_size=2, shuffle=True))
+    accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, shuffle=True))
     orders = []
     for _ in range(2):
         rows = torch.cat(list(loader))
@@ -101,9 +101,9 @@ class _Stream(IterableDataset):
         yield from range(self.length)
 
 
-def _streamed(rank: int) -> None:
+def _a_stream_repeats_rows_at_its_end(rank: int) -> None:
     """With 9 rows the last batch repeats rows; `gather_for_metrics` drops the repeated rows."""
-    accelerator, _, _, loader, _ = _prepared(DataLoader(_Stream(9), batch_size=2))
+    accelerator, _, _, loader, _ = _prepare(DataLoader(_Stream(9), batch_size=2))
     rows, gathered = [], []
     for batch_of_rank in loader:
         rows += batch_of_rank.tolist()
@@ -112,18 +112,18 @@ def _streamed(rank: int) -> None:
     assert gathered == list(range(9))
 
 
-def _weighted(rank: int) -> None:
+def _a_weighted_sampler_draws_every_row_once(rank: int) -> None:
     """A sampler without replacement draws every row once, although ranks have different seeds."""
     torch.manual_seed(rank)
     sampler = WeightedRandomSampler(torch.ones(16), 16, replacement=False)
-    accelerator, _, _, loader, _ = _prepared(DataLoader(range(16), batch_size=2, sampler=sampler))
+    accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
     by_rank = accelerator.gather(torch.cat(list(loader))).view(WORLD, -1)
     assert torch.equal(by_rank[::2], by_rank[1::2])
     assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
 
 
-def _gathered(rank: int) -> None:
-    accelerator, _, _, loader, _ = _prepared(DataLoader(range(9), batch_size=2))
+def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
+    accelerator, _, _, loader, _ = _prepare(DataLoader(range(9), batch_size=2))
     tensors, objects = [], []
     for rows in loader:
         tensors += accelerator.gather_for_metrics({"x": rows})["x"].tolist()
@@ -132,16 +132,16 @@ def _gathered(rank: int) -> None:
     assert objects == [f"sample {x}" for x in range(9)]
 
 
-def _refused(rank: int) -> None:
+def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(8)))
     with pytest.raises(ValueError, match="prepared a data loader before it saw the model"):
-        _prepared(loader, accelerator)
+        _prepare(loader, accelerator)
     options = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(ValueError, match="dispatch_batches=True sends each rank a batch"):
-        _prepared(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
+        _prepare(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
     with pytest.raises(ValueError, match=r"makes its own batches \(batch_size=None\)"):
-        _prepared(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
+        _prepare(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
 
 
 def _trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
@@ -232,7 +232,14 @@ def _launched(check: Callable[..., None], rank: int, world: int, folder: str) ->
 BY_NAME = {
     world: {check.__name__.strip("_"): partial(_launched, check) for check in checks}
     for world, checks in {
-        WORLD: (_loop_equals_one_process, _shuffled, _weighted, _streamed, _gathered, _refused),
+        WORLD: (
+            _loop_equals_one_process,
+            _ranks_of_a_group_shuffle_alike,
+            _a_weighted_sampler_draws_every_row_once,
+            _a_stream_repeats_rows_at_its_end,
+            _gather_for_metrics_drops_repeated_rows,
+            _loaders_that_cannot_be_shared_are_refused,
+        ),
         2: (
             _workers_of_a_group_draw_the_same_numbers,
             _a_model_from_model_init,

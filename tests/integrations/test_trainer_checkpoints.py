@@ -166,7 +166,7 @@ def test_a_pickle_in_a_byte_item_runs_no_code(runs: Results, folder: Path, case:
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def environment() -> Iterator[None]:
     """Restore the environment variables, which the Trainer changes."""
     before = dict(os.environ)
     yield
@@ -193,7 +193,7 @@ def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
     )
 
 
-def test_old_checkpoints_are_deleted_last(tmp_path: Path, one_process: None) -> None:
+def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> None:
     folders, stock_write = [], manifest.write
 
     def record(folder: Path, *args: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, one_process: None) -> 
         _trainer(tmp_path, True).train(resume_from_checkpoint=True)
 
 
-def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -> None:
+def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:
     """Stock looks for its own parameter names in the file, and would not load the experts."""
     trainer = _trainer(tmp_path, True)
     trainer.train()
@@ -241,7 +241,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
             assert torch.equal(parameter, expected[name]), (load, name)
 
 
-def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, one_process: None) -> None:
+def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:
     """Eight ranks wrote the files, with random states that a resumed run must not read."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
@@ -258,7 +258,7 @@ def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, one_process: No
     assert "rng_state.pth" in named and "rng_state_7.pth" not in named
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, one_process: None) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None) -> None:
     """The error names the folder and the reason."""
     small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
@@ -282,7 +282,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, one_process: None
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_torn_checkpoint_is_deleted_before_complete_ones(
-    tmp_path: Path, one_process: None, limit: int
+    tmp_path: Path, environment: None, limit: int
 ) -> None:
     """A run is killed in the save of step 3, resumes from 1 and saves 2. Stock would keep 3."""
     trainer = _trainer(tmp_path, True)
@@ -299,7 +299,7 @@ def test_a_torn_checkpoint_is_deleted_before_complete_ones(
     manifest.check(tmp_path / "checkpoint-2")
 
 
-def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, one_process: None) -> None:
+def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: None) -> None:
     trainer, pushed = _trainer(tmp_path, True), []
 
     def push(folder: str) -> None:
@@ -321,7 +321,7 @@ def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, one_process: No
     ]
 
 
-def test_checkpoints_of_an_unpatched_model_are_stock(tmp_path: Path, one_process: None) -> None:
+def test_checkpoints_of_an_unpatched_model_are_stock(tmp_path: Path, environment: None) -> None:
     _trainer(tmp_path, False).train()
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert not names & {manifest.MANIFEST, manifest.STARTED}

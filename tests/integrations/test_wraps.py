@@ -41,12 +41,12 @@ def test_a_target_resolves_and_its_wrapper_takes_the_same_arguments(wrap: Wrap) 
     # If the function is wrapped already, this is the signature that functools.wraps kept.
     stock = inspect.signature(getattr(owner, name))
     ours = inspect.signature(wrap.wrapper)
-    for args, kwargs in _calls(stock):
+    for args, kwargs in _list_calls(stock):
         stock.bind(*args, **kwargs)
         ours.bind(ORIGINAL, *args, **kwargs)
 
 
-def _calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]]]:
+def _list_calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]]]:
     """List three calls of a function as (args, kwargs).
 
     They pass the required arguments, all arguments by position, and all arguments by name.

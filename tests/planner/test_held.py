@@ -106,7 +106,7 @@ FOUR_RANKS = [
 ]
 
 
-def storages(tensors: Iterable[Any]) -> int:
+def count_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of the storages of `tensors`; a shared storage counts once."""
     found = {}
     for tensor in tensors:
@@ -116,19 +116,19 @@ def storages(tensors: Iterable[Any]) -> int:
     return sum(found.values())
 
 
-def gathered(stage: Iterable[nn.Module]) -> int:
+def gathered_bytes(stage: Iterable[nn.Module]) -> int:
     """Return the bytes of the parameters of `stage` after its FSDP2 units are all-gathered."""
     modules = [module for part in stage for module in part.modules()]
     units = [module for module in modules if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
-    size = storages(p for part in stage for p in part.parameters())
+    size = count_bytes(p for part in stage for p in part.parameters())
     for unit in units:
         unit.reshard()
     return size
 
 
-def largest_gathered(model: Any, case: Case) -> int:
+def most_gathered_bytes(model: Any, case: Case) -> int:
     """Return the most bytes that are gathered at a time.
 
     Two neighbours of the embedding, the layers, and the final norm with the head are gathered at a
@@ -139,19 +139,20 @@ def largest_gathered(model: Any, case: Case) -> int:
     layers = [[layer] for layer in text.layers]
     embedding, tail = [text.embed_tokens], [text.norm, inner.lm_head]
     if not case.parallel.get("reshard_after_forward", True):
-        return gathered([model])
+        return gathered_bytes([model])
     if case.model.get("tie_word_embeddings"):
-        return gathered([text.embed_tokens, text.norm]) + sum(map(gathered, layers))
-    stages = [*map(gathered, (embedding, *layers, tail))]
+        return gathered_bytes([text.embed_tokens, text.norm]) + sum(map(gathered_bytes, layers))
+    stages = [*map(gathered_bytes, (embedding, *layers, tail))]
     pairs = [a + b for a, b in pairwise(stages)]
     if hasattr(inner.model, "visual"):
-        tower, blocks = inner.model.visual, [gathered([b]) for b in inner.model.visual.blocks]
-        outside_blocks = gathered([tower]) - sum(blocks)
+        tower = inner.model.visual
+        blocks = [gathered_bytes([block]) for block in tower.blocks]
+        outside_blocks = gathered_bytes([tower]) - sum(blocks)
         pairs += [outside_blocks + a + b for a, b in pairwise(blocks)]
     return max(pairs)
 
 
-def one_step(case: Case) -> dict[str, int]:
+def train_one_step(case: Case) -> dict[str, int]:
     """Train one step on this rank, and return the bytes that the rank holds afterwards."""
     model = patch(case.stock(), **case.parallel)
     if case.lora is not None:
@@ -175,11 +176,11 @@ def one_step(case: Case) -> dict[str, int]:
         if isinstance(module, FSDPModule):
             module.reshard()
     return {
-        "parameters": storages(model.parameters()),
-        "gradients": storages(p.grad for p in trained),
-        "optimizer": storages(value for value in states if isinstance(value, Tensor)),
-        "gathered": largest_gathered(model, case),
-        "experts": storages(quantised_tensors(model)),
+        "parameters": count_bytes(model.parameters()),
+        "gradients": count_bytes(p.grad for p in trained),
+        "optimizer": count_bytes(value for value in states if isinstance(value, Tensor)),
+        "gathered": most_gathered_bytes(model, case),
+        "experts": count_bytes(quantised_tensors(model)),
     }
 
 
@@ -188,15 +189,15 @@ def quantised_tensors(model: nn.Module) -> list[Tensor]:
     return [tensor for stack in stacks for tensor in stack.by_name("").values()]
 
 
-def _measured(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
-    return [one_step(case) for case in cases]
+def _measure(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
+    return [train_one_step(case) for case in cases]
 
 
 @pytest.mark.parametrize(
     "world, cases", [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)]
 )
 def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> None:
-    measured = run_ranks(_measured, world, cases)
+    measured = run_ranks(_measure, world, cases)
     wrong = []
     for index, case in enumerate(cases):
         plan = case.plan(world)
@@ -327,13 +328,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     assert main(["memory", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
+    out = run_command(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
     plan = Case("", {"ep_size": 2}).plan(4)
     assert f"{plan.total:,} parameters, {plan.trained:,} trained, {plan.active:,} active" in out
     assert "4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2, sp 1; bfloat16, masters fp32" in out
@@ -347,7 +348,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     options = ("--gpus", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
     training = ("--dtype", "float16", "--masters", "model", "--optimizer", "sgd")
     lora = ("--lora-rank", 3, "--lora-targets", "attention", "--gpu-memory", 5e-5)
-    found = json.loads(printed(capsys, folder / "config.json", *options, *training, *lora))
+    found = json.loads(run_command(capsys, folder / "config.json", *options, *training, *lora))
     plan = plan_memory(
         tiny().config,
         ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2),
@@ -365,7 +366,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["all_ranks"]["held"] == plan.all_ranks("held")
     free = int(5e-5 * 2**30) - plan.largest.held - plan.gathered
     assert found["left"] == free < 0
-    out = printed(capsys, folder, *options[:-1], *training, *lora)
+    out = run_command(capsys, folder, *options[:-1], *training, *lora)
     assert f"does not fit in 5e-05 GiB: {-free / 2**30:.3f} GiB are missing" in out
 
 

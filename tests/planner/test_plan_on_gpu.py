@@ -18,7 +18,7 @@ ON_DEVICE = bench.Configuration("", dtype=torch.bfloat16, checkpointing=True)
 CONFIGURATIONS = {"on the device": ON_DEVICE, "on the host": replace(ON_DEVICE, offload=True)}
 
 
-def _allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]:
+def _measure_allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]:
     """Return the bytes that are allocated at the peak of a step, and before the step."""
     join_nccl(folder)
     training = bench.prepare(CONFIGURATIONS[name], SIZES)
@@ -35,7 +35,7 @@ def _allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]
 def test_the_peak_of_a_step_is_planned_within_10_percent(name: str, tmp_path: Path) -> None:
     """With parameters on the host, the device has almost nothing allocated between steps."""
     planned = CONFIGURATIONS[name].planned(SIZES, world=1, like_gpu=True)
-    ((peak, before),) = run_ranks(_allocated, 1, name, str(tmp_path), timeout=300.0)
+    ((peak, before),) = run_ranks(_measure_allocated, 1, name, str(tmp_path), timeout=300.0)
     figures = f"planned {planned.peak:,}, allocated {peak:,}, before the step {before:,}"
     print(f"{name}: {figures}")
     assert abs(planned.peak / peak - 1) <= WITHIN, figures

@@ -144,7 +144,7 @@ def test_a_step_with_parameters_on_the_host() -> None:
         assert phases_on_host == ({"backward", OPTIMIZER} if where is None else where)
 
 
-def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
+def _measure(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
     chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
     return bench.measure_rank(rank, bench.Sizes(layers=3), chosen)
 
@@ -153,7 +153,7 @@ def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
 def test_a_plan_for_four_ranks_is_within_5_percent() -> None:
     """The plan gets the expert load of the real step, which is not known before training."""
     names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
-    measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
+    measured = run_ranks(_measure, bench.WORLD, names, timeout=500.0)
     for index, name in enumerate(names):
         case = next(case for case in bench.CONFIGURATIONS if case.name == name)
         largest = max(rank[index].peak for rank in measured)
