@@ -191,7 +191,7 @@ def _gather_weights(model: nn.Module) -> dict[str, Tensor]:
     return pack_factors(model, whole_parameters(model))
 
 
-def _train_stock(loop: Loop, everyone: list[RunOfRank]) -> RunOfRank:
+def _train_stock(loop: Loop, all_ranks: list[RunOfRank]) -> RunOfRank:
     """Train in one process on the micro-batches of all ranks."""
     rows, run = _rows(loop.count), RunOfRank()
     model = tiny(dtype=torch.float32)
@@ -200,7 +200,7 @@ def _train_stock(loop: Loop, everyone: list[RunOfRank]) -> RunOfRank:
         model = with_lora(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
-    for by_rank in zip(*(rank.steps for rank in everyone), strict=True):
+    for by_rank in zip(*(rank.steps for rank in all_ranks), strict=True):
         losses = []
         for numbers in (micro for steps in by_rank for micro in steps):
             picked = {
@@ -209,7 +209,7 @@ def _train_stock(loop: Loop, everyone: list[RunOfRank]) -> RunOfRank:
                 if name != "number"
             }
             loss = model(**picked).loss
-            (loss / (loop.accumulate * len(everyone))).backward()
+            (loss / (loop.accumulate * len(all_ranks))).backward()
             losses.append(loss.item())
         run.losses.append(losses)
         run.norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
@@ -224,12 +224,12 @@ def _equals_one_process(name: str, rank: int, world: int, folder: str) -> None:
     with launched():
         run = _run(loop, seed=rank, save_at=loop.skip, folder=folder)
     assert run.steps == loop.by_rank[rank], f"rank {rank} saw {run.steps}"
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, run)
-    expected = _train_stock(loop, everyone)
+    all_ranks: list[Any] = [None] * world
+    dist.all_gather_object(all_ranks, run)
+    expected = _train_stock(loop, all_ranks)
     actual = [
         [loss for losses in by_rank for loss in losses]
-        for by_rank in zip(*(of_rank.losses for of_rank in everyone), strict=True)
+        for by_rank in zip(*(of_rank.losses for of_rank in all_ranks), strict=True)
     ]
     for step, pair in enumerate(zip(actual, expected.losses, strict=True), start=1):
         assert_close(f"losses of step {step}", *map(torch.tensor, pair), FP32_BUDGET)
@@ -245,9 +245,9 @@ def _assert_resumes(loop: Loop, whole: RunOfRank, rank: int, folder: str) -> Non
     """Load the state into another model, and train on the remaining micro-batches."""
     with launched():
         rest = _run(loop, seed=rank + 7, load_at=loop.skip, folder=folder)
-    num_steps = loop.skip // loop.accumulate
-    assert rest.steps == whole.steps[num_steps:] and rest.steps
-    assert rest.losses == whole.losses[num_steps:] and rest.norms == whole.norms[num_steps:]
+    steps_before = loop.skip // loop.accumulate
+    assert rest.steps == whole.steps[steps_before:] and rest.steps
+    assert rest.losses == whole.losses[steps_before:] and rest.norms == whole.norms[steps_before:]
     for name, weight in whole.weights.items():
         assert torch.equal(rest.weights[name], weight), name
 

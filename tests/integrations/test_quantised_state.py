@@ -200,18 +200,18 @@ def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
+def test_files_hold_hashes_and_no_first_bytes_experts(folder: Path, name: str) -> None:
     """The bytes of trained parameters are found in the files, so the search works."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()
     ]
     assert (folder / name / BASE).is_file()
     for rank in range(WORLD):
-        bytes_of = torch.load(folder / f"bytes of {name} {rank}")
-        assert bytes_of["experts"] and bytes_of["trained"]
-        for of_expert in bytes_of["experts"]:
-            assert not any(of_expert in content for content in files)
-        for trained in bytes_of["trained"]:
+        first_bytes = torch.load(folder / f"bytes of {name} {rank}")
+        assert first_bytes["experts"] and first_bytes["trained"]
+        for expert in first_bytes["experts"]:
+            assert not any(expert in content for content in files)
+        for trained in first_bytes["trained"]:
             assert any(trained in content for content in files)
 
 

@@ -167,18 +167,12 @@ def test_functions_are_wrapped_when_a_script_needs_them(name: str, imported_firs
     if name == "TRL":
         pytest.importorskip("trl", minversion="1.16")
     imported = IMPORTS[package]
-    nothing_wrapped = "assert not in_force(), in_force()"
+    no_wraps = "assert not in_force(), in_force()"
     counted = f"{use}\nassert len(in_force()) == {num_wraps}, sorted(in_force())"
     if imported_first:
-        _run(
-            imported,
-            "import hf_moe_ep.apply",
-            nothing_wrapped,
-            "model = patch(tiny(**KIND))",
-            counted,
-        )
+        _run(imported, "import hf_moe_ep.apply", no_wraps, "model = patch(tiny(**KIND))", counted)
     else:
-        _run(f"model = patch(tiny(**KIND))\n{nothing_wrapped}", imported, counted)
+        _run(f"model = patch(tiny(**KIND))\n{no_wraps}", imported, counted)
 
 
 # Functions of ours that stock objects may call: a wrapper looks for a patched model, finds none and
@@ -390,8 +384,8 @@ def test_without_a_target(found: Found, claim: Check) -> None:
 
 _WITHOUT_PEFT = """
 import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *args: None if name == "peft" else found(name, *args)
+stock = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name == "peft" else stock(name, *args)
 from hf_moe_ep.integrations.install import wraps
 patch(tiny(**KIND))
 assert "peft" not in sys.modules

@@ -108,12 +108,12 @@ FOUR_RANKS = [
 
 def count_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of the storages of `tensors`; a shared storage counts once."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def gathered_bytes(stage: Iterable[nn.Module]) -> int:
@@ -211,9 +211,8 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
             if actual != expected:
                 wrong.append(f"{case.name}, rank {rank}: holds {actual}, planned {expected}")
         for name in ("parameters", "gradients", "optimizer"):
-            assert plan.all_ranks(name) == sum(of_rank[index][name] for of_rank in measured), (
-                case.name
-            )
+            num_bytes = sum(of_rank[index][name] for of_rank in measured)
+            assert plan.all_ranks(name) == num_bytes, case.name
         if plan.parallel.experts_dtype is not None:
             num_bytes = sum(of_rank[index]["experts"] for of_rank in measured)
             matrices = [p for n, p in case.stock().named_parameters() if ".experts." in n]
@@ -235,9 +234,7 @@ def test_ranks_with_different_bytes_are_planned_apart() -> None:
     assert plan.largest.optimizer - plan.smallest.optimizer == 2 * 3 * rows
     assert plan.all_ranks("parameters") == 4 * plan.total + 3 * rows, "padded to 100 rows"
     tensors = plan.all_ranks("optimizer") - 2 * 4 * plan.total
-    assert tensors == 4 * 4 * len(list(tiny().parameters())), (
-        "the step counters; moments are not padded"
-    )
+    assert tensors == 4 * 4 * len(list(tiny().parameters())), "counters; moments are unpadded"
 
 
 def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
@@ -348,7 +345,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     options = ("--gpus", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
     training = ("--dtype", "float16", "--masters", "model", "--optimizer", "sgd")
     lora = ("--lora-rank", 3, "--lora-targets", "attention", "--gpu-memory", 5e-5)
-    found = json.loads(run_command(capsys, folder / "config.json", *options, *training, *lora))
+    printed = json.loads(run_command(capsys, folder / "config.json", *options, *training, *lora))
     plan = plan_memory(
         tiny().config,
         ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2),
@@ -359,13 +356,13 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
         lora_rank=3,
         lora_targets="attention",
     )
-    assert found["parallel"] == vars(plan.parallel)
-    assert found["trained"] == plan.trained < found["total"] == plan.total
-    for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
+    assert printed["parallel"] == vars(plan.parallel)
+    assert printed["trained"] == plan.trained < printed["total"] == plan.total
+    for kind, entry in zip(plan.kinds, printed["kinds"], strict=True):
         assert entry == vars(kind) | {"ranks": list(kind.ranks), "held": kind.held}
-    assert found["all_ranks"]["held"] == plan.all_ranks("held")
+    assert printed["all_ranks"]["held"] == plan.all_ranks("held")
     free = int(5e-5 * 2**30) - plan.largest.held - plan.gathered
-    assert found["left"] == free < 0
+    assert printed["left"] == free < 0
     out = run_command(capsys, folder, *options[:-1], *training, *lora)
     assert f"does not fit in 5e-05 GiB: {-free / 2**30:.3f} GiB are missing" in out
 
