@@ -113,11 +113,11 @@ def test_new_results_are_merged_into_the_data() -> None:
 
 def test_a_type_that_cannot_be_patched_is_refused_in_all_columns() -> None:
     """A column that has its own result keeps it."""
-    found = {"ep": {"refused": "no gate"}, "sp": {"refused": "mixes"}, "hub": {"max_error": 0.0}}
-    data = table.merged({}, {"mixtral": found})
+    columns = {"ep": {"refused": "no gate"}, "sp": {"refused": "mixes"}, "hub": {"max_error": 0.0}}
+    data = table.merged({}, {"mixtral": columns})
     refused = {column: {"refused": "no gate"} for column in ("lora", "resume")}
     text_only = {"vision": {"none": "text alone"}}
-    assert data["types"]["mixtral"] == found | refused | text_only
-    found["ep"] = {"max_error": 1.0}
-    data = table.merged(data, {"mixtral": {"ep": found["ep"]}})
-    assert data["types"]["mixtral"] == found | text_only
+    assert data["types"]["mixtral"] == columns | refused | text_only
+    columns["ep"] = {"max_error": 1.0}
+    data = table.merged(data, {"mixtral": {"ep": columns["ep"]}})
+    assert data["types"]["mixtral"] == columns | text_only

@@ -200,7 +200,7 @@ def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_files_hold_hashes_and_no_first_bytes_experts(folder: Path, name: str) -> None:
+def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
     """The bytes of trained parameters are found in the files, so the search works."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()

@@ -129,10 +129,10 @@ def prompt_encoders_are_trained_saved_and_used_by_generate(
 
 
 def _generated(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
-    found = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
+    texts = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
     for model in models:
         model.train()
-    return found
+    return texts
 
 
 def saving_on_the_main_process_alone_raises_within_seconds(

@@ -318,8 +318,8 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
         saved = 10 * (asked["optimizer"] == "adamw_fused") + 20 * (asked["lora_targets"] != "both")
         return 100 - saved
 
-    found = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
-    assert found == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
+    changes = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
+    assert changes == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
     assert [peak for _, peak in shrink(asked, 95, peak_of)] == [90]
     assert not list(shrink(asked, 100, peak_of))
     assert {change.name for change in CHANGES} <= asked.keys()
