@@ -234,10 +234,10 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
         fsdp_on_cpu(accelerator.state, None)
         model = tiny(dtype=torch.float32, num_hidden_layers=1)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        refused = AssertionError("a function of ours ran")
+        error = AssertionError("a function of ours ran")
         with (
-            mock.patch.object(manifest, "check", side_effect=refused),
-            mock.patch.object(unpickle, "_load_value", side_effect=refused),
+            mock.patch.object(manifest, "check", side_effect=error),
+            mock.patch.object(unpickle, "_load_value", side_effect=error),
         ):
             accelerator.save_state(folder)
             accelerator.load_state(folder)

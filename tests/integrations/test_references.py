@@ -163,13 +163,13 @@ def unlike_references_are_refused_by_name(rank: int, world: int) -> None:
     with launched():
         accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
         for everywhere in (True, False):
-            odd = everywhere or rank == 1
+            unlike = everywhere or rank == 1
             with pytest.raises(ValueError, match="architecture 'llama' and the policy of"):
-                reference_of(LlamaForCausalLM(llama) if odd else tiny(**FP32), accelerator)
+                reference_of(LlamaForCausalLM(llama) if unlike else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match="2 MoE layers of 4 experts and the policy 2 of 8"):
-                reference_of(tiny(**FP32, num_experts=4) if odd else tiny(**FP32), accelerator)
+                reference_of(tiny(**FP32, num_experts=4) if unlike else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match=r"patched with sp_size=2, but .* has sp_size=1"):
-                sp_size = 2 if odd else 1
+                sp_size = 2 if unlike else 1
                 reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
         with pytest.raises(ValueError, match="ranks disagree about the reference model"):
             reference_of(patch(tiny(**FP32)) if rank else tiny(**FP32), accelerator)
@@ -218,8 +218,9 @@ def process_groups_are_shared(rank: int, world: int) -> None:
         accelerator = accelerator_of(policy)
         at_ep_1 = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        meshes = patched_state(policy).meshes, patched_state(at_ep_1).meshes
-        assert [mesh and mesh.ep_size for mesh in meshes] == [2, 1]
+        of_policy, of_reference = patched_state(policy).meshes, patched_state(at_ep_1).meshes
+        assert of_policy is not None and of_reference is not None
+        assert (of_policy.ep_size, of_reference.ep_size) == (2, 1)
 
 
 CHECKS = (

@@ -69,10 +69,8 @@ def _loop_equals_one_process(rank: int) -> None:
             either.zero_grad()
         # A prepared scheduler takes one step per data rank (2), as stock's does per process.
         scheduler.step()
-        stock_optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step + 1)
-        assert optimizer.param_groups[0]["lr"] == stock_optimizer.param_groups[0]["lr"], (
-            f"step {step}"
-        )
+        rate = stock_optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step + 1)
+        assert optimizer.param_groups[0]["lr"] == rate, f"step {step}"
         steps += 1
     assert steps == len(loader) == 4
     for name, parameter in model.named_parameters():

@@ -60,7 +60,7 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
     machine = record_of(RATES)
     samples = [Sample(operator, operator_seconds(operator, machine)) for operator in OPERATORS]
     samples += [Sample(each, collective_seconds(each, machine)) for each in COLLECTIVES]
-    # A small operator measures the seconds of a launch, not of its bytes.
+    # `fit` ignores operators below LARGE bytes, because their seconds are those of a launch.
     samples.append(Sample(Operator("memory", "", 0, LARGE // 2), 5.0))
     work = StepWork(
         {"all": Stretch(tuple((x, 1) for x in OPERATORS), tuple((x, 1) for x in COLLECTIVES))}
