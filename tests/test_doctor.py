@@ -136,7 +136,7 @@ def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="allowed is") as warned:
         patch(tiny())
     # If an older TRL was imported before, patch() also warns of the functions that this TRL lacks.
-    assert [text for one in warned if "allowed is" in (text := str(one.message))] == [warning]
+    assert [text for entry in warned if "allowed is" in (text := str(entry.message))] == [warning]
 
 
 def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,9 +268,9 @@ def test_only_rank_0_prints(
 
 @pytest.mark.slow
 def test_broken_packages_are_findings(tmp_path: Path) -> None:
-    """doctor runs in a process of its own. Two packages raise at import there.
+    """doctor runs in a subprocess in which two packages raise at import.
 
-    Accelerate finds a real default config there, which asks for FSDP version 1.
+    In the subprocess, Accelerate also finds a default config that asks for FSDP version 1.
     """
     for name in ("peft", "flash_attn"):
         (tmp_path / name).mkdir()
@@ -301,10 +301,10 @@ def test_broken_packages_are_findings(tmp_path: Path) -> None:
         text=True,
         timeout=200,
     )
-    last = imported.stderr.splitlines()[-1]
+    last_line = imported.stderr.splitlines()[-1]
     assert imported.returncode == 1
-    assert last.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
-    assert "hf-moe-ep doctor" in last
+    assert last_line.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
+    assert "hf-moe-ep doctor" in last_line
     assert "default_config.yaml: FSDP version 1 is refused" in text
 
 
@@ -314,13 +314,13 @@ def test_under_accelerate_launch(tmp_path: Path) -> None:
     config = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", "2", "-m", "hf_moe_ep", "doctor"]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": os.fspath(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("training can run here") == 1
-    assert "2 processes with FSDP2: a patched model is sharded" in " ".join(done.stdout.split())
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("training can run here") == 1
+    assert "2 processes with FSDP2: a patched model is sharded" in " ".join(result.stdout.split())

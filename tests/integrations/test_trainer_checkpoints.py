@@ -109,7 +109,7 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
-    """Then tensors with the same layout share one list of chunks in `.metadata`.
+    """`.metadata` shows it: tensors with the same layout share one list of chunks.
 
     torch, which gathers the plans of all ranks, writes one list per tensor. See also
     `tests/checkpoints/test_planner.py`.
