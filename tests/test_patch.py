@@ -160,7 +160,7 @@ def test_our_operator_runs_only_where_it_is_requested() -> None:
 
 
 def test_recomputed_activations_change_no_number_and_are_not_saved() -> None:
-    """Autograd then saves no tensor of a MoE layer as wide as the gate/up pre-activations."""
+    """Autograd then saves no tensor of an MoE layer as wide as the gate/up pre-activations."""
     pre_size = 2 * tiny().config.moe_intermediate_size
     num_saved = {}
     for recompute in (False, True):
