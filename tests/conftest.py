@@ -1,4 +1,4 @@
-"""Global test state: interpreter mode for Triton, poisoned memory, seeds, no TF32, GPU skips."""
+"""Global state of all tests: Triton's interpreter, poisoned memory, seeds, no TF32, GPU skips."""
 
 import os
 from pathlib import Path
@@ -8,15 +8,15 @@ import torch
 from support.checks import Found, selected_checks
 from support.poison import poison_empty
 
-# Before anything imports triton, and inherited by spawned ranks and by subprocesses.
+# Must be set before triton is imported. Spawned ranks and subprocesses inherit it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 poison_empty()
 
 TESTS = Path(__file__).parent
-# A worker takes the next file when it is done with one (make test): those that take longest go
-# first, or one worker would wait at the end for the other's.
+# `make test` gives each worker the next file when it has finished one. The longest files come
+# first; otherwise one worker would be idle at the end.
 LONGEST_FIRST = (
     "integrations/test_trainer.py",
     "checkpoints/test_training.py",
@@ -40,13 +40,13 @@ LONGEST_FIRST = (
 )
 
 
-def _place(item: pytest.Item) -> int:
+def _start_order(item: pytest.Item) -> int:
     name = item.path.relative_to(TESTS).as_posix()
     return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)  # stable: the tests of a file stay together, in their order
+    items.sort(key=_start_order)  # stable, so the tests of a file stay in order
     if torch.cuda.is_available():
         return
     for item in items:
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Found:
-    """Results of the module's checks on N ranks (`support.checks`)."""
+    """Return the results of the module's checks on several ranks (`support.checks`)."""
     return Found(selected_checks(request))
 
 

@@ -1,4 +1,7 @@
-"""What `from_pretrained` makes of a folder's config; checkpoints/test_hub.py has the weights."""
+"""`from_pretrained`: the dtype, the download and the refusals that depend on configs.
+
+`checkpoints/test_hub.py` tests that the weights are loaded.
+"""
 
 import json
 import os
@@ -21,12 +24,12 @@ from hf_moe_ep import from_pretrained
 from hf_moe_ep.upstream import hub
 
 
-def _mixed(rank: int, world: int, folder: str) -> torch.dtype:
+def _load_dtype(rank: int, world: int, folder: str) -> torch.dtype:
     return from_pretrained(folder).config.dtype
 
 
-def test_a_checkpoint_of_two_dtypes_whose_config_names_none(tmp_path: Path) -> None:
-    """As stock: the library puts the few fp32 tensors in front, the model is no fp32 model."""
+def test_the_dtype_of_a_checkpoint_with_two_dtypes(tmp_path: Path) -> None:
+    """The config names no dtype. As with stock, the few fp32 tensors do not make an fp32 model."""
     folder = tmp_path / "hub"
     write_hub(folder, tiny(dtype=torch.bfloat16), files=1)
     for path in folder.glob("*.safetensors"):
@@ -37,10 +40,10 @@ def test_a_checkpoint_of_two_dtypes_whose_config_names_none(tmp_path: Path) -> N
     config.pop("dtype", None)
     (folder / "config.json").write_text(json.dumps(config))
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    assert run_ranks(_mixed, 1, str(folder)) == [torch.bfloat16]
+    assert run_ranks(_load_dtype, 1, str(folder)) == [torch.bfloat16]
 
 
-def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
+def _load_by_name(rank: int, world: int, folder: str) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(hub, "snapshot_download", lambda *_, **__: folder)
         model = from_pretrained("owner/model", dtype="bfloat16")
@@ -54,18 +57,18 @@ def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
     return model.name_or_path, model.config.name_or_path
 
 
-def test_a_name_of_the_hub_a_dtype_by_name_and_a_quantized_checkpoint(tmp_path: Path) -> None:
-    """PEFT writes the name into the config of an adapter: a path in one's cache helps nobody."""
-    for folder, more in ((tmp_path / "hub", {}), (tmp_path / "gptq", {"quant_method": "gptq"})):
+def test_the_name_on_the_hub_stays_and_unusable_dtypes_are_refused(tmp_path: Path) -> None:
+    """PEFT writes the name into an adapter's config, where a path in a local cache is useless."""
+    for folder, method in ((tmp_path / "hub", {}), (tmp_path / "gptq", {"quant_method": "gptq"})):
         write_hub(folder, tiny(dtype=torch.float32), files=1)
         config = json.loads((folder / "config.json").read_text())
-        config |= {"quantization_config": more} if more else {}
+        config |= {"quantization_config": method} if method else {}
         (folder / "config.json").write_text(json.dumps(config))
-    assert run_ranks(_named, 1, str(tmp_path / "hub")) == [("owner/model", "owner/model")]
+    assert run_ranks(_load_by_name, 1, str(tmp_path / "hub")) == [("owner/model", "owner/model")]
 
 
 class FakeHub:
-    """A repository and a cache, both folders; stands for `snapshot_download`, as far as used."""
+    """Replaces `snapshot_download`: it copies files from one folder to another."""
 
     def __init__(self, repository: Path, cache: Path) -> None:
         self.repository, self.cache = repository, cache
@@ -80,11 +83,11 @@ class FakeHub:
         revision: str = "main",
     ) -> str:
         self.calls.append({"local_files_only": local_files_only, "revision": revision})
-        there = self.cache if local_files_only else self.repository
-        if not there.is_dir():
+        source = self.cache if local_files_only else self.repository
+        if not source.is_dir():
             raise LocalEntryNotFoundError("nothing is cached")
         if not local_files_only:
-            files = [str(f.relative_to(there)) for f in there.rglob("*") if f.is_file()]
+            files = [str(f.relative_to(source)) for f in source.rglob("*") if f.is_file()]
             for file in filter_repo_objects(
                 files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
             ):
@@ -97,7 +100,7 @@ class FakeHub:
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-NOT_WANTED = (
+NOT_DOWNLOADED = (
     "original/config.json",
     "original/model--00001-of-00002.safetensors",
     "consolidated-00001-of-00002.safetensors",
@@ -107,41 +110,39 @@ NOT_WANTED = (
 )
 
 
-def _repository(folder: Path, files: int) -> set[str]:
-    """Write a model and what stands beside others on the hub; return the names of its files."""
+def _write_repository(folder: Path, files: int) -> set[str]:
+    """Write a model and other files as on the hub; return the names that must be downloaded."""
     write_hub(folder, tiny(dtype=torch.float32), files=files)
     for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    wanted = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
-    for name in NOT_WANTED:
+    needed = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    for name in NOT_DOWNLOADED:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("another format")
-    return wanted
+    return needed
 
 
 @pytest.mark.parametrize("subfolder", ["", "of [one] stage"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_what_the_index_names_is_downloaded_and_nothing_else(
+def test_only_files_that_the_index_names_are_downloaded(
     files: int, subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "repository"
     if subfolder:
-        _repository(repository, 2)
-    wanted = _repository(repository / subfolder, files)
-    assert sum(name.endswith(".safetensors") for name in wanted) == files
+        _write_repository(repository, 2)
+    needed = _write_repository(repository / subfolder, files)
+    assert sum(name.endswith(".safetensors") for name in needed) == files
     fake = FakeHub(repository, tmp_path / COMMIT)
     monkeypatch.setattr(hub, "snapshot_download", fake)
-    found = hub.local_folder("owner/model", {"subfolder": subfolder} if subfolder else {})
-    assert found == tmp_path / COMMIT / subfolder
-    assert fake.cached() == {os.path.join(subfolder, name) for name in wanted}
-    assert [call["revision"] for call in fake.calls] == ["main", COMMIT], "one state of the branch"
+    local = hub.local_folder("owner/model", {"subfolder": subfolder} if subfolder else {})
+    assert local == tmp_path / COMMIT / subfolder
+    assert fake.cached() == {os.path.join(subfolder, name) for name in needed}
+    assert [call["revision"] for call in fake.calls] == ["main", COMMIT], "one commit"
 
 
-def test_a_damaged_index_of_the_hub_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _repository(tmp_path / "repository", 3)
+def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_repository(tmp_path / "repository", 3)
     index = "model.safetensors.index.json"
     for text, words in (("{", "is damaged or not JSON"), ('{"weight_map": []}', "is not an index")):
         (tmp_path / "repository" / index).write_text(text)
@@ -152,7 +153,7 @@ def test_a_damaged_index_of_the_hub_is_named(
             hub.local_folder("owner/model", {})
 
 
-def _downloaded(rank: int, world: int, folder: str, caches: str) -> list[bool]:
+def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:
     fake = FakeHub(Path(folder), Path(caches.format(rank=rank), COMMIT))
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(hub, "snapshot_download", fake)
@@ -160,17 +161,18 @@ def _downloaded(rank: int, world: int, folder: str, caches: str) -> list[bool]:
     return [call["local_files_only"] for call in fake.calls]
 
 
-def test_one_rank_of_a_machine_asks_the_hub(tmp_path: Path) -> None:
-    """The others read the cache after it; one that sees another cache fills its own."""
-    _repository(tmp_path / "repository", 3)
-    shared, own = f"{tmp_path}/shared", f"{tmp_path}/of rank {{rank}}"
+def test_one_rank_per_machine_downloads(tmp_path: Path) -> None:
+    """The other ranks then read its cache. A rank with a cache of its own downloads as well."""
+    _write_repository(tmp_path / "repository", 3)
+    shared, per_rank = f"{tmp_path}/shared", f"{tmp_path}/of rank {{rank}}"
     repository = str(tmp_path / "repository")
-    assert run_ranks(_downloaded, 2, repository, shared) == [[False] * 2, [True] * 2]
-    assert run_ranks(_downloaded, 2, repository, own) == [[False] * 2, [True, False, False]]
+    assert run_ranks(_download, 2, repository, shared) == [[False] * 2, [True] * 2]
+    assert run_ranks(_download, 2, repository, per_rank) == [[False] * 2, [True, False, False]]
 
 
-AT = ["q_proj", "v_proj"]
-BEFORE_A_DOWNLOAD = {
+TARGETS = ["q_proj", "v_proj"]
+# Words of the error that is raised before the download, and the adapter config.
+REFUSED = {
     r"LoRA with DoRA \(use_dora\)": lambda: _lora(use_dora=True),
     r"single rows of embeddings \(trainable_token_indices\)": lambda: _lora(
         trainable_token_indices=[1, 2]
@@ -182,16 +184,16 @@ BEFORE_A_DOWNLOAD = {
     "init_lora_weights='olora'": lambda: _lora(init_lora_weights="olora"),
     "init_lora_weights='orthogonal'": lambda: _lora(init_lora_weights="orthogonal"),
     r"IA3Config \(peft_type IA3\)": lambda: peft.IA3Config(
-        target_modules=AT, feedforward_modules=[]
+        target_modules=TARGETS, feedforward_modules=[]
     ),
-    r"LoHaConfig \(peft_type LOHA\)": lambda: peft.LoHaConfig(target_modules=AT),
-    r"VeraConfig \(peft_type VERA\)": lambda: peft.VeraConfig(target_modules=AT),
+    r"LoHaConfig \(peft_type LOHA\)": lambda: peft.LoHaConfig(target_modules=TARGETS),
+    r"VeraConfig \(peft_type VERA\)": lambda: peft.VeraConfig(target_modules=TARGETS),
     r"PromptTuningConfig \(peft_type PROMPT_TUNING\)": lambda: peft.PromptTuningConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=3
     ),
 }
 if hasattr(peft, "KasaConfig"):  # since peft 0.21
-    BEFORE_A_DOWNLOAD[r"KaSA \(kasa_config\)"] = lambda: _lora(kasa_config=peft.KasaConfig())
+    REFUSED[r"KaSA \(kasa_config\)"] = lambda: _lora(kasa_config=peft.KasaConfig())
 TAKEN = {
     "plain": lambda: _lora(),
     "rslora": lambda: _lora(use_rslora=True),
@@ -203,14 +205,14 @@ TAKEN = {
 }
 
 
-def _lora(targets: list[str] | str = AT, **more: Any) -> peft.LoraConfig:
+def _lora(targets: list[str] | str = TARGETS, **more: Any) -> peft.LoraConfig:
     return peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **more)
 
 
 def _with_adapters(rank: int, world: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patches:
-        patches.delattr(hub, "snapshot_download")  # whoever calls it gets another error
-        for words, config in BEFORE_A_DOWNLOAD.items():
+        patches.delattr(hub, "snapshot_download")  # a download would raise another error
+        for words, config in REFUSED.items():
             with pytest.raises(ValueError, match=rf"peft_config is .*{words}.*get_peft_model"):
                 from_pretrained("owner/model", peft_config=config())
     with pytest.raises(
@@ -224,6 +226,6 @@ def _with_adapters(rank: int, world: int, folder: str) -> None:
 
 
 def test_adapters_that_need_values_are_refused_by_name(tmp_path: Path) -> None:
-    """In front of the download, which takes an hour; PEFT's own message would come after it."""
+    """The error comes before the download, which takes an hour; PEFT would raise after it."""
     write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
     run_ranks(_with_adapters, 1, str(tmp_path / "hub"))

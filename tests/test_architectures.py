@@ -1,4 +1,4 @@
-"""A model's parts are found whatever wraps them, and are what its config promises."""
+"""`find_parts` finds the parts of a model in any wrapper, and compares them with the config."""
 
 from functools import partial
 
@@ -16,8 +16,8 @@ from transformers import Qwen3MoeModel
 from hf_moe_ep.architectures import find_parts
 
 
-def _check(model: nn.Module, inner: nn.Module) -> None:
-    """`model` is `inner`, or wraps it."""
+def _check_parts(model: nn.Module, inner: nn.Module) -> None:
+    """Check the parts of `model`, which is `inner` or wraps `inner`."""
     parts = find_parts(model)
     layers = inner.model.layers
     assert list(parts.experts.values()) == [layer.mlp.experts for layer in layers if _is_moe(layer)]
@@ -33,11 +33,11 @@ def _is_moe(layer: nn.Module) -> bool:
 
 def test_parts_of_a_stock_model() -> None:
     model = tiny(num_hidden_layers=3, mlp_only_layers=[1])
-    _check(model, model)
+    _check_parts(model, model)
     parts = find_parts(model)
     assert parts.root is model and list(parts.layers) == list(model.model.layers)
     assert list(parts.experts) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
-    assert list(parts.adapted_experts) == [0, 2], "by decoder layer"
+    assert list(parts.adapted_experts) == [0, 2], "keys are decoder layers"
     assert not parts.tied and find_parts(tiny(tie_word_embeddings=True)).tied
 
 
@@ -53,10 +53,12 @@ def test_parts_within_adapters() -> None:
     assert len(parts.layers) == 2 and len(parts.attention) == 2
 
 
-def test_parts_behind_checkpoints_and_compile() -> None:
+def test_parts_within_checkpoint_wrappers_and_compile() -> None:
     model = tiny()
     layers = list(model.model.layers)
-    apply_activation_checkpointing(model, check_fn=partial(lambda wanted, m: m in wanted, layers))
+    apply_activation_checkpointing(
+        model, check_fn=partial(lambda wrapped, module: module in wrapped, layers)
+    )
     parts = find_parts(torch.compile(model))
     assert [layer._checkpoint_wrapped_module for layer in parts.layers] == layers
     assert list(parts.experts.values()) == [layer.mlp.experts for layer in layers]
@@ -68,7 +70,7 @@ def test_a_base_model_has_no_head() -> None:
 
 
 @needs_tower_in_blocks
-def test_parts_of_a_model_that_sees() -> None:
+def test_parts_of_a_vision_model() -> None:
     model = tiny("qwen3_vl_moe")
     tower = find_parts(model).tower
     assert tower is not None and tower.module is model.model.visual and tower.owner is model.model
@@ -77,7 +79,7 @@ def test_parts_of_a_model_that_sees() -> None:
     assert list(tower.attention) == [block.attn for block in model.model.visual.blocks]
 
 
-def test_fewer_layers_than_the_config_promises() -> None:
+def test_fewer_layers_than_in_the_config_are_refused() -> None:
     model = tiny()
     del model.model.layers[1]
     with pytest.raises(ValueError, match=r"found 1 decoder layers .* expected 2"):

@@ -1,4 +1,4 @@
-"""`ParallelConfig`: what is refused and why, what the environment fills, what stays fixed."""
+"""`ParallelConfig` refuses wrong values, and environment variables fill sizes that are None."""
 
 import dataclasses
 
@@ -103,19 +103,19 @@ def test_overrides_are_checked_like_fields() -> None:
             resolve_config(wrong, {})  # type: ignore[arg-type]
 
 
-def test_environment_fills_what_the_script_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", " 8 ")
     monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "1")
     assert resolve_config(None, {}) == ParallelConfig(8, 1, 1)
-    assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # the script rules
+    assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # an option of the script wins
     assert resolve_config(ParallelConfig(ep_size=1), {}).ep_size == 1
-    assert ParallelConfig().ep_size is None  # read when resolved, not when built
+    assert ParallelConfig().ep_size is None  # the variable is read by resolve_config, not here
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "")
     assert resolve_config(None, {}).ep_size == 1
 
 
-def test_the_size_of_a_node_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for where tokens travel by nodes, and the script rules."""
+def test_node_size_is_the_launchers_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the hierarchical dispatcher needs it, and an option of the script wins."""
     by_nodes = ParallelConfig(dispatcher="hierarchical")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resolve_config(by_nodes, {}).node_size == 4
@@ -125,7 +125,7 @@ def test_the_size_of_a_node_is_the_launchers(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE='four' is not a positive whole number"):
         resolve_config(by_nodes, {})
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert resolve_config(by_nodes, {}).node_size is None  # sharding says what is missing
+    assert resolve_config(by_nodes, {}).node_size is None  # sharding raises the error
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-2", "1.5", "8,", "0x8", "None"])
@@ -133,22 +133,22 @@ def test_environment_must_be_a_size(monkeypatch: pytest.MonkeyPatch, text: str) 
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", text)
     with pytest.raises(ValueError, match=f"HF_MOE_EP_EP_SIZE='{text}'.*HF_MOE_EP_EP_SIZE=8"):
         resolve_config(None, {})
-    assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # not read where not needed
+    assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # the variable is not read
 
 
-def test_environment_cannot_ask_for_the_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_the_environment_are_checked_like_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "4")
     with pytest.raises(ValueError, match=r"'eager'.*ep_size=4"):
         resolve_config(ParallelConfig(experts_backend="eager"), {})
 
 
 @pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size"])
-def test_needs_sharding(name: str) -> None:
+def test_a_size_above_1_needs_sharding(name: str) -> None:
     assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1).needs_sharding
     assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
 
 
-def test_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_and_rank_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
     assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (1, 0, False)

@@ -1,4 +1,4 @@
-"""A plan is derived, or an error says by name what stands in its way and what would work."""
+"""`derive_plan` derives the plan of a model, or its error names the obstacle and the fix."""
 
 import copy
 import sys
@@ -24,7 +24,8 @@ from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.plan import ModelPlan, VisionPlan
 from hf_moe_ep.planner.config import find_config, meta_model
 
-# Classes with experts that are not on transformers' experts interface: options, and what is named.
+# Model types whose experts do not use transformers' experts interface: the model class, options of
+# its config, and the experts class that the error names.
 OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
     "dbrx": ("DbrxForCausalLM", {"attn_config": {"rope_theta": 1e4}}, "DbrxExperts"),
     "doge": ("DogeForCausalLM", {"is_moe": True}, "DogeCDMoE"),
@@ -59,11 +60,11 @@ def test_experts_outside_the_interface_are_refused_by_name(model_type: str) -> N
         assert words in message, message
 
 
-def test_quantized_experts_are_told_how_to_be_loaded() -> None:
-    """As gpt-oss is where its MXFP4 kernels run: a class of its own holds packed weights."""
+def test_the_error_for_quantized_experts_names_the_load_option() -> None:
+    """gpt-oss is such a model where its MXFP4 kernels run: another class holds packed weights."""
 
     class PackedExperts(nn.Module):
-        """Has nothing that can be stacked or split."""
+        """Has no weights that are stacked over experts."""
 
     model: Any = tiny()
     for layer in model.model.layers:
@@ -107,7 +108,7 @@ def _layer_without_experts(model: Any) -> None:
     model.model.layers[1].mlp = nn.Linear(2, 2)
 
 
-# What was done to a model of 2 layers and 8 experts, and what the error says of it.
+# A change of a model of 2 layers and 8 experts, and words of the error.
 NOT_DERIVED: dict[Callable[[Any], None], tuple[str, ...]] = {
     _second_router: ("layers.*.mlp.gate", "layers.*.mlp.other_gate", "router", "plan=ModelPlan"),
     _second_list: ("'model.layers', 'model.more_layers'", "decoder", "plan=ModelPlan"),
@@ -121,7 +122,7 @@ NOT_DERIVED: dict[Callable[[Any], None], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("change", NOT_DERIVED, ids=lambda change: change.__name__.strip("_"))
-def test_what_cannot_be_derived_is_shown(change: Callable[[Any], None]) -> None:
+def test_the_error_names_modules_that_prevent_derivation(change: Callable[[Any], None]) -> None:
     model = tiny()
     change(model)
     with pytest.raises(ValueError) as raised:
@@ -130,11 +131,11 @@ def test_what_cannot_be_derived_is_shown(change: Callable[[Any], None]) -> None:
         assert words in str(raised.value), str(raised.value)
 
 
-def test_the_error_holds_the_plan_of_all_the_rest() -> None:
-    """Two routers: what the error writes, with one of them filled in, is the plan of that model."""
+def test_the_error_contains_a_plan_with_all_derived_fields() -> None:
+    """With two routers, only `router=...` is left to fill in."""
     model: Any = tiny()
     derived = derive_plan(model)
-    for layer in model.model.layers:  # names that are none of the defaults
+    for layer in model.model.layers:  # names that differ from the defaults
         layer.moe, layer.attention = layer.mlp, layer.self_attn
         del layer.mlp, layer.self_attn
         layer.moe.other_gate = copy.deepcopy(layer.moe.gate)
@@ -160,7 +161,7 @@ def test_a_given_plan_does_what_derivation_cannot() -> None:
     assert parts.plan is plan and len(parts.experts) == 2 and len(parts.layers) == 2
 
 
-# A field of a given plan that does not fit, and what the error says.
+# A field of a given plan that does not fit the model, and words of the error.
 NOT_FITTING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"layers": "h.*"}, ("layers='h.*'", "model.layers.*", "ModelPlan(layers=...)")),
     ({"layers": "layers"}, ("num_hidden_layers = 2", "matches 1 modules")),
@@ -199,17 +200,17 @@ def test_experts_outside_the_layers_of_a_given_plan_are_named() -> None:
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "olmoe"])
 def test_fields_of_another_architecture_are_not_read(model_type: str) -> None:
-    """Transformers keeps what stands in a config.json, and the model never reads it."""
+    """Transformers keeps unknown fields of a config.json, which the model never reads."""
     config = tiny_config(model_type)
     config.first_k_dense_replace = 1
     model = model_class(model_type)(config)
     assert find_parts(model).plan.model_type == model_type
 
 
-def test_a_type_may_be_refused_with_a_reason(
+def test_a_model_type_may_be_refused_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`model_patches/TYPE.py` says why, and what would work."""
+    """`REFUSED` in `model_patches/TYPE.py` is the reason that the error gives."""
     tmp_path.joinpath("olmoe.py").write_text('REFUSED = "it is 12 moons old; wait for the next"\n')
     monkeypatch.setattr(model_patches, "__path__", [*model_patches.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "hf_moe_ep.model_patches.olmoe", raising=False)
@@ -220,8 +221,8 @@ def test_a_type_may_be_refused_with_a_reason(
     sys.modules.pop("hf_moe_ep.model_patches.olmoe")
 
 
-def test_a_gate_that_no_backend_computes_runs_as_it_is_without_ep() -> None:
-    """Inkling 2: the error names gate, architecture and what works, and that works."""
+def test_a_gate_that_no_backend_computes_runs_with_eager_and_without_ep() -> None:
+    """The experts of Inkling 2 have such a gate. The error recommends 'eager', which then runs."""
     if "inkling2_text" not in CONFIG_MAPPING:
         pytest.skip(f"no Inkling 2 in transformers {transformers.__version__}")
     model, stock = tiny_of("inkling2_text"), tiny_of("inkling2_text")
@@ -233,7 +234,7 @@ def test_a_gate_that_no_backend_computes_runs_as_it_is_without_ep() -> None:
     unpatch(model)
 
 
-def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
+def test_the_derived_plan_of_qwen3_moe_equals_a_plan_written_by_hand() -> None:
     plan = find_plan(tiny(num_hidden_layers=3, mlp_only_layers=[1]))
     assert (plan.layers, plan.experts) == ("layers.*", "layers.*.mlp.experts")
     assert (plan.router, plan.attention) == ("layers.*.mlp.gate", "layers.*.self_attn")
@@ -244,18 +245,18 @@ def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
 
 
 @needs_tower_in_blocks
-def test_the_derived_plan_of_qwen3_vl_moe_is_the_one_that_was_typed() -> None:
+def test_the_derived_plan_of_qwen3_vl_moe_equals_a_plan_written_by_hand() -> None:
     plan = find_plan(tiny("qwen3_vl_moe"))
-    typed = ModelPlan("qwen3_vl_moe", prefix="language_model.")
+    by_hand = ModelPlan("qwen3_vl_moe", prefix="language_model.")
     for name in ("layers", "experts", "router", "attention", "final_norm", "expert_weights"):
-        assert getattr(plan, name) == getattr(typed, name), name
+        assert getattr(plan, name) == getattr(by_hand, name), name
     assert plan.num_experts == "num_experts" and plan.mixers == () and plan.sequence_parallel
     assert plan.aux_loss_coef == "config.text_config.router_aux_loss_coef"
     assert plan.vision == VisionPlan("visual", "visual.blocks.*", "visual.blocks.*.attn")
 
 
 def test_a_model_of_235b_is_patched_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """94 layers on meta: patched in less than 5 s, of which its plan less than 1 s."""
+    """94 layers on the meta device: `derive_plan` takes less than 1 s, `patch` less than 5 s."""
     model = meta_model(find_config("Qwen/Qwen3-235B-A22B"), torch.bfloat16)
     start = time.perf_counter()
     derive_plan(model)

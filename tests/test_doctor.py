@@ -123,8 +123,8 @@ def test_a_missing_function_that_no_result_depends_on_is_a_note(
 
 
 def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
-    monkeypatch.setattr(requirements, "allowed_packages", lambda: wanted)
+    allowed = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
+    monkeypatch.setattr(requirements, "allowed_packages", lambda: allowed)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*allowed is")
         patch(tiny())
@@ -136,7 +136,7 @@ def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="allowed is") as warned:
         patch(tiny())
     # If an older TRL was imported before, patch() also warns of the functions that this TRL lacks.
-    assert [text for one in warned if "allowed is" in (text := str(one.message))] == [warning]
+    assert [text for entry in warned if "allowed is" in (text := str(entry.message))] == [warning]
 
 
 def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,10 +207,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
 def test_the_default_config_of_accelerate(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, want, line = CONFIGS[case]
+    config, exit_code, line = CONFIGS[case]
     monkeypatch.setattr(doctor, "default_launch_config", lambda: (Path("/c.yaml"), config))
     code, text = _report(capsys)
-    assert code == want and line in text, text
+    assert code == exit_code and line in text, text
 
 
 # Variables of `accelerate launch`, the exit code of doctor, and the beginning of the line in its
@@ -230,13 +230,13 @@ LAUNCHES: dict[str, tuple[dict[str, str], int, str]] = {
 def test_the_launch_of_this_process(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variables, want, line = LAUNCHES[case]
+    variables, exit_code, line = LAUNCHES[case]
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     common = {"RANK": "0", "WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}
     for name, value in (common | variables).items():
         monkeypatch.setenv(name, value)
     code, text = _report(capsys)
-    assert code == want and line in text and "ok WORLD_SIZE 4" in text, text
+    assert code == exit_code and line in text and "ok WORLD_SIZE 4" in text, text
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_only_rank_0_prints(
 
 @pytest.mark.slow
 def test_broken_packages_are_findings(tmp_path: Path) -> None:
-    """doctor runs in a process of its own. Two packages raise at import there.
+    """doctor runs in a subprocess in which two packages raise at import.
 
-    Accelerate finds a real default config there, which asks for FSDP version 1.
+    In the subprocess, Accelerate also finds a default config that asks for FSDP version 1.
     """
     for name in ("peft", "flash_attn"):
         (tmp_path / name).mkdir()
@@ -301,10 +301,10 @@ def test_broken_packages_are_findings(tmp_path: Path) -> None:
         text=True,
         timeout=200,
     )
-    last = imported.stderr.splitlines()[-1]
+    last_line = imported.stderr.splitlines()[-1]
     assert imported.returncode == 1
-    assert last.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
-    assert "hf-moe-ep doctor" in last
+    assert last_line.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
+    assert "hf-moe-ep doctor" in last_line
     assert "default_config.yaml: FSDP version 1 is refused" in text
 
 
@@ -314,13 +314,13 @@ def test_under_accelerate_launch(tmp_path: Path) -> None:
     config = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", "2", "-m", "hf_moe_ep", "doctor"]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": os.fspath(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("training can run here") == 1
-    assert "2 processes with FSDP2: a patched model is sharded" in " ".join(done.stdout.split())
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("training can run here") == 1
+    assert "2 processes with FSDP2: a patched model is sharded" in " ".join(result.stdout.split())

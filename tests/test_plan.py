@@ -31,12 +31,12 @@ MATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "name", "want"), MATCHES)
-def test_matches(pattern: str, name: str, want: bool) -> None:
-    assert matches(pattern, name) is want
+@pytest.mark.parametrize(("pattern", "name", "expected"), MATCHES)
+def test_matches(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
 
 
-# Options of the config, and how many of its 6 layers are MoE layers by upstream's decoder layer.
+# Options of the config, and the number of MoE layers that stock's decoder layer builds (of 6).
 MOE_LAYERS = [
     ({}, 6),
     ({"mlp_only_layers": [0, 5]}, 4),
@@ -46,13 +46,13 @@ MOE_LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "want"), MOE_LAYERS)
+@pytest.mark.parametrize(("options", "expected"), MOE_LAYERS)
 def test_config_and_model_have_the_same_number_of_moe_layers(
-    options: dict[str, object], want: int
+    options: dict[str, object], expected: int
 ) -> None:
     """`find_parts` computes the number from the config, and raises if the model has another one."""
     parts = find_parts(tiny(num_hidden_layers=6, num_experts=12, **options))
-    assert len(parts.experts) == want
+    assert len(parts.experts) == expected
     assert parts.num_experts == 12 and parts.plan.num_experts == "num_experts"
 
 
@@ -60,8 +60,13 @@ def test_a_plan_needs_only_the_fields_that_differ_from_the_defaults() -> None:
     plain = ModelPlan("some_moe")
     assert (plain.layers, plain.experts) == ("layers.*", "layers.*.mlp.experts")
     assert (plain.attention, plain.final_norm) == ("layers.*.self_attn", "norm")
-    other = ModelPlan("other_moe", experts="layers.*.feed_forward.experts", final_norm="ln_f")
-    assert (other.experts, other.final_norm) == ("layers.*.feed_forward.experts", "ln_f")
+    with_options = ModelPlan(
+        "other_moe", experts="layers.*.feed_forward.experts", final_norm="ln_f"
+    )
+    assert (with_options.experts, with_options.final_norm) == (
+        "layers.*.feed_forward.experts",
+        "ln_f",
+    )
 
 
 def test_the_prefix_is_added_once_to_every_pattern_of_the_language_model() -> None:

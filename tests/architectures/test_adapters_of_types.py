@@ -1,7 +1,6 @@
 """LoRA on the experts of every type equals stock PEFT on a stock model in one process.
 
-Adapters are on each stacked matrix of the experts, whatever its name and orientation, and on every
-linear layer outside of them.
+Adapters are on each stacked matrix of the experts and on every linear layer outside of experts.
 """
 
 import warnings
@@ -26,15 +25,15 @@ from support.checks import Check, Found
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.architectures import find_parts
 
-# Linear layers that PEFT itself cannot adapt: grouped, read by a kernel past their forward, or with
-# three outputs.
-# Transposed experts with biases; experts without a gate.
+# gpt_oss has transposed experts with biases, nemotron_h has experts without a gate.
 IN_FAST_SUITE = ("gpt_oss", "nemotron_h")
+# Linear layers that PEFT cannot adapt: o_a_proj is a grouped product, a kernel reads the weight of
+# out_proj without a call of its forward, and router returns three values.
 NOT_BY_PEFT = {"deepseek_v4": ["o_a_proj"], "nemotron_h": ["out_proj"], "phimoe": ["router"]}
 
 
-def adapted(model_type: str, seed: int) -> PeftModel:
-    """A model with random adapters on its experts and all of its linear layers."""
+def build_adapted(model_type: str, seed: int) -> PeftModel:
+    """Build a model with random adapters on its experts and all of its linear layers."""
     model = build(model_type)
     torch.manual_seed(seed)
     config = LoraConfig(
@@ -51,7 +50,7 @@ def adapted(model_type: str, seed: int) -> PeftModel:
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    model, stock = adapted(model_type, seed=rank), adapted(model_type, seed=0)
+    model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
     trained = [name for name, p in stock.named_parameters() if p.requires_grad]
     assert any("experts" in name for name in trained), trained
     apply_ep_fsdp2(model, ep_size=2)
@@ -75,8 +74,8 @@ def test_adapters_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["phimoe"])
-def test_adapters_change_no_plan(model_type: str) -> None:
-    """The factors of a router that is a linear layer have one row per expert too."""
+def test_a_model_with_adapters_has_the_plan_of_its_base(model_type: str) -> None:
+    """If the router is a linear layer, a factor of its adapter looks like a router, too."""
     model = build(model_type)
     plan = find_parts(model).plan
     config = LoraConfig(r=3, target_modules=["router", "q_proj"], init_lora_weights=False)

@@ -1,7 +1,7 @@
-"""The load-balancing loss of every type that has one, of 2 ranks: that of one process.
+"""The load-balancing (aux) loss on 2 ranks equals that of stock, for every type that has one.
 
-Rank 0 has one row of the batch and rank 1 two, padded to one length, so that ranks count other
-numbers of tokens. A mean of the ranks' own losses would be another number.
+Rank 0 has one row of the batch and rank 1 has two, padded to one length, so ranks have different
+numbers of tokens. The mean of the losses that each rank computes alone would be wrong.
 """
 
 import inspect
@@ -59,7 +59,7 @@ WITH_AUX_LOSS = (
 )
 
 
-# Its loss is of the logits of a router for text and of one for pictures, one after the other.
+# Its loss concatenates the logits of two routers, one for text and one for pictures.
 OF_TWO_ROUTERS = "ernie4_5_vl_moe"
 
 
@@ -70,18 +70,18 @@ def _equals_stock(model_type: str, rank: int, world: int) -> None:
     apply_ep_fsdp2(model, ep_size=2)
     whole = batch(stock, 3, 11, pad=4)
     assert not whole["attention_mask"].all()
-    mine = {name: value[:1] if rank == 0 else value[1:] for name, value in whole.items()}
+    inputs = {name: value[:1] if rank == 0 else value[1:] for name, value in whole.items()}
     num_tokens = whole["labels"][:, 1:].ne(-100).sum()
-    got = model(**mine, num_items_in_batch=num_tokens)
-    want = stock(**whole, num_items_in_batch=num_tokens)
-    of_losses = max(budget(model_type), FP32_INSIDE)
-    assert_close(f"{model_type}: aux loss", got.aux_loss, want.aux_loss, of_losses)
-    total = got.loss.detach().clone()
+    actual = model(**inputs, num_items_in_batch=num_tokens)
+    expected = stock(**whole, num_items_in_batch=num_tokens)
+    tolerance = max(budget(model_type), FP32_INSIDE)
+    assert_close(f"{model_type}: aux loss", actual.aux_loss, expected.aux_loss, tolerance)
+    total = actual.loss.detach().clone()
     dist.all_reduce(total)
-    assert_close(f"{model_type}: loss", total, want.loss, of_losses)
-    (got.loss * world).backward()
-    want.loss.backward()
-    # Stock has all rows at once here: what it sums in fp32 is summed in another order.
+    assert_close(f"{model_type}: loss", total, expected.loss, tolerance)
+    (actual.loss * world).backward()
+    expected.loss.backward()
+    # Stock computes all rows in one batch, so its sums in fp32 have another order.
     assert_same_grads(model_type, model, stock, 10 * FP32_INSIDE)
 
 
@@ -98,34 +98,35 @@ def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [n for n in WITH_AUX_LOSS if n != OF_TWO_ROUTERS])
-def test_of_each_layer_alone(model_type: str) -> None:
-    """The truth is the mean of stock's own function, called once for each layer of a stock model.
-    Only routers have a gradient of this loss. No other layer's loss depends on the last router, so
-    its gradient is what autograd makes of stock's graph.
+def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) -> None:
+    """The reference calls stock's function once for each layer of a stock model.
+
+    Our loss has gradients for routers alone. Only the last layer's loss depends on the last router,
+    so the gradient of this router equals that of the reference.
     """
     stock, model = tiny(model_type), patch(tiny(model_type), aux_loss_per_layer=True)
     inputs = {**batch(stock, 3, 11, pad=4), "output_router_logits": True}
     names, calls = inspect.unwrap(type(stock).forward).__globals__, []
     function = names[FUNCTION]
 
-    def noted(*args: Any) -> Any:
+    def record_call(*args: Any) -> Any:
         calls.append(args)
         return function(*args)
 
-    with mock.patch.dict(names, {FUNCTION: noted}):
-        want = stock(**inputs)
+    with mock.patch.dict(names, {FUNCTION: record_call}):
+        expected = stock(**inputs)
     ((of_layers, *rest),) = calls
     mean = torch.stack([function((rows,), *rest) for rows in of_layers]).mean()
-    got = model(**inputs)
-    assert_close(f"{model_type}: aux loss", got.aux_loss, mean, 10 * FP32_INSIDE)
-    assert max_error(want.aux_loss, mean) > 1e-4, "all layers choose alike"
+    actual = model(**inputs)
+    assert_close(f"{model_type}: aux loss", actual.aux_loss, mean, 10 * FP32_INSIDE)
+    assert max_error(expected.aux_loss, mean) > 1e-4, "the layers must choose different experts"
     routers = find_routers(find_parts(model))
-    own = {id(parameter) for router in routers for parameter in router.parameters()}
-    got.aux_loss.backward()
-    moved = {id(p) for p in model.parameters() if p.grad is not None and p.grad.any()}
-    assert moved and moved <= own
+    of_routers = {id(parameter) for router in routers for parameter in router.parameters()}
+    actual.aux_loss.backward()
+    with_grad = {id(p) for p in model.parameters() if p.grad is not None and p.grad.any()}
+    assert with_grad and with_grad <= of_routers
     mean.backward()
-    last = [name for name, p in model.named_parameters() if id(p) in moved][-1]
+    last = [name for name, p in model.named_parameters() if id(p) in with_grad][-1]
     of_last, of_stock = (m.get_parameter(last).grad for m in (model, stock))
     assert_close(f"{model_type}: gradient of {last}", of_last, of_stock, 10 * FP32_INSIDE)
 
@@ -138,7 +139,9 @@ def test_of_each_layer_alone(model_type: str) -> None:
         ("phimoe", {"input_jitter_noise": 0.1}, "PhimoeTopKRouter changes its input in place"),
     ],
 )
-def test_each_layer_alone_is_refused(model_type: str, changed: dict[str, Any], error: str) -> None:
+def test_aux_loss_per_layer_is_refused_for_unusual_routers(
+    model_type: str, changed: dict[str, Any], error: str
+) -> None:
     config = tiny_config(model_type)
     for name, value in changed.items():
         setattr(config, name, value)
@@ -151,15 +154,15 @@ def test_each_layer_alone_is_refused(model_type: str, changed: dict[str, Any], e
 
 
 @pytest.mark.slow
-def test_no_other_type_has_one() -> None:
-    """Stock's forward would call the function, and our plan would name it."""
-    stocks, ours = [], []
+def test_no_other_type_has_an_aux_loss() -> None:
+    """Such a type calls the function in stock's forward, and its plan names the coefficient."""
+    in_stock, in_plans = [], []
     for name in TRAINED:
         with torch.device("meta"):
             model = model_class(name)(tiny_config(name))
         if FUNCTION in inspect.unwrap(type(model).forward).__code__.co_names:
-            stocks.append(name)
+            in_stock.append(name)
         if find_plan(model).aux_loss_coef is not None:
-            ours.append(name)
-    assert ours == list(WITH_AUX_LOSS)
-    assert stocks == list(WITH_AUX_LOSS)
+            in_plans.append(name)
+    assert in_plans == list(WITH_AUX_LOSS)
+    assert in_stock == list(WITH_AUX_LOSS)

@@ -1,7 +1,7 @@
-"""Biases that correct a router's choice stay what they are: in fp32, rank 0's, in every checkpoint.
+"""Biases that correct a router's choice stay in fp32, with the values of rank 0.
 
-Whatever they are called, wherever they stand, buffers or parameters without gradient. Rounded to
-bf16 they would choose other experts, without any error to be seen.
+This holds in a step, in checkpoints and in hub files. The biases have many names, and are buffers
+or parameters without a gradient. Biases rounded to bf16 would silently choose other experts.
 """
 
 import warnings
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, save_checkpoint, save_pretrained
 from hf_moe_ep.architectures import find_parts
 
+# By model type, the name of the bias in an MoE layer.
 CORRECTED = {
     "afmoe": "expert_bias",
     "axk1": "gate.e_score_correction_bias",
@@ -57,7 +58,7 @@ CORRECTED = {
     "solar_open": "gate.e_score_correction_bias",
     "zaya": "gate.balancing_biases",
 }
-# One that is a parameter and one that is a buffer stand for all.
+# The bias of one of them is a parameter, that of the other is a buffer.
 IN_FAST_SUITE = {"afmoe", "deepseek_v3"}
 POLICIES = {
     "a bf16 model": (torch.bfloat16, None),
@@ -68,8 +69,8 @@ POLICIES = {
 }
 
 
-def biases(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of the routers that no gradient reaches, by their names."""
+def find_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Return the biases without a gradient, by name."""
     named = [*model.named_buffers(), *((n, p) for n, p in model.named_parameters())]
     return {
         name: tensor
@@ -80,71 +81,71 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def odd_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Give a model biases in fp32 that bf16 cannot hold; returns copies."""
+def set_odd_biases(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Give a model biases in fp32 that bf16 would round, and return copies of them."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in biases(model).values():
+    for tensor in find_biases(model).values():
         tensor.data = 0.05 * torch.randn(tensor.shape, generator=generator)
-    return {name: tensor.detach().clone() for name, tensor in biases(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in find_biases(model).items()}
 
 
-def assert_held(where: str, model: nn.Module, want: dict[str, Tensor]) -> None:
-    found = biases(model)
-    assert found.keys() == want.keys(), where
-    for name, tensor in found.items():
+def assert_biases(where: str, model: nn.Module, expected: dict[str, Tensor]) -> None:
+    present = find_biases(model)
+    assert present.keys() == expected.keys(), where
+    for name, tensor in present.items():
         assert type(tensor) in (Tensor, nn.Parameter), f"{where}: {name} is sharded"
         assert tensor.dtype == torch.float32, f"{where}: {name} is {tensor.dtype}"
-        assert torch.equal(tensor, want[name]), f"{where}: {name}"
+        assert torch.equal(tensor, expected[name]), f"{where}: {name}"
 
 
-def _stay(model_type: str, kind: str, rank: int, world: int, folder: str) -> None:
+def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folder: str) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    dtype, policy = POLICIES[kind]
+    dtype, policy = POLICIES[policy_name]
     model = tiny(model_type, dtype=dtype, seed=rank)
-    want = odd_values(tiny(model_type, dtype=dtype), seed=0)
-    odd_values(model, seed=rank)
+    expected = set_odd_biases(tiny(model_type, dtype=dtype), seed=0)
+    set_odd_biases(model, seed=rank)
     experts = list(find_parts(model).experts.values())
     apply_ep_fsdp2(model, ep_size=2, mp_policy=policy)
-    seen = []
+    checked = []
 
-    def look(*_: object) -> None:
-        assert_held(f"{model_type}, within forward", model, want)
-        seen.append(0)
+    def check_biases(*_: object) -> None:
+        assert_biases(f"{model_type}, within forward", model, expected)
+        checked.append(0)
 
     for module in experts:
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(check_biases)
     optimizer = adamw(model)
     everyone = batches(model, world)
     loss = loss_of_sum(model, everyone[rank], count_tokens(everyone))
     (loss * world).backward()
     optimizer.step()
-    assert len(seen) == len(experts) and torch.isfinite(loss)
-    assert_held(f"{model_type}, after a step", model, want)
+    assert len(checked) == len(experts) and torch.isfinite(loss)
+    assert_biases(f"{model_type}, after a step", model, expected)
     save_checkpoint(f"{folder}/state", model, optimizer)
-    other = tiny(model_type, dtype=dtype, seed=7 + rank)
-    odd_values(other, seed=7 + rank)
-    apply_ep_fsdp2(other, ep_size=1, mp_policy=policy)
-    load_checkpoint(f"{folder}/state", other, adamw(other))
-    assert_held(f"{model_type}, resumed", other, want)
+    resumed = tiny(model_type, dtype=dtype, seed=7 + rank)
+    set_odd_biases(resumed, seed=7 + rank)
+    apply_ep_fsdp2(resumed, ep_size=1, mp_policy=policy)
+    load_checkpoint(f"{folder}/state", resumed, adamw(resumed))
+    assert_biases(f"{model_type}, resumed", resumed, expected)
     save_pretrained(model, f"{folder}/hub")
     if rank == 0:
         files = Path(folder, "hub").glob("*.safetensors")
         written = [tensor for file in files for tensor in load_file(file).values()]
         in_fp32 = [tensor for tensor in written if tensor.dtype == torch.float32]
-        for name, value in want.items():
+        for name, value in expected.items():
             assert any(torch.equal(x, value) for x in in_fp32), f"{model_type}: {name} in files"
 
 
 CHECKS = [
     Check(
-        f"{name}, {kind}",
+        f"{name}, {policy_name}",
         2,
-        partial(_stay, name, kind),
-        slow=name not in IN_FAST_SUITE or kind != "a bf16 model",
+        partial(_biases_stay, name, policy_name),
+        slow=name not in IN_FAST_SUITE or policy_name != "a bf16 model",
     ).as_parameter()
     for name in CORRECTED
-    for kind in POLICIES
+    for policy_name in POLICIES
 ]
 
 
@@ -155,15 +156,17 @@ def test_biases_stay(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-def test_these_are_all_that_have_one() -> None:
-    found = {}
+def test_no_other_type_has_such_a_bias() -> None:
+    by_type = {}
     for name in TEXT_TYPES:
         model = tiny(name)
-        for bias in biases(model):
-            (layer,) = (e.rpartition(".")[0] for e in find_parts(model).experts if _beside(e, bias))
-            found[name] = bias.removeprefix(f"{layer}.")
-    assert found == CORRECTED
+        for bias in find_biases(model):
+            (layer,) = (
+                e.rpartition(".")[0] for e in find_parts(model).experts if _in_layer_of(e, bias)
+            )
+            by_type[name] = bias.removeprefix(f"{layer}.")
+    assert by_type == CORRECTED
 
 
-def _beside(experts: str, bias: str) -> bool:
+def _in_layer_of(experts: str, bias: str) -> bool:
     return bias.startswith(f"{experts.rpartition('.')[0]}.")

@@ -1,8 +1,8 @@
-"""Every MoE type of Transformers, patched, equals stock: in one process, and on 2 ranks at ep 2.
+"""A patched model of every MoE type equals stock, in one process and on 2 ranks at ep 2.
 
-Tiny models with every kind of layer that their type has, sizes that tell swapped axes, weights in
-fp64; loss, every gradient, their norm and one step of AdamW. The reference is stock on the batches
-of all ranks, one after the other.
+The tiny models are in fp64 and have every kind of layer of their type. All their sizes differ, so
+swapped axes are noticed. The loss, every gradient, the gradient norm and one step of AdamW are
+compared with stock, which trains on the batches of all ranks one after the other.
 """
 
 import warnings
@@ -34,7 +34,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 def assert_equals_stock(
     model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0
 ) -> list[float]:
-    """Compare a step of `shard(model)`, with rank 0's weights, with that of stock: the errors."""
+    """Compare a training step after `shard(model)` with one of stock, and return the errors."""
     model, stock = build(model_type, seed=rank), build(model_type)
     shard(model)
     optimizers = adamw(model), adamw(stock)
@@ -43,13 +43,13 @@ def assert_equals_stock(
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))
 def test_patched_in_one_process(model_type: str) -> None:
-    """A model that is patched and not sharded equals stock."""
+    """The model is patched but not sharded."""
     assert_equals_stock(model_type, patch)
 
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))
 def test_unpatched_is_stock_again(model_type: str) -> None:
-    """Results are equal bit by bit, and no attribute or hook of ours is left."""
+    """The losses are equal bit by bit, and no attribute or hook of ours is left."""
     model, stock = build(model_type), build(model_type)
     (inputs,) = batches(stock, 1)
     num_tokens = count_tokens([inputs])
@@ -76,7 +76,7 @@ TWO_RANKS = [
 
 @pytest.mark.parametrize("claim", TWO_RANKS)
 def test_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
-    """Experts are split over ep, everything is sharded, and all ranks get the weights of rank 0."""
+    """Each rank builds other weights; `apply_ep_fsdp2` shards those of rank 0."""
     found.raise_if_failed(claim)
 
 

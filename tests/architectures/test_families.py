@@ -1,8 +1,10 @@
-"""Eight families on 4 ranks: experts over ep and ep_fsdp, HSDP, checkpointing, resume elsewhere.
+"""Models of eight families train, resume and generate on several ranks as stock does.
 
-Whole models with their towers, in fp64: two steps compared with stock in one process, a run that
-resumes at another layout compared with the one that did not stop, and the text that stock generates
-from the files of a trained model.
+The models are whole, with their towers, in fp64. Three comparisons are made:
+
+- two steps on 4 ranks (ep 2, ep_fsdp or HSDP, gradient checkpointing) with stock in one process;
+- a run that resumes at another layout with a run that did not stop;
+- the text that stock generates from the saved files with that of the trained model.
 """
 
 from functools import partial
@@ -31,13 +33,13 @@ from torch import Tensor, nn
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, save_checkpoint, save_pretrained
 from hf_moe_ep.architectures import find_parts
 
-# Sizes, and whether checkpoints are reentrant.
+# Options of `apply_ep_fsdp2`, and use_reentrant of gradient checkpointing.
 LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
     "ep 2, ep_fsdp 2": ({"ep_size": 2}, False),
     "ep 2, HSDP": ({"ep_size": 2, "dp_replicate_size": 2}, True),
 }
 NUM_STEPS = 2
-# Of each of the four parts of a global batch, one number for each of its rows.
+# The number of pictures in each row of the four parts of a global batch.
 PICTURES = [[1], [0, 0], [0, 1], [0]]
 
 
@@ -47,14 +49,14 @@ def _two_steps(model_type: str, layout: str, rank: int, world: int) -> None:
     experts = list(find_parts(model).experts.values())
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     apply_ep_fsdp2(model, **sizes)
-    ran: list[int] = []
+    calls: list[int] = []
     for module in experts:
-        module.register_forward_pre_hook(lambda *_: ran.append(0))
+        module.register_forward_pre_hook(lambda *_: calls.append(0))
     optimizers = adamw(model), adamw(stock)
     for number in range(NUM_STEPS):
         where = f"{model_type}, {layout}, step {number}"
         assert_same_step(where, (model, stock), optimizers, seed=10 * number)
-    assert len(ran) == 2 * NUM_STEPS * len(experts), "no layer ran again in backward"
+    assert len(calls) == 2 * NUM_STEPS * len(experts), "each layer is recomputed once"
 
 
 CHECKPOINTED = [
@@ -66,12 +68,12 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
-    """With both kinds of checkpointing, a layer that runs again sends the same rows."""
+    """With both kinds of checkpointing, a recomputed layer dispatches the same rows."""
     found.raise_if_failed(claim)
 
 
 def _parts(stock: nn.Module, number: int) -> list[dict[str, Tensor]]:
-    """The parts of a global batch, dealt to as many data ranks as there are."""
+    """Build the four parts of a global batch, which are divided among the data ranks."""
     seeds = range(100 * number, 100 * number + PARTS)
     if takes_pictures(stock):
         pairs = zip(PICTURES, seeds, strict=True)
@@ -79,7 +81,7 @@ def _parts(stock: nn.Module, number: int) -> list[dict[str, Tensor]]:
     return [batch(stock, 1 + seed % 2, 6 + 2 * (seed % PARTS), seed=seed) for seed in seeds]
 
 
-def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
+def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
     stock = build(model_type)
     global_batches = [_parts(stock, number) for number in range(NUM_STEPS + 1)]
     run = start_run(model_type, rank, ep_size=2, dp_replicate_size=2)
@@ -88,35 +90,38 @@ def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
     save_checkpoint(folder, run.model, run.optimizer, run.scheduler)
     saved = everything(run)
     step(run, NUM_STEPS, global_batches[NUM_STEPS])
-    stayed = everything(run)
+    uninterrupted = everything(run)
     with recording(model_type, "resume") as errors:
         for sizes in ({"ep_size": 4}, {"ep_size": 1}):
             where = f"{model_type}, {sizes}"
-            other = start_run(model_type, 7 + rank, **sizes)
-            load_checkpoint(folder, other.model, other.optimizer, other.scheduler)
-            assert_equal(where, everything(other), saved)
-            step(other, NUM_STEPS, global_batches[NUM_STEPS])
-            errors += _assert_close(where, everything(other), stayed)
+            resumed = start_run(model_type, 7 + rank, **sizes)
+            load_checkpoint(folder, resumed.model, resumed.optimizer, resumed.scheduler)
+            assert_equal(where, everything(resumed), saved)
+            step(resumed, NUM_STEPS, global_batches[NUM_STEPS])
+            errors += _assert_close(where, everything(resumed), uninterrupted)
 
 
-def _assert_close(where: str, got: dict[str, Any], want: dict[str, Any]) -> list[float]:
-    assert got.keys() == want.keys(), where
+def _assert_close(where: str, actual: dict[str, Any], expected: dict[str, Any]) -> list[float]:
+    assert actual.keys() == expected.keys(), where
     return [
-        assert_close(f"{where}: next step: {name}", got[name], value, FP64_MODEL)
-        for name, value in want.items()
+        assert_close(f"{where}: next step: {name}", actual[name], value, FP64_MODEL)
+        for name, value in expected.items()
         if isinstance(value, Tensor)
     ]
 
 
 RESUMED = [
-    Check(f"{name} goes on", 4, partial(_goes_on, name), slow=True).as_parameter()
+    Check(f"{name} goes on", 4, partial(_resumes, name), slow=True).as_parameter()
     for name in FAMILIES
 ]
 
 
 @pytest.mark.parametrize("claim", RESUMED)
 def test_resumed_at_another_layout(found: Found, claim: Check) -> None:
-    """A state of ep 2 with HSDP has the same bits and next step at ep 4 and without EP."""
+    """A state saved at ep 2 with HSDP is loaded bit by bit at ep 4 and ep 1.
+
+    The next step equals that of the run that did not stop.
+    """
     found.raise_if_failed(claim)
 
 
@@ -131,13 +136,13 @@ def _generates(model_type: str, rank: int, world: int, folder: str) -> None:
     save_pretrained(model, folder)
     prompts = batch(model, 2, 4 + 3 * rank, seed=50 + rank)
     del prompts["labels"]
-    got = continuations(model, rank, prompts)
-    how = "batched_mm" if model_type in BATCHED else "eager"
-    options: Any = {"dtype": torch.float64, "experts_implementation": how}
+    actual = continuations(model, rank, prompts)
+    implementation = "batched_mm" if model_type in BATCHED else "eager"
+    options: Any = {"dtype": torch.float64, "experts_implementation": implementation}
     stock = model_class(model_type).from_pretrained(folder, **options)
-    assert_same(model_type, got, continuations(stock, rank, prompts))
+    assert_same(model_type, actual, continuations(stock, rank, prompts))
     untrained = continuations(build(model_type), rank, prompts)
-    assert not torch.equal(untrained["free"], got["free"]), f"{model_type} has learnt nothing"
+    assert not torch.equal(untrained["free"], actual["free"]), f"{model_type} has learnt nothing"
 
 
 GENERATE = [
@@ -147,6 +152,6 @@ GENERATE = [
 
 
 @pytest.mark.parametrize("claim", GENERATE)
-def test_stock_generates_what_the_trained_model_does(found: Found, claim: Check) -> None:
-    """Stock reads the hub files. Prompts, lengths and ends differ by rank."""
+def test_stock_generates_the_text_of_the_trained_model(found: Found, claim: Check) -> None:
+    """Stock loads the saved hub files. Each rank has other prompts of another length."""
     found.raise_if_failed(claim)

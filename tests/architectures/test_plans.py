@@ -1,8 +1,8 @@
-"""The plan derived for each model type is the one found by building and reading all of them.
+"""The plan that is derived for each model type equals a table that was made independently of it.
 
-The table was made once, apart from the code that derives plans: for Transformers 5.23.0, from a
-model of each type with its default config, by its names and its source. Where the two differ, a
-comment says why.
+The table was made once, for Transformers 5.23.0: a model of each type was built with its default
+config, and its module names and source code were read. Where a derived plan differs from the table,
+`DIFFERENCES` or `STORED_OTHERWISE` gives the reason.
 """
 
 from typing import Any
@@ -16,10 +16,17 @@ from hf_moe_ep.architectures import Parts, differences, find_parts
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
 from hf_moe_ep.plan import ModelPlan
 
-# Model type; text alone, or whole: parts stand in its language_model; what a layer calls its
-# experts (several sets: +) and its attention; the final norm; the field that says how many experts;
-# who holds the coefficient of the aux loss; which layers have experts. "-": none.
-FOUND = """
+# The columns of the table ("-" is none):
+#
+# model type
+# scope         text: a text model; whole: the decoder is the module language_model
+# experts       module name in a layer (several sets of experts: +)
+# attention     module name in a layer
+# final norm    module name
+# num_experts   the config field with the number of experts
+# aux loss      the config with router_aux_loss_coef: of the model (self) or its text_config (text)
+# MoE layers    a rule of `_count_moe_layers`
+MODULES = """
 afmoe                  text  mlp.experts      self_attn norm num_experts       -    num_dense
 aria                   whole mlp.experts      self_attn norm moe_num_experts   -    all
 aria_text              text  mlp.experts      self_attn norm moe_num_experts   -    all
@@ -94,8 +101,8 @@ solar_open             text  mlp.experts      self_attn norm num_local_experts -
 unlimited_ocr          whole mlp.experts      self_attn norm num_experts       -    sparse
 zaya                   text  mlp.experts      self_attn norm num_experts       -    all
 """
-TABLE = {row[0]: row[1:] for row in map(str.split, FOUND.strip().splitlines())}
-# Weights that are stacked over experts, where they are not gate_up_proj and down_proj alone.
+TABLE = {row[0]: row[1:] for row in map(str.split, MODULES.strip().splitlines())}
+# The weights that are stacked over experts, if they are not just gate_up_proj and down_proj.
 WEIGHTS = {
     "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
     "muse_spark": ("gate_up_proj", "down_proj", "post_expert_norm.weight"),
@@ -107,7 +114,7 @@ WEIGHTS = {
         "down_proj_bias",
     ),
 }
-# What a layer calls its router where that is not "gate".
+# The name of the router in a layer, if it is not "gate".
 ROUTER = dict.fromkeys(
     (
         *("afmoe", "aria", "aria_text", "diffusion_gemma_text", "gemma4", "gemma4_text"),
@@ -116,7 +123,7 @@ ROUTER = dict.fromkeys(
     ),
     "router",
 )
-# What makes embeddings of pictures or sound, beside the decoder, in the order of the model.
+# The modules outside of the decoder that encode pictures or sound, in the order of the model.
 BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("aria", "deepseek_ocr2", "minimax_m3_vl", "mistral_large4", "unlimited_ocr"),
@@ -132,10 +139,10 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
 }
-# Of default configs without towers, as the table is, nothing; with them:
+# The same for types whose default config, which the table describes, has no tower.
 TOWERS = {"gemma4": ("vision_tower", "embed_vision")}
-# How the hub stores the first stacked weight of a layer, where that is not one gate_proj and one
-# up_proj for each expert.
+# How the hub stores the first stacked weight of a layer, if it is not as one gate_proj and one
+# up_proj per expert.
 _W13 = "w1.weight + w3.weight"
 STORED = {
     **dict.fromkeys(
@@ -162,17 +169,20 @@ STORED = {
     "nemotron_h": "up_proj.weight",
     "qwen3_vl_moe": "transposed",
 }
-# What is found instead, and why.
+# The storage that is derived instead of STORED, and the reason.
 STORED_OTHERWISE = {
-    "deepseek_v4": (_W13, "the table saw that names change; each expert is written apart, too"),
+    "deepseek_v4": (_W13, "the table has only the new names; experts are also stored separately"),
     "ernie4_5_vl_moe": (
         "gate_proj.weight + up_proj.weight",
-        "the table names the operation; this is what it writes",
+        "the table names the operation; these are the tensors that it writes",
     ),
-    "mistral_large4": (_W13, "the table saw that names change; each expert is written apart, too"),
+    "mistral_large4": (
+        _W13,
+        "the table has only the new names; experts are also stored separately",
+    ),
 }
-# What a derived plan says instead, and why.
-_FOR_SOME_LAYERS = "the table knows attention that every layer has; here some have another mixer"
+# The fields of a derived plan that differ from the table, and the reason.
+_FOR_SOME_LAYERS = "the table lists only attention that every layer has"
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(
         ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax"),
@@ -182,18 +192,18 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "nemotron_h": ({"attention": "layers.*.mixer"}, _FOR_SOME_LAYERS),
     "dots3_note": (
         {"experts": "language_model.layers.*.mlp.experts"},
-        "experts of the tower are computed as they stand",
+        "experts of the tower are left to the stock model",
     ),
     "ernie4_5_vl_moe": (
         {
             "experts": "language_model.layers.*.mlp.*.experts",
             "beside": ("vision_tower", "resampler_model"),
         },
-        "two sets of experts are one pattern; what is behind the tower runs with it, or rests",
+        "one pattern matches both sets of experts; the resampler runs only when the tower runs",
     ),
     "muse_spark": (
         {"expert_weights": ("gate_up_proj", "down_proj")},
-        "the norm behind experts is one for all of them: it is not stacked, and not split",
+        "all experts share the norm behind them, so it is not stacked or split",
     ),
 }
 
@@ -221,8 +231,8 @@ def _expected(model_type: str) -> dict[str, Any]:
     }
 
 
-def _layers_with_experts(rule: str, config: Any) -> int:
-    """Count them by the rule that the source of that type has."""
+def _count_moe_layers(rule: str, config: Any) -> int:
+    """Count the layers with experts by a rule that the source of the model type contains."""
     layers = range(config.num_hidden_layers)
     match rule:
         case "all":
@@ -237,10 +247,10 @@ def _layers_with_experts(rule: str, config: Any) -> int:
             step, dense = config.decoder_sparse_step, config.mlp_only_layers
             return sum(i not in dense and (i + 1) % step == 0 for i in layers)
         case "interval":
-            first, last = config.moe_layer_start_index, config.moe_layer_end_index
-            last = last if last >= 0 else len(layers) - 1
+            start, end = config.moe_layer_start_index, config.moe_layer_end_index
+            end = end if end >= 0 else len(layers) - 1
             return sum(
-                first <= i <= last and (i + 1) % config.moe_layer_interval == 0 for i in layers
+                start <= i <= end and (i + 1) % config.moe_layer_interval == 0 for i in layers
             )
         case "period":
             return sum(config.layers_num_experts[i] > 1 for i in layers)
@@ -270,24 +280,24 @@ def test_derived_plan(model_type: str) -> None:
     if getattr(config, "vision_config", None) is not None:
         expected["beside"] = TOWERS.get(model_type, expected["beside"])
     tower = parts.plan.vision
-    found = {name: getattr(parts.plan, name) for name in expected if name != "beside"}
-    found["beside"] = parts.plan.encoders if tower is None else (tower.tower,)
-    found["router"] = parts.plan.router.rpartition(".")[2]
-    assert found == expected
+    derived = {name: getattr(parts.plan, name) for name in expected if name != "beside"}
+    derived["beside"] = parts.plan.encoders if tower is None else (tower.tower,)
+    derived["router"] = parts.plan.router.rpartition(".")[2]
+    assert derived == expected
     rule = TABLE[model_type][-1]
-    assert len(parts.adapted_experts) == _layers_with_experts(rule, config.get_text_config())
+    assert len(parts.adapted_experts) == _count_moe_layers(rule, config.get_text_config())
     assert parts.num_experts == 8
 
 
-def _how_stored(model: Any, plan: ModelPlan) -> str:
-    """In the words of the table, of the first layer with experts."""
+def _storage_on_the_hub(model: Any, plan: ModelPlan) -> str:
+    """Describe in the words of STORED how the first layer's experts are stored."""
     shapes = {name: tuple(tensor.shape) for name, tensor in distinct_tensors(model).items()}
     layout = hub_layout(model, plan, shapes)
     ending = f"experts.{plan.expert_weights[0]}"
     first, *others = next(pieces for name, pieces in layout.items() if name.endswith(ending))
     if any(piece.key != first.key for piece in others):
-        of_one = [piece.key for piece in (first, *others) if piece.start[0] == 0]
-        return " + ".join(key.partition(".experts.0.")[2] for key in of_one)
+        of_expert_0 = [piece.key for piece in (first, *others) if piece.start[0] == 0]
+        return " + ".join(key.partition(".experts.0.")[2] for key in of_expert_0)
     if others:
         return "interleaved"
     if first.axes != (0, 1, 2):
@@ -300,9 +310,9 @@ def _how_stored(model: Any, plan: ModelPlan) -> str:
     "model_type", [name for name in MODEL_TYPES if not differences(name).refused]
 )
 def test_how_the_hub_stores_experts(model_type: str) -> None:
-    """The layout is derived from what transformers does when it saves, or a plan states it."""
+    """The layout is derived from transformers' weight conversions, or the plan states it."""
     with torch.device("meta"):
         model = model_class(model_type)(tiny_config(model_type))
-    wanted = STORED.get(model_type, "gate_proj.weight + up_proj.weight")
-    wanted, _ = STORED_OTHERWISE.get(model_type, (wanted, ""))
-    assert _how_stored(model, find_parts(model).plan) == wanted
+    in_table = STORED.get(model_type, "gate_proj.weight + up_proj.weight")
+    expected, _ = STORED_OTHERWISE.get(model_type, (in_table, ""))
+    assert _storage_on_the_hub(model, find_parts(model).plan) == expected

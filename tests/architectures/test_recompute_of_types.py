@@ -1,7 +1,7 @@
-"""A checkpointed layer that runs again does what it did, on 2 ranks at ep 2.
+"""A layer that gradient checkpointing recomputes chooses the same experts, on 2 ranks at ep 2.
 
-Whatever chooses the experts: topk over them, over groups of them first, over one more that skips;
-a table by token id; a sample, as PhiMoE's router draws it.
+Routers choose by topk over experts, over groups of experts first, or over experts and one more that
+skips the layer; by a table of token ids; or by a random sample (PhiMoE).
 """
 
 import warnings
@@ -22,9 +22,9 @@ from support.checks import Check, Found
 
 from hf_moe_ep import apply_ep_fsdp2
 
-# No topk over the experts alone says what these chose: both kinds of checkpoints.
-UNLIKE: dict[str, dict[str, Any]] = {
-    "phimoe": {"router_jitter_noise": 0.3},  # so that it draws
+# Their routers do not choose by topk over experts alone. Both kinds of checkpointing are tested.
+OTHER_ROUTERS: dict[str, dict[str, Any]] = {
+    "phimoe": {"router_jitter_noise": 0.3},  # with noise, the router draws a sample
     "deepseek_v4": {},
     "zaya": {},
     "inkling_text": {},
@@ -34,7 +34,7 @@ UNLIKE: dict[str, dict[str, Any]] = {
 def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    options = UNLIKE.get(model_type, {})
+    options = OTHER_ROUTERS.get(model_type, {})
     model, stock = build(model_type, seed=rank, **options), build(model_type, **options)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     apply_ep_fsdp2(model, ep_size=2)
@@ -49,8 +49,8 @@ CHECKS = [
         partial(_a_step, name, use_reentrant),
         slow=True,
     ).as_parameter()
-    for name in [*UNLIKE, *TEXT_FAMILIES]
-    for use_reentrant in ((False, True) if name in UNLIKE else (False,))
+    for name in [*OTHER_ROUTERS, *TEXT_FAMILIES]
+    for use_reentrant in ((False, True) if name in OTHER_ROUTERS else (False,))
 ]
 
 
@@ -60,13 +60,13 @@ def test_checkpointed_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-def test_phimoe_draws() -> None:
+def test_the_router_of_phimoe_draws_a_sample() -> None:
     """With this noise the router does not choose the largest scores."""
-    model = build("phimoe", **UNLIKE["phimoe"])
+    model = build("phimoe", **OTHER_ROUTERS["phimoe"])
     ids = torch.arange(40).view(2, 20)
-    seen = []
+    outputs = []
     for module in model.modules():
         if type(module).__name__ == "PhimoeTopKRouter":
-            module.register_forward_hook(lambda _, __, out: seen.append(out))
+            module.register_forward_hook(lambda _, __, out: outputs.append(out))
     model(input_ids=ids)
-    assert any((logits.topk(2)[1][:, :1] != chosen[:, :1]).any() for logits, _, chosen in seen)
+    assert any((logits.topk(2)[1][:, :1] != chosen[:, :1]).any() for logits, _, chosen in outputs)

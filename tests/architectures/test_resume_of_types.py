@@ -1,7 +1,7 @@
-"""Every type goes on at another layout, with its parameters and moments, to the loss it would have.
+"""Every type resumes at another layout with the same parameters, moments and next loss.
 
-On 2 ranks, saved with the experts split over both, loaded where FSDP2 alone splits them. The next
-step, on 4 ranks and of eight families: `test_families.py`.
+Two ranks save a model with ep 2, and load it with ep 1. `test_families.py` also compares the next
+step, on 4 ranks, for eight families.
 """
 
 import warnings
@@ -28,14 +28,14 @@ from torch import Tensor
 from hf_moe_ep import load_checkpoint, save_checkpoint
 
 
-def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
+def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     everyone = batches(build(model_type), world)
     num_tokens = count_tokens(everyone)
 
     def loss_of(run: Run) -> Tensor:
-        torch.manual_seed(rank)  # of routers that draw
+        torch.manual_seed(rank)  # some routers draw random numbers
         return loss_of_sum(run.model, everyone[rank], num_tokens)
 
     with recording(model_type, "resume") as errors:
@@ -44,17 +44,17 @@ def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
         run.optimizer.step()
         run.scheduler.step()
         save_checkpoint(folder, run.model, run.optimizer, run.scheduler)
-        other = start_run(model_type, 7 + rank, ep_size=1)
-        load_checkpoint(folder, other.model, other.optimizer, other.scheduler)
-        assert_equal(model_type, everything(other), everything(run))
+        resumed = start_run(model_type, 7 + rank, ep_size=1)
+        load_checkpoint(folder, resumed.model, resumed.optimizer, resumed.scheduler)
+        assert_equal(model_type, everything(resumed), everything(run))
         budget_of_loss = budget(model_type)
-        errors.append(assert_close("next loss", loss_of(other), loss_of(run), budget_of_loss))
+        errors.append(assert_close("next loss", loss_of(resumed), loss_of(run), budget_of_loss))
 
 
-CHECKS = [Check(name, 2, partial(_goes_on, name), slow=True).as_parameter() for name in TRAINED]
+CHECKS = [Check(name, 2, partial(_resumes, name), slow=True).as_parameter() for name in TRAINED]
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_goes_on_at_another_layout(found: Found, claim: Check) -> None:
-    """Parameters and moments are equal bit by bit, and so is the next loss."""
+def test_every_type_resumes_at_another_layout(found: Found, claim: Check) -> None:
+    """Parameters and moments are equal bit by bit; the next loss is within its budget."""
     found.raise_if_failed(claim)

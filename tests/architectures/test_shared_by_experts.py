@@ -121,15 +121,15 @@ def resumed_at_another_layout(rank: int, world: int, folder: str) -> None:
         _train(resumed, seed=9)  # load_checkpoint must replace this state
         save_checkpoint(f"{folder}/saved", saved.model, saved.optimizer, saved.scheduler)
         load_checkpoint(f"{folder}/saved", resumed.model, resumed.optimizer, resumed.scheduler)
-        want = everything(saved)
-        assert any(NORM in name for name in want)
-        assert_equal("resumed", everything(resumed), want)
+        expected = everything(saved)
+        assert any(NORM in name for name in expected)
+        assert_equal("resumed", everything(resumed), expected)
         _train(saved, seed=1)
         _train(resumed, seed=1)
-        got = everything(resumed)
+        actual = everything(resumed)
         for name, tensor in everything(saved).items():
             if isinstance(tensor, Tensor):
-                errors.append(assert_close(f"next step: {name}", got[name], tensor, FP64_MODEL))
+                errors.append(assert_close(f"next step: {name}", actual[name], tensor, FP64_MODEL))
 
 
 def _run(seed: int, **config: Any) -> Run:

@@ -1,4 +1,4 @@
-"""ARCHITECTURES.md says what tests found of every model type, and nothing that the code denies."""
+"""ARCHITECTURES.md shows recorded test results of every model type and agrees with the code."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,9 @@ from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 
 DATA = table.read_data()
 TYPES = DATA["types"]
-# Column -> types for which the page may say "not tested".
+# By column, the types for which the page may show "not tested".
 UNRECORDED = {
-    "hub": {"qwen3_vl_moe"},  # as it is published, which stock does not write: test_hub.py
+    "hub": {"qwen3_vl_moe"},  # its published layout, which stock does not write; see test_hub.py
 }
 
 
@@ -28,17 +28,17 @@ def test_the_page_is_up_to_date() -> None:
     assert table.PAGE.read_text() == table.page(DATA), f"out of date: {table.COMMAND}"
 
 
-def test_the_data_is_as_it_is_written() -> None:
+def test_the_data_file_is_in_the_format_that_table_writes() -> None:
     assert table.DATA.read_text() == table.as_text(DATA)
 
 
 def test_every_model_type_has_a_row() -> None:
-    """The page may have more rows, of a newer Transformers."""
+    """Types of a newer Transformers may have rows, too."""
     assert not set(MODEL_TYPES) - TYPES.keys(), table.COMMAND
 
 
-def test_what_is_granted_is_recorded() -> None:
-    """Every type has a result or a refusal in every column."""
+def test_every_column_of_every_type_is_recorded() -> None:
+    """The record is a result or a refusal."""
     for column in results.COLUMNS:
         missing = {name for name in MODEL_TYPES if column not in TYPES[name]}
         assert not missing - UNRECORDED.get(column, set()), f"{column}: {table.COMMAND}"
@@ -46,10 +46,10 @@ def test_what_is_granted_is_recorded() -> None:
 
 def test_nothing_failed() -> None:
     failed = {
-        f"{model_type}, {column}": found["failed"]
+        f"{model_type}, {column}": result["failed"]
         for model_type, columns in TYPES.items()
-        for column, found in columns.items()
-        if "failed" in found
+        for column, result in columns.items()
+        if "failed" in result
     }
     assert not failed, failed
 
@@ -59,13 +59,13 @@ def test_sequence_parallelism_is_granted_where_it_passed() -> None:
     assert passed == SEQUENCE_PARALLEL
 
 
-def test_what_is_refused_by_name_is_shown_so() -> None:
+def test_refused_types_are_shown_with_the_reason() -> None:
     for model_type, columns in TYPES.items():
         reason = differences(model_type).refused
         assert not reason or columns["ep"] == {"refused": reason}, table.COMMAND
 
 
-def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_and_failures_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "found.jsonl"
     monkeypatch.setenv(results.FILE, str(file))
     with recording("mixtral", "ep") as errors:
@@ -82,7 +82,9 @@ def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
-def test_nothing_is_recorded_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_without_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(results.FILE, raising=False)
     record("mixtral", "ep", 0.0)
@@ -92,7 +94,7 @@ def test_nothing_is_recorded_unless_asked(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["found.jsonl"]
 
 
-def test_results_are_put_into_the_data() -> None:
+def test_new_results_are_merged_into_the_data() -> None:
     old = {"types": {"mixtral": {"ep": {"max_error": 1.0}, "lora": {"max_error": 2.0}}}}
     data = table.merged(
         old, {"mixtral": {"ep": {"max_error": 3.0}}, "jamba": {"sp": {"refused": "a | b"}}}
@@ -109,13 +111,13 @@ def test_results_are_put_into_the_data() -> None:
     assert "\n2. a \\| b\n" in page
 
 
-def test_what_is_not_even_patched_is_refused_in_all_columns() -> None:
-    """Except for results that were found of a column itself."""
-    found = {"ep": {"refused": "no gate"}, "sp": {"refused": "mixes"}, "hub": {"max_error": 0.0}}
-    data = table.merged({}, {"mixtral": found})
+def test_a_type_that_cannot_be_patched_is_refused_in_all_columns() -> None:
+    """A column that has its own result keeps it."""
+    columns = {"ep": {"refused": "no gate"}, "sp": {"refused": "mixes"}, "hub": {"max_error": 0.0}}
+    data = table.merged({}, {"mixtral": columns})
     refused = {column: {"refused": "no gate"} for column in ("lora", "resume")}
     text_only = {"vision": {"none": "text alone"}}
-    assert data["types"]["mixtral"] == found | refused | text_only
-    found["ep"] = {"max_error": 1.0}
-    data = table.merged(data, {"mixtral": {"ep": found["ep"]}})
-    assert data["types"]["mixtral"] == found | text_only
+    assert data["types"]["mixtral"] == columns | refused | text_only
+    columns["ep"] = {"max_error": 1.0}
+    data = table.merged(data, {"mixtral": {"ep": columns["ep"]}})
+    assert data["types"]["mixtral"] == columns | text_only

@@ -13,7 +13,7 @@ def test_the_busiest_expert_over_the_mean_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_with_each_method() -> None:
-    found = bench.run_all(bench.METHODS, [0], 2, None)
-    text = bench.report(found, bench.METHODS, [0])
+def test_the_table_has_a_row_for_each_method() -> None:
+    outcomes = bench.run_all(bench.METHODS, [0], 2, None)
+    text = bench.report(outcomes, bench.METHODS, [0])
     assert all(f"| {method.model} | {method.name} |" in text for method in bench.METHODS)

@@ -1,6 +1,7 @@
-"""The benchmark against transformers' own EP: bytes and saved tensors equal to a count by hand.
+"""Benchmarks against transformers' own EP and a stock Trainer script.
 
-The routing comes from a third run: the stock model in this process, on each rank's batch.
+Bytes sent and bytes saved for backward equal a count by hand. The count uses the routing of the
+stock model, which runs in this process on the batch of every rank.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from figures import spread
 from ranks import peak_mib, reset_peak
 
 FP32, INT32, INT64 = 4, 4, 8
-# Every size differs; with top-3 of 8 some tokens have all their experts on one rank.
+# All sizes differ. With top-3 of 8, some tokens have all their experts on one rank.
 SIZES = bench.Sizes(
     ep=(2, 4), hidden=48, experts=8, top_k=3, intermediate=20, layers=2, batch=2, seq=7, steps=2
 )
@@ -21,7 +22,7 @@ HEADER = 9  # the fields of hf_moe_ep.dispatcher.Header
 
 
 def _routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
-    """Expert ids as [rank][layer][token][k], from the stock model."""
+    """Return the expert ids that the stock model chooses, as [rank][layer][token][k]."""
     model = bench.Qwen3MoeForCausalLM.from_pretrained(directory)
     ranks = []
     for rank in range(bench.WORLD):
@@ -41,37 +42,41 @@ def _routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
 
 
 def _peers(rank: int, ep: int) -> list[int]:
-    return [other for other in range(bench.WORLD) if other // ep == rank // ep]
+    return [peer for peer in range(bench.WORLD) if peer // ep == rank // ep]
 
 
 def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dict[str, dict]:
-    """Four exchanges of rows a step: there and back, forward and backward."""
-    local, own = sizes.experts // ep, rank % ep
-    to_me = dict.fromkeys(_peers(rank, ep), 0)  # tokens of `other` with an expert here
-    pairs_to_me = dict(to_me)
-    out = pairs_out = 0
+    """Count the bytes that a rank sends in a step; each layer has 4 exchanges of rows.
+
+    Rows are sent and returned in forward, and their gradients in backward.
+    """
+    local, ep_rank = sizes.experts // ep, rank % ep
+    received = dict.fromkeys(_peers(rank, ep), 0)  # tokens of `peer` with an expert on this rank
+    pairs_received = dict(received)
+    sent = pairs_sent = 0
     for layer in range(sizes.layers):
-        for other in _peers(rank, ep):
-            for experts in routing[other][layer]:
+        for peer in _peers(rank, ep):
+            for experts in routing[peer][layer]:
                 owners = [expert // local for expert in experts]
-                if other == rank:
-                    out += len(set(owners) - {own})
-                    pairs_out += sum(owner != own for owner in owners)
+                if peer == rank:
+                    sent += len(set(owners) - {ep_rank})
+                    pairs_sent += sum(owner != ep_rank for owner in owners)
                 else:
-                    to_me[other] += own in owners
-                    pairs_to_me[other] += owners.count(own)
+                    received[peer] += ep_rank in owners
+                    pairs_received[peer] += owners.count(ep_rank)
     row, routed = sizes.hidden * FP32, 2 * sizes.top_k * FP32
-    rows_in, pairs_in = sum(to_me.values()), sum(pairs_to_me.values())
+    rows_in, pairs_in = sum(received.values()), sum(pairs_received.values())
     return {
-        # Rows leave in dispatch and in combine's gradient, and return in combine and in dispatch's.
+        # A rank sends its tokens in dispatch and in the backward of combine, and sends the rows of
+        # other ranks back in combine and in the backward of dispatch.
         "ours": {
-            "rows": 2 * (out + rows_in) * row,
-            # Weights and ids go there, the weights' gradients come back.
-            "routing": out * routed + rows_in * routed // 2,
+            "rows": 2 * (sent + rows_in) * row,
+            # Weights and ids are sent with the rows; gradients of the weights are sent back.
+            "routing": sent * routed + rows_in * routed // 2,
             "counts": sizes.layers * (ep - 1) * (HEADER + ep + sizes.experts) * INT64,
         },
         "native": {
-            "rows": 2 * (pairs_out + pairs_in) * row,
+            "rows": 2 * (pairs_sent + pairs_in) * row,
             "routing": 0,
             "counts": sizes.layers * (sizes.experts - local) * INT64,
         },
@@ -79,20 +84,20 @@ def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dic
 
 
 def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> int:
-    """Ours: received rows, pre-activations of their pairs, and the routing of both directions."""
-    local, own, total = sizes.experts // ep, rank % ep, 0
+    """Count the bytes that our layers save: received rows, pre-activations and routing."""
+    local, ep_rank, total = sizes.experts // ep, rank % ep, 0
     tokens, top_k = sizes.batch * sizes.seq, sizes.top_k
     for layer in range(sizes.layers):
         received = pairs = 0
-        for other in _peers(rank, ep):
-            for experts in routing[other][layer]:
-                here = sum(expert // local == own for expert in experts)
-                received, pairs = received + (here > 0), pairs + here
+        for peer in _peers(rank, ep):
+            for experts in routing[peer][layer]:
+                num_local = sum(expert // local == ep_rank for expert in experts)
+                received, pairs = received + (num_local > 0), pairs + num_local
         total += received * sizes.hidden * FP32 + pairs * 2 * sizes.intermediate * FP32
-        total += received * top_k * (FP32 + INT32)  # weights; places of the pairs
+        total += received * top_k * (FP32 + INT32)  # weights; positions of the pairs
         total += pairs * INT32 + (local + 1) * INT32  # pairs by expert
-        # The token of each row and the rows of each token, as many as there can be at most, and
-        # what each expert is called here.
+        # The token of each row and the rows of each token, in buffers of the largest possible
+        # size, and the local id of each expert.
         rows = tokens * min(ep, top_k)
         total += (rows + 1) * INT32 + rows * INT32 + sizes.experts * INT64
     return total
@@ -105,21 +110,21 @@ def test_bytes_and_saved_tensors_equal_the_count_by_hand(tmp_path: Path) -> None
     results = bench.measure(SIZES, memory=False, timeout=300)
     assert [result.ep for result in results] == [2, 4]
     for result in results:
-        for rank, got in enumerate(result.ranks):
-            assert got.sent == _expected_sent(SIZES, routing, rank, result.ep)
+        for rank, measured in enumerate(result.ranks):
+            assert measured.sent == _expected_sent(SIZES, routing, rank, result.ep)
             saved = _expected_saved(SIZES, routing, rank, result.ep)
-            assert got.saved["ours"] == saved < got.saved["native"]
-            assert got.error <= bench.TOLERANCE
-            assert len(got.seconds["ours"]) == len(got.seconds["native"]) == SIZES.steps
-        ours = sum(got.sent["ours"]["rows"] for got in result.ranks)
-        native = sum(got.sent["native"]["rows"] for got in result.ranks)
+            assert measured.saved["ours"] == saved < measured.saved["native"]
+            assert measured.error <= bench.TOLERANCE
+            assert len(measured.seconds["ours"]) == len(measured.seconds["native"]) == SIZES.steps
+        ours = sum(measured.sent["ours"]["rows"] for measured in result.ranks)
+        native = sum(measured.sent["native"]["rows"] for measured in result.ranks)
         assert 0 < ours < native
     table = bench.report(SIZES, results, ["- nothing"])
-    saved_mib = [got.saved["ours"] / 2**20 for got in results[1].ranks]
+    saved_mib = [measured.saved["ours"] / 2**20 for measured in results[1].ranks]
     assert f"| 4 | saved for backward, MiB | {spread(saved_mib)} |" in table
 
 
-def test_peak_memory_is_that_since_the_last_reset() -> None:
+def test_peak_memory_is_measured_since_the_last_reset() -> None:
     reset_peak()
     before = peak_mib()
     torch.ones(2**26)  # 256 MiB of fp32, freed at once
@@ -130,14 +135,17 @@ def test_peak_memory_is_that_since_the_last_reset() -> None:
 
 @pytest.mark.slow
 def test_one_line_makes_a_stock_trainer_script_faster() -> None:
-    """Losses and gradient norms in the log agree to 1e-5. The least CPU seconds of three pairs are
-    compared, because another process on the machine can only add seconds.
+    """Losses and gradient norms in the log agree to 1e-5.
+
+    The smallest CPU seconds of three runs are compared, because other processes only add seconds.
     """
     sizes = ["--hidden=256", "--experts=16", "--top_k=4", "--intermediate=128", "--batch=8"]
     pairs = one_process.measure(sizes, 3, timeout=300)
     for pair in pairs:
-        assert one_process.check_equal(pair) > 0, "the same arithmetic: nothing was patched"
+        assert one_process.check_equal(pair) > 0, "bitwise equal results: the model was not patched"
     ratios = [pair["patched"]["cpu_seconds"] / pair["stock"]["cpu_seconds"] for pair in pairs]
     print(f"CPU seconds per step, patched / stock: {spread(ratios)}")
-    least = {side: min(pair[side]["cpu_seconds"] for pair in pairs) for side in one_process.SIDES}
-    assert least["patched"] < least["stock"], least
+    smallest = {
+        side: min(pair[side]["cpu_seconds"] for pair in pairs) for side in one_process.SIDES
+    }
+    assert smallest["patched"] < smallest["stock"], smallest

@@ -1,4 +1,4 @@
-"""benchmarks/checkpoint.py tells memory that is kept from peaks, and prints its tables."""
+"""benchmarks/checkpoint.py measures peaks and resident memory apart, and prints its tables."""
 
 import time
 from pathlib import Path
@@ -10,40 +10,40 @@ import torch
 from support.ranks import run_ranks
 
 MIB = bench.MIB
-# 109 MiB; the largest tensor is 24 MiB, and a rank holds 27.
+# The model has 109 MiB, its largest tensor 24 MiB, and a rank's shards 27 MiB.
 SIZES = bench.Sizes(hidden=256, layers=3, intermediate=192, vocab=512, repeats=1, ep=(2,))
 
 
-def _watched(rank: int, world: int, file: str) -> list[bench.Figures]:
-    def kept() -> Any:
+def _measure_actions(rank: int, world: int, file: str) -> list[bench.Figures]:
+    def allocate() -> Any:
         with bench.Watch() as watch:
             whole = torch.ones(64 * MIB // 4)
             part = whole[: 16 * MIB // 4].clone()
-            time.sleep(0.1)  # peaks of less than a sample can be missed
+            time.sleep(0.1)  # a peak shorter than the sampling interval can be missed
             del whole
         return part, watch.figures(16 * MIB)
 
-    def mapped() -> Any:
+    def map_file() -> Any:
         with bench.Watch() as watch:
             tensor = torch.from_file(file, size=32 * MIB, dtype=torch.uint8)
-            tensor.max()  # touches every page; sum would make int64 of it
+            tensor.max()  # reads every page; sum would allocate int64 values
         return tensor, watch.figures(0)
 
-    def read() -> Any:
+    def read_file() -> Any:
         with bench.Watch() as watch:
             data = Path(file).read_bytes()
         return data, watch.figures(32 * MIB)
 
-    for watch in (kept, mapped, read):
-        watch()  # brings in pages of torch's own libraries
-    return [watch()[1] for watch in (kept, mapped, read)]
+    for action in (allocate, map_file, read_file):
+        action()  # the first call also loads pages of torch's libraries
+    return [action()[1] for action in (allocate, map_file, read_file)]
 
 
-def test_peaks_are_told_apart_and_shards_do_not_count(tmp_path: Path) -> None:
+def test_peaks_exclude_shards_and_mapped_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1" * 32 * MIB)
-    ((kept, mapped, read),) = run_ranks(_watched, 1, str(tmp_path / "file"))
+    ((allocated, mapped, read),) = run_ranks(_measure_actions, 1, str(tmp_path / "file"))
     for figures, peak, resident, num_read in (
-        (kept, 64, 64, 0),
+        (allocated, 64, 64, 0),
         (mapped, 0, 32, 32),
         (read, 0, 0, 32),
     ):
@@ -59,7 +59,7 @@ def test_it_measures_and_draws(tmp_path: Path) -> None:
     assert set(results) == {(2, side) for side in bench.SIDES}
     assert bench.broken(SIZES, results) == []
     for rank in results[2, "ours"][0]:
-        assert abs(rank.load.read - rank.shards) < 2 * MIB, "a rank reads its shards alone"
+        assert abs(rank.load.read - rank.shards) < 2 * MIB, "a rank reads only its shards"
     assert "| hf_moe_ep | 2 |" in bench.report(SIZES, results, ["- about"])
     bench.plot(SIZES, results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000

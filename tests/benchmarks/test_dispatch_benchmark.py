@@ -1,4 +1,4 @@
-"""The dispatch benchmark: its bytes against a count by hand, its formula against enumeration."""
+"""The dispatch benchmark: bytes equal a count by hand; the formula equals an enumeration."""
 
 from itertools import combinations
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-# The other side of the benchmark, which the oldest transformers that we allow has not yet.
+# The benchmark compares with this module, which the oldest supported transformers lacks.
 pytest.importorskip("transformers.distributed.expert_parallel")
 import dispatch as bench
 
@@ -15,19 +15,20 @@ FP32, INT64 = 4, 8
 HEADER = 9  # the fields of hf_moe_ep.dispatcher.Header
 HIDDEN, TOP_K = 5, 3
 
-# Two experts per rank on 4 ranks, top-3. Behind each token the ranks of its experts.
+# The expert ids of each token of each rank. Experts 2r and 2r + 1 are on rank r; the comments show
+# the ranks of the experts.
 BY_HAND = [
     [[0, 1, 2], [2, 3, 7]],  # 0 0 1 and 1 1 3
     [[4, 5, 6]],  # 2 2 3
     [[4, 5, 0]],  # 2 2 0
     [[6, 7, 1]],  # 3 3 0
 ]
-# Rows to other ranks, and rows from them, by rank.
+# By rank: the rows to other ranks, and the rows from them.
 ONCE_PER_RANK = ([3, 2, 1, 1], [2, 2, 1, 2])
 ONCE_PER_EXPERT = ([4, 3, 1, 1], [2, 3, 2, 2])
 EVERY_TOKEN = list(combinations(range(8), TOP_K))
 WIDE = bench.Case(top_k=8, experts=64, ep=4, routing="uniform")
-# A row's routing is 96 bytes: little beside hidden sizes of real models, 9 % of a row of 64.
+# The routing of a row has 96 bytes, which must be few compared with its 4 * 256 bytes of values.
 WIDE_SIZES = bench.Sizes(tokens=128, hidden=256)
 
 
@@ -44,30 +45,30 @@ def _measure(rank: int, world: int) -> list[bench.Measured]:
 
 @pytest.fixture(scope="module")
 def measured() -> list[list[bench.Measured]]:
-    """By case, then rank."""
+    """Return the measurements as [case][rank]."""
     return list(zip(*run_ranks(_measure, 4, timeout=120), strict=True))
 
 
 def test_bytes_equal_the_count_by_hand(measured: list[list[bench.Measured]]) -> None:
-    for rank, got in enumerate(measured[0]):
-        out, back = (rows[rank] for rows in ONCE_PER_RANK)
-        copies_out, copies_back = (rows[rank] for rows in ONCE_PER_EXPERT)
-        assert got.sent == {
+    for rank, of_rank in enumerate(measured[0]):
+        rows_out, rows_in = (rows[rank] for rows in ONCE_PER_RANK)
+        copies_out, copies_in = (rows[rank] for rows in ONCE_PER_EXPERT)
+        assert of_rank.sent == {
             "ours": {
-                "rows": 2 * (out + back) * HIDDEN * FP32,
-                # Weights and ids go out, the weights' gradient returns.
-                "routing": (2 * out + back) * TOP_K * FP32,
+                "rows": 2 * (rows_out + rows_in) * HIDDEN * FP32,
+                # Weights and ids are sent with the rows; gradients of the weights are sent back.
+                "routing": (2 * rows_out + rows_in) * TOP_K * FP32,
                 "counts": 3 * (HEADER + 4 + 8) * INT64,
             },
             "theirs": {
-                "rows": 2 * (copies_out + copies_back) * HIDDEN * FP32,
+                "rows": 2 * (copies_out + copies_in) * HIDDEN * FP32,
                 "routing": 0,
                 "counts": 6 * INT64,
             },
         }
-        assert got.bound == 2 * (out + back) * HIDDEN * FP32
-        assert got.error <= bench.TOLERANCE
-        assert [len(got.seconds[side]) for side in bench.SIDES] == [2, 2]
+        assert of_rank.bound == 2 * (rows_out + rows_in) * HIDDEN * FP32
+        assert of_rank.error <= bench.TOLERANCE
+        assert [len(of_rank.seconds[side]) for side in bench.SIDES] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -75,38 +76,38 @@ def test_bytes_equal_the_count_by_hand(measured: list[list[bench.Measured]]) -> 
 )
 def test_the_formula_equals_the_mean_over_all_tokens(ep: int, experts: int, top_k: int) -> None:
     tokens = list(combinations(range(experts), top_k))
-    met = [{expert // (experts // ep) for expert in token} for token in tokens]
-    mean = sum(map(len, met)) / len(met)
+    ranks_of_tokens = [{expert // (experts // ep) for expert in token} for token in tokens]
+    mean = sum(map(len, ranks_of_tokens)) / len(ranks_of_tokens)
     assert bench.ranks_met(ep, experts, top_k) == pytest.approx(mean, rel=1e-12)
-    others = sum(len(ranks - {0}) for ranks in met) / len(met)
+    others = sum(len(ranks - {0}) for ranks in ranks_of_tokens) / len(ranks_of_tokens)
     assert mean * (ep - 1) / ep == pytest.approx(others, rel=1e-12)
 
 
-def test_every_token_once_sends_what_the_formula_says(
+def test_the_formula_equals_the_measured_bytes_of_uniform_routing(
     measured: list[list[bench.Measured]],
 ) -> None:
-    """All combinations of 3 of 8 experts on each rank are uniform routing without chance."""
-    want = bench.expected(4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN))
-    got = bench.per_token(measured[1])
-    assert got.keys() == want.keys()
-    for side, kinds in want.items():
-        assert got[side] == pytest.approx(kinds, rel=1e-12), side
+    """Each rank has every combination of 3 of 8 experts once, so routing is exactly uniform."""
+    expected = bench.expected(4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN))
+    actual = bench.per_token(measured[1])
+    assert actual.keys() == expected.keys()
+    for side, kinds in expected.items():
+        assert actual[side] == pytest.approx(kinds, rel=1e-12), side
 
 
 def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(
     measured: list[list[bench.Measured]],
 ) -> None:
     sent = bench.per_token(measured[2])
-    ours, theirs = (sum(sent[side].values()) for side in bench.SIDES)
-    print(f"top-8 of 64, ep 4, hidden 256: ours sends {ours / theirs:.3f} of theirs")
-    assert ours <= 0.5 * theirs
+    ours, native = (sum(sent[side].values()) for side in bench.SIDES)
+    print(f"top-8 of 64, ep 4, hidden 256: ours sends {ours / native:.3f} of theirs")
+    assert ours <= 0.5 * native
 
 
-def test_slower_link_decides() -> None:
+def test_the_slower_link_determines_the_time() -> None:
     """With 16 GPUs a token has 7 other ranks in its node of 8, and 8 in the other node."""
-    near, far = 153e9 * 7 / 8, 50e9 * 7 / 8
-    assert bench.milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / near)
-    assert bench.milliseconds(1000.0, 16, 4096) == pytest.approx(4096e6 * 8 / 15 / far)
+    in_node, between_nodes = 153e9 * 7 / 8, 50e9 * 7 / 8
+    assert bench.milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / in_node)
+    assert bench.milliseconds(1000.0, 16, 4096) == pytest.approx(4096e6 * 8 / 15 / between_nodes)
 
 
 def test_it_prints_and_draws(measured: list[list[bench.Measured]], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of text-only steps: each way runs the tower as often as it says."""
+"""benchmarks/dummy_pass.py: of three ways to train a text-only step, one runs the tower."""
 
 import dummy_pass
 import pytest
@@ -9,25 +9,25 @@ STEPS = 1
 
 
 def _runs_of_the_tower(rank: int, steps: int) -> int:
-    runs: list[int] = []
+    calls: list[int] = []
     build = dummy_pass.build
 
-    def counted(frozen: bool) -> nn.Module:
+    def build_counting_model(frozen: bool) -> nn.Module:
         model = build(frozen)
-        model.model.visual.register_forward_hook(lambda *_: runs.append(1))
+        model.model.visual.register_forward_hook(lambda *_: calls.append(1))
         return model
 
-    dummy_pass.build = counted
+    dummy_pass.build = build_counting_model
     seconds = dummy_pass.timed_rank(rank, steps, frozen=False)
     assert {way: len(times) for way, times in seconds.items()} == {
         "bare": steps,
         "rests": steps,
         "dummy": steps,
     }
-    return len(runs)
+    return len(calls)
 
 
 @pytest.mark.slow
-def test_the_tower_runs_in_the_way_that_is_named_for_it_alone() -> None:
+def test_the_tower_runs_only_in_the_dummy_pass() -> None:
     runs = spawn(_runs_of_the_tower, dummy_pass.WORLD, STEPS, timeout=300.0)
     assert runs == [dummy_pass.WARMUP_STEPS + STEPS] * dummy_pass.WORLD

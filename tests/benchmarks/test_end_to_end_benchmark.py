@@ -1,4 +1,4 @@
-"""benchmarks/end_to_end.py: both sides train alike, and its operations are counted right."""
+"""benchmarks/end_to_end.py: both sides have equal losses; FLOPs equal a count by hand."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def _line(cell: bench.Cell) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", bench.MODES)
-def test_first_losses_are_those_of_stock(mode: str) -> None:
+def test_the_first_losses_equal_those_of_stock(mode: str) -> None:
     lines = [_line(replace(CELL, side=side, mode=mode)) for side in ("ours", "grouped_mm")]
     (compared,) = bench.compare(lines, torch.float32)
     assert compared["equal"] and len(compared["differences"]) == bench.COMPARED_STEPS
@@ -30,7 +30,7 @@ def test_first_losses_are_those_of_stock(mode: str) -> None:
     assert lines[0]["tokens"] == 2 * 16 and lines[0]["tok_per_s"] > 0
 
 
-def test_operations_of_a_token_by_hand() -> None:
+def test_flops_of_a_token_by_hand() -> None:
     sizes = bench.TINY
     heads, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     norms = 2 * sizes.hidden + 2 * sizes.head_dim
@@ -60,7 +60,7 @@ def test_two_ranks_train_as_stock_under_fsdp2() -> None:
 
 @pytest.mark.slow
 def test_no_import_touches_a_gpu() -> None:
-    """Each side is forked from a process that has imported all this, and must open CUDA itself."""
+    """Each side is forked from a process with these imports; CUDA cannot be used after a fork."""
     code = (
         "import torch\n"
         "def touched(*args, **kwargs):\n"

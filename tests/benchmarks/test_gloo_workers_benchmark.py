@@ -1,4 +1,4 @@
-"""The benchmark of gloo's workers: both sides have the workers that they claim, and one loss."""
+"""benchmarks/gloo_workers.py measures both sides; `measure` checks their workers and losses."""
 
 import gloo_workers as bench
 import pytest
@@ -7,7 +7,7 @@ SIZES = bench.Sizes(hidden=32, intermediate=16, layers=1, tokens=16, steps=1, tu
 
 
 @pytest.mark.slow
-def test_both_sides_compute_the_same() -> None:
-    taken = bench.measure(SIZES)
-    assert [len(values) for values in taken.values()] == [1, 1]
-    assert "| seconds of a step |" in bench.report(SIZES, taken, ["- machine"])
+def test_both_sides_are_measured() -> None:
+    seconds = bench.measure(SIZES)
+    assert [len(values) for values in seconds.values()] == [1, 1]
+    assert "| seconds of a step |" in bench.report(SIZES, seconds, ["- machine"])

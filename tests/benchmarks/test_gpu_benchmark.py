@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: a job that fails does not end the run, and every GPU test is in a part."""
+"""benchmarks/gpu.py goes on after a job that fails, and its parts contain every GPU test."""
 
 import json
 import shlex
@@ -26,21 +26,21 @@ def _figure(value: int) -> str:
     return f"print('{{\"figure\": {value}}}', flush=True)"
 
 
-def _lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in (out / "part7.jsonl").read_text().splitlines()]
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (folder / "part7.jsonl").read_text().splitlines()]
 
 
-def _figures(out: Path) -> list[tuple[str, int]]:
-    return [(line["job"], line["figure"]) for line in _lines(out) if "figure" in line]
+def _figures(folder: Path) -> list[tuple[str, int]]:
+    return [(line["job"], line["figure"]) for line in _lines(folder) if "figure" in line]
 
 
-def _endings(out: Path) -> dict[str, str]:
-    return {line["job"]: line["ended"] for line in _lines(out) if "ended" in line}
+def _endings(folder: Path) -> dict[str, str]:
+    return {line["job"]: line["ended"] for line in _lines(folder) if "ended" in line}
 
 
 @pytest.mark.slow
-def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path) -> None:
-    """The lines that it printed before are kept, and those of a job that prints the wrong word."""
+def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Path) -> None:
+    """The figures that such a job printed before are recorded, too."""
     jobs = [
         _job("good", _figure(1)),
         _job("killed", f"{_figure(2)}; import os; os.kill(os.getpid(), 9)"),
@@ -50,8 +50,8 @@ def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path
         gpu.Job("absent", 20.0, "python -V", "", tiny="", tool="no-such-tool --all"),
         _job("last", _figure(6), prints="figure"),
     ]
-    bad = gpu.run_part(7, jobs, tmp_path)
-    assert bad == ["killed", "raises", "hangs", "silent", "absent"]
+    failed = gpu.run_part(7, jobs, tmp_path)
+    assert failed == ["killed", "raises", "hangs", "silent", "absent"]
     assert [value for _, value in _figures(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert _endings(tmp_path) == {
         "good": "ok",
@@ -63,12 +63,12 @@ def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path
         "last": "ok",
     }
     assert "OSError: no room" in (tmp_path / "part7.log").read_text()
-    first = _lines(tmp_path)[0]
-    assert first["sources"] == gpu.sources() and first["versions"]["torch"]
+    header = _lines(tmp_path)[0]
+    assert header["sources"] == gpu.sources() and header["versions"]["torch"]
 
 
-def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
-    """A job gets the time that is left. A job that does not fit into it is skipped with a line."""
+def test_a_part_ends_within_its_time(tmp_path: Path) -> None:
+    """A job is stopped when the time of the part is over. A job that needs more time is skipped."""
     waits = "import time; time.sleep(600)"
     jobs = [_job("long", waits, seconds=600.0), _job("late", _figure(1), seconds=60.0)]
     start = time.monotonic()
@@ -79,8 +79,8 @@ def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
     assert _endings(tmp_path)["long"] == "skipped: no time left in this part"
 
 
-def test_every_part_fits_its_ten_minutes_and_its_programs_take_their_arguments() -> None:
-    """An unknown option would otherwise be found on the GPU."""
+def test_every_part_fits_its_time_and_its_scripts_know_their_options() -> None:
+    """Without this test, an unknown option would stop a job only on the GPU machine."""
     parsers = {
         "benchmarks/end_to_end.py": end_to_end.parse,
         "benchmarks/experts.py": experts.parse,
@@ -101,7 +101,7 @@ def test_every_part_fits_its_ten_minutes_and_its_programs_take_their_arguments()
 
 
 def test_every_gpu_test_is_in_part_3() -> None:
-    """A new GPU test must be added there, or no GPU ever runs it."""
+    """A new GPU test must be added to part 3; otherwise no GPU runs it."""
     words = " ".join(job.command for job in gpu.PARTS[3]).split()
     chosen = [word for word in words if word.startswith("tests/")]
     marked = [
@@ -114,24 +114,24 @@ def test_every_gpu_test_is_in_part_3() -> None:
 
 
 @pytest.mark.slow
-def test_every_selection_of_gpu_tests_selects_some() -> None:
+def test_every_pytest_job_selects_tests() -> None:
     for job in (job for jobs in gpu.PARTS.values() for job in jobs if "pytest" in job.command):
         words = [*job.words(rehearsal=False), "--collect-only"]
-        done = subprocess.run(
+        result = subprocess.run(
             words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
         )
-        assert done.returncode == 0, f"{job.name}: {done.stdout[-2000:]}"
+        assert result.returncode == 0, f"{job.name}: {result.stdout[-2000:]}"
 
 
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_job(tmp_path: Path) -> None:
-    """Sizes are tiny and run on the CPU. The report reads the files that the rehearsal wrote."""
+    """The rehearsal runs tiny sizes on the CPU. The report is made from the files that it wrote."""
     raw = tmp_path / "raw"
     words = [sys.executable, "benchmarks/gpu.py", "rehearsal", "--out", str(raw)]
-    done = subprocess.run(
+    result = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2700
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     ended = [line for line in gpu_report.read(raw) if "ended" in line]
     names = [(number, job.name) for number, jobs in gpu.PARTS.items() for job in jobs]
     assert [(line["part"], line["job"]) for line in ended] == names

@@ -14,20 +14,20 @@ def layer() -> bench.Layer:
     return bench.Layer(SIZES)
 
 
-def test_calls_are_the_layers_own_in_their_order(layer: bench.Layer) -> None:
-    """A call that is made again alone gives the same result as in the layer."""
+def test_calls_have_the_order_and_results_of_the_layer(layer: bench.Layer) -> None:
+    """A kernel call that is repeated alone returns the same result as within the layer."""
     calls = layer.calls(layer.table_row())
     assert [call.label for call in calls] == list(bench.LABELS.values())
     assert [call.label for call in calls if not call.backward] == ["sort", "up", "down", "combine"]
-    again = {call.label: call.result() for call in calls}
+    results = {call.label: call.result() for call in calls}
     grad_x, _, grad_up, grad_down = layer.both()
-    assert torch.equal(again["combine"], layer.forward())
-    assert torch.equal(again["combine dx"], grad_x)
-    assert torch.equal(again["dW up"], grad_up) and torch.equal(again["dW down"], grad_down)
+    assert torch.equal(results["combine"], layer.forward())
+    assert torch.equal(results["combine dx"], grad_x)
+    assert torch.equal(results["dW up"], grad_up) and torch.equal(results["dW down"], grad_down)
 
 
 @pytest.mark.slow
-def test_sums_are_of_all_kernels(layer: bench.Layer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sums_are_over_all_kernels(layer: bench.Layer, capsys: pytest.CaptureFixture[str]) -> None:
     row = layer.table_row()
     assert bench.time_table(layer, row, 1) == 0
     lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""benchmarks/plan.py: the order of predicted seconds, with ties, and its table."""
+"""benchmarks/plan.py: the rank correlation of predicted and measured seconds, with ties."""
 
 import math
 
@@ -11,43 +11,47 @@ from hf_moe_ep.planner.calibrate import record_of
 from hf_moe_ep.planner.seconds import StepTime
 
 
-def _times(*seconds: float) -> list[StepTime]:
-    return [StepTime(one, 1.0, {"memory": one}) for one in seconds]
+def _step_times(*seconds: float) -> list[StepTime]:
+    return [StepTime(value, 1.0, {"memory": value}) for value in seconds]
 
 
 def test_order_with_ties() -> None:
-    """The quartiles of two of four configurations overlap: their order does not matter."""
+    """The quartiles of configurations 2 and 3 overlap, so they are tied: rank 1.5 for both."""
     measured = [[1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [2.1, 2.3, 2.5], [9.0, 9.1, 9.2]]
     ranks = bench.ranks_of(measured)
     assert ranks.tolist() == [0.0, 1.5, 1.5, 3.0]
-    for first, second in ((2.0, 3.0), (3.0, 2.0)):
-        with_ties, without = bench.agreement(_times(1.0, first, second, 4.0), measured)
-        # One of both ties is a rank too high, one too low: 4.5 / sqrt(4.5 * 5).
+    for second, third in ((2.0, 3.0), (3.0, 2.0)):
+        with_ties, without = bench.agreement(_step_times(1.0, second, third, 4.0), measured)
+        # Ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3: covariance 4.5, variances 4.5 and 5.
         assert with_ties == pytest.approx(math.sqrt(4.5 / 5))
-        assert without == pytest.approx(1.0 if first < second else 0.8)
-    assert bench.agreement(_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(-1.0)
+        assert without == pytest.approx(1.0 if second < third else 0.8)
+    assert bench.agreement(_step_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(-1.0)
     assert math.isnan(bench.spearman(torch.ones(3), torch.arange(3.0)))
 
 
-def _seconds(rank: int, world: int, names: list[str], sizes: bench.Sizes) -> list[bench.Measured]:
-    chosen = [one for one in bench.CONFIGURATIONS if one.name in names]
+def _time_steps(
+    rank: int, world: int, names: list[str], sizes: bench.Sizes
+) -> list[bench.Measured]:
+    chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
     return bench.measure_rank(rank, sizes, chosen, 5, names[0])
 
 
 @pytest.mark.slow
-def test_seconds_are_in_order() -> None:
-    """Spearman's coefficient is at least 0.8 for four configurations on four ranks, calibrated in
-    the first one. They are two pairs, a factor of 2 apart in work. 0.8 allows one swap within a
-    pair, which a busy machine makes: one round took 1.6 times as long as another.
+def test_predicted_seconds_have_the_order_of_measured_seconds() -> None:
+    """Spearman's coefficient is at least 0.8 for four configurations on four ranks.
+
+    The rates are measured in the first one. The configurations are two pairs with a factor of 2 in
+    work between them. 0.8 allows one swap within a pair, which a busy machine can cause: one round
+    took 1.6 times as long as another.
     """
     sizes = bench.Sizes(layers=2)
     names = ["ep 1", "ep 4", "ep 4, checkpointing", "ep 4, 4 chunks"]
-    chosen = [one for one in bench.CONFIGURATIONS if one.name in names]
-    measured = run_ranks(_seconds, bench.WORLD, names, sizes, timeout=500.0)
-    rates = next(one.rates for one in measured[0] if one.rates)
+    chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
+    measured = run_ranks(_time_steps, bench.WORLD, names, sizes, timeout=500.0)
+    rates = next(result.rates for result in measured[0] if result.rates)
     assert record_of(rates).overlap == 0.0
-    times = bench.predict(chosen, [one.planned(sizes) for one in chosen], rates, sizes)
+    times = bench.predict(chosen, [case.planned(sizes) for case in chosen], rates, sizes)
     seconds = [bench.seconds_by_round(measured, index) for index in range(len(chosen))]
-    best = [[min(one)] for one in seconds]
-    order = bench.spearman(bench.ranks_of([[one.seconds] for one in times]), bench.ranks_of(best))
+    best = [[min(rounds)] for rounds in seconds]
+    order = bench.spearman(bench.ranks_of([[time.seconds] for time in times]), bench.ranks_of(best))
     assert order >= 0.8 - 1e-9, bench.report_seconds(chosen, times, seconds)

@@ -1,4 +1,4 @@
-"""benchmarks/preferences.py: both sides compute one loss, and the table has both."""
+"""benchmarks/preferences.py: both sides have equal losses, and the table has both."""
 
 import preferences as bench
 import pytest
@@ -10,13 +10,13 @@ SIZES = bench.Sizes(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::FutureWarning")
-def test_it_measures_two_equal_sides() -> None:
+def test_both_sides_have_equal_losses() -> None:
     pytest.importorskip("trl", minversion="1.16")
     ranks = bench.measure(SIZES, timeout=200)
     assert bench.check_equal(ranks) <= bench.TOLERANCE
     for measured in ranks:
         assert set(measured.losses) == {(a, b) for a in bench.SIDES for b in bench.STEPS}
-        assert all(len(taken) == SIZES.rounds for taken in measured.seconds.values())
+        assert all(len(seconds) == SIZES.rounds for seconds in measured.seconds.values())
         assert abs(measured.losses["ours", "DPO"] - measured.losses["ours", "SFT"]) > 0.1
     text = bench.report(SIZES, ranks, ["- about"])
     assert text.count("| ours |") == text.count("| stock FSDP2 |") == 1

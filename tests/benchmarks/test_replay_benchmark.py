@@ -1,4 +1,4 @@
-"""benchmarks/replay.py: shares and distances by hand, and what replay takes away."""
+"""benchmarks/replay.py: shares and distances by hand, and replay reduces the distances."""
 
 import copy
 
@@ -8,10 +8,10 @@ import torch
 
 
 def test_shares_by_hand() -> None:
-    """One row of two tokens, two layers, top-2. The order of experts does not count."""
+    """One sequence of two tokens, two layers, top-2. The order of a token's experts is ignored."""
     ids = torch.tensor([[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]])
-    others = torch.tensor([[[[1, 0], [2, 4]], [[4, 6], [1, 0]]]])
-    pairs, tokens = bench.shares(ids, others)
+    ids_of_other = torch.tensor([[[[1, 0], [2, 4]], [[4, 6], [1, 0]]]])
+    pairs, tokens = bench.shares(ids, ids_of_other)
     assert pairs == (0.75, 0.25)
     assert tokens == (0.5, 0.0)
 
@@ -22,12 +22,12 @@ def test_distances_by_hand() -> None:
         torch.tensor([[-1.0, -2.0]]), 1.5, {n: torch.tensor([3.0, 4.0]) for n in names}
     )
     moved = dict(zip(names, (torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])), strict=False))
-    other = bench.Computed(
+    training = bench.Computed(
         torch.tensor([[-1.25, -1.0]]), 1.25, {**moved, names[2]: torch.tensor([4.0, 4.0])}
     )
-    found = bench.compare(other, engine)
-    assert (found.logp, found.loss) == (0.625, 0.25)
-    assert found.gradient == {
+    distances = bench.compare(training, engine)
+    assert (distances.logp, distances.loss) == (0.625, 0.25)
+    assert distances.gradient == {
         "experts": 0.1,
         "routers": 0.0,
         "all others": 0.2,
@@ -36,8 +36,8 @@ def test_distances_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_replayed_routes_bring_both_precisions_together() -> None:
-    """With replay a run is nearer to the engine. In one precision everything is equal."""
+def test_replay_reduces_the_distance_of_two_precisions() -> None:
+    """Replayed results are nearer to those of the engine. With one precision all are equal."""
     (outcome,) = bench.run(layers=4, steps=12, seeds=1, batches=1)
     live, replayed = (outcome.ways[way] for way in bench.WAYS)
     assert min(outcome.same_set) < 1.0

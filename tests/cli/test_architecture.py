@@ -1,4 +1,4 @@
-"""`hf-moe-ep architecture`: the plan and what is granted, from a config alone."""
+"""`hf-moe-ep architecture` prints the plan and the supported features of a config."""
 
 import json
 from pathlib import Path
@@ -12,20 +12,20 @@ from transformers import CONFIG_MAPPING
 from hf_moe_ep.cli.main import main
 
 
-def _config(folder: Path, model_type: str, **fields: Any) -> str:
+def _write_config(folder: Path, model_type: str, **fields: Any) -> str:
     tiny_config(model_type, **fields).save_pretrained(folder)
     return str(folder)
 
 
-def _json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
+def _run_with_json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
     assert main(["architecture", shape, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
 
 
-def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page names every part and every option that is granted."""
-    assert main(["architecture", _config(tmp_path, "qwen3_moe")]) == 0
+def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page names every part of the model and every supported feature."""
+    assert main(["architecture", _write_config(tmp_path, "qwen3_moe")]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(f"{tmp_path}: Qwen3MoeForCausalLM (qwen3_moe); plan derived")
     assert lines == [
@@ -49,26 +49,26 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
     """Sequence parallelism is refused with the module's name."""
-    found = _json(capsys, "jamba")
-    assert found["kind"] == "JambaForCausalLM" and found["plan"]["mixers"] == ["layers.*.mamba"]
-    assert (found["layers"], found["moe_layers"], found["num_experts"]) == (32, 16, 16)
-    assert found["granted"]["ep"] == found["granted"]["lora"] == "yes"
-    assert "layers.*.mamba (JambaMambaMixer)" in found["granted"]["sp"]
-    assert found["ep_sizes"] == [1, 2, 4, 8, 16]
+    printed = _run_with_json(capsys, "jamba")
+    assert printed["kind"] == "JambaForCausalLM" and printed["plan"]["mixers"] == ["layers.*.mamba"]
+    assert (printed["layers"], printed["moe_layers"], printed["num_experts"]) == (32, 16, 16)
+    assert printed["granted"]["ep"] == printed["granted"]["lora"] == "yes"
+    assert "layers.*.mamba (JambaMambaMixer)" in printed["granted"]["sp"]
+    assert printed["ep_sizes"] == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="no such type yet")
-def test_a_gate_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, _config(tmp_path, "inkling2_text"))
-    assert "the gate of Inkling2Experts" in found["granted"]["ep"] and found["ep_sizes"] == []
-    assert found["granted"]["sp"] == found["granted"]["ep"]
+def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = _run_with_json(capsys, _write_config(tmp_path, "inkling2_text"))
+    assert "the gate of Inkling2Experts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
+    assert printed["granted"]["sp"] == printed["granted"]["ep"]
 
 
 @needs_tower_in_blocks
-def test_a_model_that_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, _config(tmp_path, "qwen3_vl_moe"))
-    assert found["plan"]["vision"]["tower"] == "visual" and found["granted"]["vision"] == "yes"
-    assert found["plan"]["experts"] == "language_model.layers.*.mlp.experts"
+def test_a_vision_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = _run_with_json(capsys, _write_config(tmp_path, "qwen3_vl_moe"))
+    assert printed["plan"]["vision"]["tower"] == "visual" and printed["granted"]["vision"] == "yes"
+    assert printed["plan"]["experts"] == "language_model.layers.*.mlp.experts"
 
 
 REFUSED = {
@@ -78,16 +78,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("shape", REFUSED)
-def test_what_has_no_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_without_a_plan_are_refused(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["architecture", shape]) == 2
     assert REFUSED[shape] in capsys.readouterr().err
 
 
-def test_a_type_that_nobody_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder holds a user's own model. The error names its type and how to ask for it."""
+def test_a_type_that_is_not_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The type is a user's own. The error names it, and says how to register the type."""
     (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
-    for question in (["architecture"], ["memory", "--gpus", "2"]):
-        assert main([*question, str(tmp_path)]) == 2
+    for command in (["architecture"], ["memory", "--gpus", "2"]):
+        assert main([*command, str(tmp_path)]) == 2
         message = capsys.readouterr().err
         for words in ("config.json", "'of_my_own'", "AutoConfig.register", "cli.main.main"):
             assert words in message, message

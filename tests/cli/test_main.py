@@ -17,7 +17,7 @@ from hf_moe_ep.cli import verify as verify_command
 from hf_moe_ep.cli.main import main
 
 
-def _helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def _help_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as exit:
         main([*arguments, "--help"])
     assert exit.value.code == 0
@@ -25,11 +25,11 @@ def _helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_every_argument_of_every_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    text = _helped(capsys)
+    text = _help_text(capsys)
     commands = re.findall(r"^    ([a-z-]+)", text, re.MULTILINE)
     assert len(commands) >= 6 and {"doctor", "inspect", "merge-adapter"} <= set(commands)
     for command in commands:
-        text = _helped(capsys, command)
+        text = _help_text(capsys, command)
         entries = re.sub(r"\n {10,}", "   ", text.partition("\n\n")[2])
         for entry in re.findall(r"^  \S.*", entries, re.MULTILINE):
             assert re.search(r"\S   *\S+", entry), (command, entry)
@@ -37,15 +37,15 @@ def test_every_argument_of_every_command_is_explained(capsys: pytest.CaptureFixt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with things that a user may name by mistake."""
+    """Build a folder with files and folders that a user may give by mistake."""
     folder = tmp_path_factory.mktemp("named")
     (folder / "file").write_text("x")
     contents = {"damaged": "{", "list": "[]", "nobody": '{"model_type": "nobody"}'}
     for name, text in contents.items():
         model, adapter = folder / f"{name}-model", folder / f"{name}-adapter"
-        for kind, file in ((model, "config.json"), (adapter, "adapter_config.json")):
-            kind.mkdir()
-            (kind / file).write_text(text)
+        for target, file in ((model, "config.json"), (adapter, "adapter_config.json")):
+            target.mkdir()
+            (target / file).write_text(text)
         save_file({"w": torch.ones(2)}, adapter / "adapter_model.safetensors")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"model_type": "qwen3_moe"}')
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# {} is the folder.
+# Arguments of a wrong call, and words of its error; {} is the folder.
 WRONG = {
     "verify {}/nowhere": "nowhere does not exist; name the folder of a checkpoint",
     "verify {}/file": "file is a file; name the folder of a checkpoint",
@@ -85,7 +85,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_what_is_wrong_is_said_in_a_line(
+def test_a_wrong_argument_gives_an_error_of_one_line(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(folder.rglob("*"))
@@ -96,10 +96,10 @@ def test_what_is_wrong_is_said_in_a_line(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_folder_in_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder / "model"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == {
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {
         "what": "a model in safetensors files",
         "tensors": "1",
         "files": "1",

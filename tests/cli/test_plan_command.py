@@ -34,8 +34,8 @@ def test_layouts_that_fit_are_sorted_and_others_are_too_large() -> None:
     """With 1 TiB all four layouts of one GPU fit. With a low limit only the smaller ones do."""
     unlimited = find_layouts(asked(gpus=1, ep=1))
     assert not unlimited.too_large and not unlimited.illegal
-    found = [(p.layout.checkpointing, p.layout.per_forward) for p in unlimited.fit]
-    assert found == [(False, 8), (False, 1), (True, 8), (True, 1)]
+    layouts = [(p.layout.checkpointing, p.layout.per_forward) for p in unlimited.fit]
+    assert layouts == [(False, 8), (False, 1), (True, 8), (True, 1)]
     assert all(p.layout.per_forward * p.layout.accumulated == 8 for p in unlimited.fit)
     peaks = sorted(p.step.peak for p in unlimited.fit)
     assert all(p.left == LARGE - p.step.peak for p in unlimited.fit)
@@ -120,9 +120,9 @@ def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
     shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
     command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
-    found = json.loads(output)
-    assert found["fit"] and found["fit"][0]["time"]["seconds"] > 0
-    assert len(found["fit"]) + len(found["too_large"]) <= 14
+    printed = json.loads(output)
+    assert printed["fit"] and printed["fit"][0]["time"]["seconds"] > 0
+    assert len(printed["fit"]) + len(printed["too_large"]) <= 14
     # The peak memory of the largest child process that this test process has had, in KiB.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20
 
@@ -217,7 +217,7 @@ def test_command_for_parameters_on_the_host(
 
     arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]
     assert main([*arguments, "--gpu-memory", "1", "--json"]) == 0
-    smallest = min(found["peak"] for found in json.loads(capsys.readouterr().out)["fit"])
+    smallest = min(layout["peak"] for layout in json.loads(capsys.readouterr().out)["fit"])
     arguments += ["--gpu", "h100", "--gpu-memory", str((smallest - 1) / 2**30)]
     assert main(arguments) == 1
     assert "help, or add --offload" in capsys.readouterr().out
@@ -245,7 +245,7 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
 def test_command_fails_if_no_layout_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--gpus", "1", "--gpu-memory", "1e-6", "--seq", "16", "--batch", "1", "--json"]
     assert main(["plan", str(folder), *arguments]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fit"] and found["too_large"][0]["left"] < 0
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["fit"] and printed["too_large"][0]["left"] < 0
     assert main(["plan", str(folder), *arguments[:-2], "0"]) == 2
     assert "--batch (0) must be more than 0" in capsys.readouterr().err

@@ -13,14 +13,14 @@ from hf_moe_ep.cli.progress import Progress
 
 
 @pytest.mark.parametrize(
-    ("seconds", "disabled", "want"),
+    ("seconds", "disabled", "expected"),
     [(1.9, "", ""), (3.0, "", "layout 2, 3 s: b\n"), (3.0, "0", "layout 2, 3 s: b\n")]
     + [(3.0, "1", "")],
 )
-def test_a_line_per_item_after_two_seconds(
+def test_an_item_is_printed_if_two_seconds_have_passed(
     seconds: float,
     disabled: str,
-    want: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -30,24 +30,24 @@ def test_a_line_per_item_after_two_seconds(
     shown = Progress("layout")
     shown.finished("a")
     shown.finished("b")
-    assert capsys.readouterr() == ("", want)
+    assert capsys.readouterr() == ("", expected)
 
 
-def test_the_time_is_a_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_printed_as_dates(capsys: pytest.CaptureFixture[str]) -> None:
     print_found("out", Found("a training checkpoint", {"time": "1767225600.25", "bytes": "7"}))
     assert re.search(r"time +2026-01-01 00:00:00 UTC\n", capsys.readouterr().out)
 
 
-def test_contents_without_hashes_were_not_checked(
+def test_verify_without_hashes_says_that_contents_were_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Found("whole", {"tensors": "1", "hashes": "none are known"})
-    monkeypatch.setattr(verify_command, "verify", lambda _: found)
+    result = Found("whole", {"tensors": "1", "hashes": "none are known"})
+    monkeypatch.setattr(verify_command, "verify", lambda _: result)
     assert main(["verify", "base"]) == 0
     assert "base: headers only, contents were not checked\n" in capsys.readouterr().out
 
 
-def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_error_names_all_missing_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "nowhere"]) == 2
     err = capsys.readouterr().err
     assert all(flag in err for flag in ("--gpus", "--seq", "--batch", "--gpu-memory")), err

@@ -1,6 +1,6 @@
-"""Help and versions need neither torch nor the hub, so a user does not wait for them.
+"""Help and versions are printed without an import of torch, so they appear at once.
 
-Each case is a process of its own, because this one has imported everything already.
+Each case runs in a fresh process, because the process of the tests has imported torch already.
 """
 
 import json
@@ -35,9 +35,9 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "code"), [([], 0), (["--help"], 0), (["--version"], 0), (["plam"], 2)]
 )
 def test_help_needs_no_other_package(arguments: list[str], code: int) -> None:
-    done = _run(PROBE.format(arguments=arguments, heavy=HEAVY))
-    assert json.loads(done.stdout.splitlines()[-1]) == [code, []]
-    assert (done.stderr == "") == (code == 0), done.stderr
+    result = _run(PROBE.format(arguments=arguments, heavy=HEAVY))
+    assert json.loads(result.stdout.splitlines()[-1]) == [code, []]
+    assert (result.stderr == "") == (code == 0), result.stderr
 
 
 def test_the_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_the_version_is_the_one_of_the_package(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"hf-moe-ep {hf_moe_ep.__version__}\n"
 
 
-def test_each_public_name_is_what_its_module_defines() -> None:
+def test_each_public_name_is_the_object_of_its_module() -> None:
     assert {*hf_moe_ep._DEFINED_IN, "__version__"} == set(hf_moe_ep.__all__)
     for name, module in hf_moe_ep._DEFINED_IN.items():
         assert getattr(hf_moe_ep, name) is getattr(import_module(f"hf_moe_ep.{module}"), name)

@@ -1,5 +1,8 @@
-"""The seam into Accelerate on 2 ranks: same numbers as stock, and every duty of the function that
-`hf_moe_ep` stands in for (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model)."""
+"""Accelerate prepares, clips and saves a patched model on 2 ranks with the numbers of stock.
+
+hf_moe_ep replaces `fsdp2_prepare_model` (accelerate/utils/fsdp_utils.py). The checks named "duty"
+show that the replacement does everything that the original does.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +48,7 @@ def _trains_as_stock(name: str, rank: int, world: int) -> None:
 
 def _trains_as_stock_patched_first(rank: int, world: int) -> None:
     with launched():
-        patch(tiny())  # patched before the Accelerator is made: the state is promoted at birth
+        patch(tiny())  # after `patch`, the constructor of Accelerator declares FSDP
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         assert accelerator.distributed_type == DistributedType.FSDP
         _train_and_compare("patched first", accelerator, rank, world)
@@ -53,9 +56,9 @@ def _trains_as_stock_patched_first(rank: int, world: int) -> None:
 
 def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: int) -> None:
     stock = tiny(dtype=torch.float32)
-    wanted = torch.optim.SGD(stock.parameters(), lr=0.1)
+    stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
     accelerator, model, optimizer = prepared(
-        # Not AdamW, whose first steps are signs: noise where a gradient is near zero.
+        # Not AdamW: its first steps are signs of gradients, and rounding flips signs near zero.
         tiny(dtype=torch.float32, seed=rank),
         accelerator,
         torch.optim.SGD,
@@ -68,21 +71,21 @@ def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: in
             for r in range(world)
         ]
         num_tokens = global_token_count(model, [b["labels"] for b in micro[rank]])
-        for one in micro[rank]:
+        for inputs in micro[rank]:
             with accelerator.accumulate(model):
-                loss = model(**one, num_items_in_batch=num_tokens).loss
-                # Accelerate divides by the accumulation steps; the token count has done so already.
+                loss = model(**inputs, num_items_in_batch=num_tokens).loss
+                # Accelerate divides by the 2 accumulation steps, but the token count covers both.
                 accelerator.backward(loss * world * 2)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-        for one in [b for batches in micro for b in batches]:
-            stock(**one, num_items_in_batch=num_tokens).loss.backward()
-        want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
-        assert_close(f"{name} norm", torch.as_tensor(norm), want, FP32_BUDGET)
-        wanted.step()
-        wanted.zero_grad()
+        for inputs in [b for batches in micro for b in batches]:
+            stock(**inputs, num_items_in_batch=num_tokens).loss.backward()
+        expected = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+        assert_close(f"{name} norm", torch.as_tensor(norm), expected, FP32_BUDGET)
+        stock_optimizer.step()
+        stock_optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
     if rank == 0:
         assert state.keys() == stock.state_dict().keys()
@@ -97,17 +100,20 @@ def _duty_fp32_upcast(rank: int) -> None:
     assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
     assert "compute bfloat16; gradients reduced bfloat16" in describe(model)
     loss = model(**batch(model, 2, 6)).loss
-    assert loss.dtype == torch.float32, "an output_dtype at the root rounds the loss"
+    assert loss.dtype == torch.float32, "an output_dtype of the root unit would round the loss"
 
 
 def _duty_optimizer_swap(rank: int) -> None:
-    """Weights are tied, and empty shards all have the data pointer 0."""
+    """The optimizer gets the sharded parameters.
+
+    Their data pointers cannot identify them: tied weights share one, and empty shards all have 0.
+    """
     sizes = {"num_experts": 2, "num_experts_per_tok": 1, "tie_word_embeddings": True}
     model = tiny(dtype=torch.float32, **sizes)
     _, model, optimizer = prepared(model, ep_size=1, expert_shard_dim=0)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
-    assert len(held) == len(list(model.parameters()))
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in optimized} == {id(p) for p in model.parameters()}
+    assert len(optimized) == len(list(model.parameters()))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -119,7 +125,7 @@ def _duty_ignored_modules(rank: int) -> None:
 
 
 def _duty_4bit(rank: int) -> None:
-    """Packed 4-bit weights stay whole and untouched, and nothing is upcast."""
+    """Packed 4-bit weights are not sharded or changed, and no parameter is cast to fp32."""
 
     class Params4bit(nn.Parameter):
         pass
@@ -131,14 +137,14 @@ def _duty_4bit(rank: int) -> None:
     trainable = [p for p in model.parameters() if p.requires_grad]
     patch(model, ep_size=2)
     model, _ = accelerator.prepare(model, torch.optim.AdamW(trainable))
-    kept = model.model.layers[0].self_attn.q_proj.packed
-    assert type(kept) is Params4bit
-    assert torch.equal(kept, torch.arange(6, dtype=torch.uint8))
+    prepared_packed = model.model.layers[0].self_attn.q_proj.packed
+    assert type(prepared_packed) is Params4bit
+    assert torch.equal(prepared_packed, torch.arange(6, dtype=torch.uint8))
     assert model.lm_head.weight.dtype == torch.bfloat16
 
 
 def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
-    """Only rank 0 has weights. The other ranks have uninitialised memory, or none."""
+    """Only rank 0 has weights. The other ranks have NaN, or a model on the meta device."""
     truth = tiny(dtype=torch.float32)
     model = tiny(dtype=torch.float32)
     with torch.no_grad():
@@ -149,12 +155,12 @@ def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
     _, model, _ = prepared(model, ep_size=2)
     for name, parameter in model.named_parameters():
         assert torch.equal(full_tensor(parameter), truth.get_parameter(name)), name
-    for name, buffer in model.named_buffers():  # inv_freq is not persistent
+    for name, buffer in model.named_buffers():  # also inv_freq, which is not persistent
         assert torch.equal(buffer, truth.get_buffer(name)), name
 
 
 def _duty_unpatched(rank: int) -> None:
-    """An unpatched model takes Accelerate's own path."""
+    """Accelerate's original function shards an unpatched model."""
     accelerator = Accelerator(cpu=True)
     patch(tiny(dtype=torch.float32))
     stock = tiny(dtype=torch.float32)
@@ -166,7 +172,7 @@ def _duty_unpatched(rank: int) -> None:
 
 
 RAM_EFFICIENT = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-# name: (what to do, under which settings of the launch)
+# name: (check, environment variables of the launch)
 DUTIES: dict[str, tuple[Callable[[int], None], dict[str, str]]] = {
     "fp32 upcast": (_duty_fp32_upcast, {}),
     "optimizer swap": (_duty_optimizer_swap, {}),
@@ -178,32 +184,34 @@ DUTIES: dict[str, tuple[Callable[[int], None], dict[str, str]]] = {
 }
 
 
-def _clips_what_it_is_given(rank: int, world: int) -> None:
-    """Half of the parameters, on both meshes, and in the inf norm; the others stay as they are."""
+def _clips_only_the_given_parameters(rank: int, world: int) -> None:
+    """Clip the parameters of layer 0, on both meshes; the other gradients do not change."""
     stock = tiny(dtype=torch.float32)
     with launched():
         accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
         batches = [batch(stock, 2, 7, seed=r) for r in range(world)]
         tokens = global_token_count(model, [batches[rank]["labels"]])
         accelerator.backward(model(**batches[rank], num_items_in_batch=tokens).loss * world)
-        for one in batches:
-            stock(**one, num_items_in_batch=tokens).loss.backward()
-        own = dict(model.named_parameters())
-        first = [name for name in own if "layers.0" in name]
+        for inputs in batches:
+            stock(**inputs, num_items_in_batch=tokens).loss.backward()
+        parameters = dict(model.named_parameters())
+        clipped = [name for name in parameters if "layers.0" in name]
         for norm_type in (2, float("inf")):
-            got = accelerator.clip_grad_norm_((own[name] for name in first), 1e-2, norm_type)
-            want = torch.nn.utils.clip_grad_norm_(
-                [stock.get_parameter(name) for name in first], 1e-2, norm_type
+            actual = accelerator.clip_grad_norm_(
+                (parameters[name] for name in clipped), 1e-2, norm_type
             )
-            assert_close(f"norm {norm_type}", torch.as_tensor(got), want, FP32_BUDGET)
-        for name, parameter in own.items():
+            expected = torch.nn.utils.clip_grad_norm_(
+                [stock.get_parameter(name) for name in clipped], 1e-2, norm_type
+            )
+            assert_close(f"norm {norm_type}", torch.as_tensor(actual), expected, FP32_BUDGET)
+        for name, parameter in parameters.items():
             assert parameter.grad is not None
-            want = stock.get_parameter(name).grad
-            assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
+            expected = stock.get_parameter(name).grad
+            assert_close(name, full_tensor(parameter.grad), expected, FP32_BUDGET)
 
 
 def _prepares_once_by_every_name(rank: int, world: int) -> None:
-    """ms-swift prepares references by the name in fsdp_utils."""
+    """The replacement is in every module with `fsdp2_prepare_model`, and shards only once."""
     with launched():
         accelerator, model = Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2)
         prepared_model = accelerate.utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)
@@ -215,15 +223,15 @@ def _prepares_once_by_every_name(rank: int, world: int) -> None:
             assert module.fsdp2_prepare_model(accelerator, model) is model
         after = dict(model.named_parameters())
         assert all(after[name] is parameter for name, parameter in before.items())
-        want = tiny(dtype=torch.float32)
-        one = batch(want, 2, 7, seed=rank)
-        assert_close("loss", model(**one).loss, want(**one).loss, FP32_BUDGET)
+        stock = tiny(dtype=torch.float32)
+        inputs = batch(stock, 2, 7, seed=rank)
+        assert_close("loss", model(**inputs).loss, stock(**inputs).loss, FP32_BUDGET)
 
 
 def _does_its_duty(name: str, rank: int, world: int) -> None:
-    do, settings = DUTIES[name]
+    check, settings = DUTIES[name]
     with launched(**settings):
-        do(rank)
+        check(rank)
 
 
 def _saves_and_loads(kind: str, rank: int, world: int, folder: str) -> None:
@@ -243,16 +251,16 @@ def _save_and_load_as(kind: str, rank: int, folder: str) -> None:
     step()
     accelerator.save_state(folder)
     step()
-    want = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    expected = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
-        model(**micro)  # leaves the last layer gathered
+        model(**micro)  # without backward, the last layer stays gathered
     accelerator.load_state(folder)
     step()
     for name, parameter in model.named_parameters():
-        assert torch.equal(full_tensor(parameter), want[name]), f"{kind}: {name}"
+        assert torch.equal(full_tensor(parameter), expected[name]), f"{kind}: {name}"
 
 
-def _refused_launches(rank: int, world: int) -> None:
+def _launches_that_are_refused(rank: int, world: int) -> None:
     with launched(), pytest.raises(ValueError, match=r"2 processes .* sees 1.*cpu=True"):
         prepared(tiny(), Accelerator(), ep_size=2)
     with launched(FSDP_VERSION="1"), pytest.raises(ValueError, match=r"version 1.*fsdp_version: 2"):
@@ -264,7 +272,7 @@ def _refused_launches(rank: int, world: int) -> None:
         prepared(tiny(), ep_size=4)
 
 
-def test_parallelism_config_that_does_not_combine() -> None:
+def test_a_parallelism_config_that_contradicts_patch_is_refused() -> None:
     state = find_state(patch(tiny(), dp_replicate_size=2))
     assert state is not None
     with pytest.raises(ValueError, match=r"tp_size=2.*set it to 1"):
@@ -275,7 +283,7 @@ def test_parallelism_config_that_does_not_combine() -> None:
     check_parallelism(None, state)
 
 
-def _plugin_by_hand(rank: int, world: int) -> None:
+def _a_given_plugin_is_kept(rank: int, world: int) -> None:
     with launched():
         patch(tiny())
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
@@ -284,21 +292,21 @@ def _plugin_by_hand(rank: int, world: int) -> None:
 
 
 def _with_adapters(model: nn.Module) -> nn.Module:
-    """A PeftModelForCausalLM, whose forward calls the tuner's and not the model itself."""
+    """Wrap the model in a PeftModelForCausalLM; the task type selects this class."""
     torch.manual_seed(1)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         target_modules="all-linear",
         lora_dropout=0,
-        init_lora_weights=False,  # PEFT's own lora_B is zero, and lora_A would have no gradient
+        init_lora_weights=False,  # with PEFT's zero lora_B, lora_A has no gradient
     )
     return get_peft_model(model, config)
 
 
 def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
-    """Stock PEFT in one process is the reference; peft 0.20 passes by the model's hooks."""
+    """With a task type, peft 0.20 calls the `forward` of the model, so its hooks do not run."""
     stock = _with_adapters(tiny(dtype=torch.float32))
-    wanted = torch.optim.SGD([p for p in stock.parameters() if p.requires_grad], lr=0.1)
+    stock_optimizer = torch.optim.SGD([p for p in stock.parameters() if p.requires_grad], lr=0.1)
     with launched():
         accelerator, model, optimizer = prepared(
             _with_adapters(tiny(dtype=torch.float32)),
@@ -309,16 +317,16 @@ def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
             batches = [batch(stock, 2, 7, seed=10 * step + r) for r in range(world)]
             tokens = global_token_count(model, [batches[rank]["labels"]])
             accelerator.backward(model(**batches[rank], num_items_in_batch=tokens).loss * world)
-            for one in batches:
-                stock(**one, num_items_in_batch=tokens).loss.backward()
+            for inputs in batches:
+                stock(**inputs, num_items_in_batch=tokens).loss.backward()
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
-            assert want > 0
-            assert_close("norm", torch.as_tensor(norm), want, FP32_BUDGET)
-            for used in (optimizer, wanted):
-                used.step()
-                used.zero_grad()
-        saved = accelerator.get_state_dict(model)  # adapters of experts packed as PEFT does
+            expected = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+            assert expected > 0
+            assert_close("norm", torch.as_tensor(norm), expected, FP32_BUDGET)
+            for either in (optimizer, stock_optimizer):
+                either.step()
+                either.zero_grad()
+        saved = accelerator.get_state_dict(model)  # adapters of experts in PEFT's layout
         for name, parameter in stock.named_parameters() if rank == 0 else ():
             if parameter.requires_grad:
                 assert_close(name, saved[name], parameter, FP32_BUDGET)
@@ -328,15 +336,15 @@ ON_TWO_RANKS = {
     **{f"trains as stock: {name}": partial(_trains_as_stock, name) for name in VARIANTS},
     "trains as stock: patched first": _trains_as_stock_patched_first,
     "trains as stock: adapters with a task type": _adapters_with_a_task_type_train_as_stock,
-    "clips what it is given": _clips_what_it_is_given,
+    "clips only the given parameters": _clips_only_the_given_parameters,
     "prepares once by every name": _prepares_once_by_every_name,
     **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},
     **{
         f"saves and loads: {kind}": partial(_saves_and_loads, kind)
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     },
-    "refused launches": _refused_launches,
-    "a plugin by hand is kept": _plugin_by_hand,
+    "refused launches": _launches_that_are_refused,
+    "a given plugin is kept": _a_given_plugin_is_kept,
 }
 
 

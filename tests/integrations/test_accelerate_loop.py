@@ -1,5 +1,7 @@
-"""A bare Accelerator loop on 2 ranks under the options people switch on, against stock in one
-process on the concatenated batches."""
+"""An Accelerator loop on 2 ranks with common options equals stock in one process.
+
+Stock trains on the concatenated batches of both ranks.
+"""
 
 from functools import partial
 from typing import Any
@@ -24,26 +26,26 @@ def _same_as_stock(
     options: dict[str, Any], model_options: dict[str, Any], rank: int, world: int
 ) -> None:
     model = tiny(dtype=torch.float32, seed=rank, **model_options)
-    got = _train(model, rank, **options)
-    want = _train_stock(tiny(dtype=torch.float32, **model_options))
+    actual = _train(model, rank, **options)
+    expected = _train_stock(tiny(dtype=torch.float32, **model_options))
     if rank == 0:
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            assert_close(name, got[name], value, FP32_BUDGET)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(name, actual[name], value, FP32_BUDGET)
 
 
 def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> None:
-    """Both keep fp32 weights; the error is that of all parameters together after three steps."""
-    got = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
+    """Both have fp32 weights. The error is the distance of all parameters after three steps."""
+    actual = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
     truth = _train_stock(tiny())
     stock = _train_stock(tiny(dtype=torch.float32), bf16=True)
     if rank == 0:
-        ours, theirs = (_distance(state, truth) for state in (got, stock))
-        assert 0 < ours <= 2 * theirs, f"error {ours:.3e}, stock's is {theirs:.3e}"
+        ours, of_stock = (_distance(state, truth) for state in (actual, stock))
+        assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
 
 
 def _distance(state: State, truth: State) -> float:
-    squares = [(state[name].double() - want).square().sum() for name, want in truth.items()]
+    squares = [(state[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 
 
@@ -58,9 +60,9 @@ def _train(model: nn.Module, rank: int, **options: Any) -> State:
         accelerator, model, optimizer = prepared(model, accelerator, torch.optim.SGD, ep_size=2)
         for step in range(STEPS):
             micro = _micro_batches(rank, step)
-            num_tokens = global_token_count(model, [one["labels"] for one in micro])
-            for one in micro:
-                loss = model(**one, num_items_in_batch=num_tokens).loss
+            num_tokens = global_token_count(model, [inputs["labels"] for inputs in micro])
+            for inputs in micro:
+                loss = model(**inputs, num_items_in_batch=num_tokens).loss
                 accelerator.backward(loss * accelerator.num_processes)
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
@@ -73,7 +75,7 @@ def _train_stock(model: nn.Module, bf16: bool = False) -> State:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         ranks = [_micro_batches(rank, step) for rank in range(WORLD)]
-        labels = [one["labels"][:, 1:] for micro in ranks for one in micro]
+        labels = [inputs["labels"][:, 1:] for micro in ranks for inputs in micro]
         num_tokens = sum(label.ne(-100).sum() for label in labels)
         for parts in zip(*ranks, strict=True):
             joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -1,4 +1,7 @@
-"""`Accelerator.save_state` of a patched model: complete or not there; loading it runs no code."""
+"""`Accelerator.save_state` of a patched model.
+
+Only complete states are loaded, and loading runs no code from the files.
+"""
 
 import errno
 import os
@@ -38,8 +41,7 @@ class _Run:
         self.rank = rank
         accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**names))
         model = tiny(dtype=torch.float32, num_hidden_layers=1, seed=seed)
-        made = prepared(model, accelerator, ep_size=2)
-        self.accelerator, self.model, self.optimizer = made
+        self.accelerator, self.model, self.optimizer = prepared(model, accelerator, ep_size=2)
 
     def step(self) -> None:
         self.accelerator.backward(self.model(**batch(self.model, 2, 7, seed=self.rank)).loss)
@@ -49,55 +51,58 @@ class _Run:
     def parameters(self) -> dict[str, Tensor]:
         return whole_parameters(self.model)
 
-    def assert_holds(self, want: dict[str, Tensor]) -> None:
+    def assert_holds(self, expected: dict[str, Tensor]) -> None:
         for name, value in self.parameters().items():
-            assert torch.equal(value, want[name]), name
+            assert torch.equal(value, expected[name]), name
 
 
-def _on_first(rank: int, do: Any) -> None:
+def _on_rank_0(rank: int, run: Any) -> None:
+    """Call `run` on rank 0 while the other ranks wait."""
     dist.barrier()
     if rank == 0:
-        do()
+        run()
     dist.barrier()
 
 
-def _a_planted_item(rank: int, world: int, folder: str) -> None:
-    """In the optimizer's file; behind a new manifest, and behind none."""
+def _a_pickle_in_a_byte_item_runs_no_code(rank: int, world: int, folder: str) -> None:
+    """The pickle is in a file of the optimizer. The manifest is old, new, or missing."""
     state, trace = Path(folder, "state"), Path(folder, "code ran")
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
         run.accelerator.save_state(state)
-        _on_first(rank, lambda: plant(state / "optimizer_0", trace))
+        _on_rank_0(rank, lambda: plant(state / "optimizer_0", trace))
         named = r"optimizer_0/__\d_\d\.distcp"
         with pytest.raises(ValueError, match=r"optimizer_0/.* has \d+ bytes, manifest.json says"):
             run.accelerator.load_state(state)
         manifest.write(state, {})
         with pytest.raises(ValueError, match=rf"{named} cannot be loaded: its item .*mkdir"):
             run.accelerator.load_state(state)
-        _on_first(rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)])
+        _on_rank_0(
+            rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)]
+        )
         with pytest.raises(ValueError, match=rf"{named} cannot be loaded: its item .*mkdir"):
             run.accelerator.load_state(state)
     assert not trace.exists()
 
 
-def _complete_or_refused(rank: int, world: int, folder: str) -> None:
-    """A changed file is named, and files that are not ours may change."""
+def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
+    """The error names the file. Files that `save_state` did not write may change."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
-        _on_first(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
-        want = run.parameters()
+        _on_rank_0(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
+        expected = run.parameters()
         run.accelerator.save_state(str(state))
-        found = manifest.read(state)
-        assert found["layout"]["ep_size"] == 2 and "log" not in found["files"]
-        assert {"optimizer_0/.metadata", "random_states_1.pkl"} <= found["files"].keys()
-        _on_first(rank, lambda: (state / "log").write_text("step 2"))
+        content = manifest.read(state)
+        assert content["layout"]["ep_size"] == 2 and "log" not in content["files"]
+        assert {"optimizer_0/.metadata", "random_states_1.pkl"} <= content["files"].keys()
+        _on_rank_0(rank, lambda: (state / "log").write_text("step 2"))
         run.step()
         run.accelerator.load_state(str(state))
-        run.assert_holds(want)
-        _on_first(rank, lambda: _flip(state / "random_states_1.pkl"))
+        run.assert_holds(expected)
+        _on_rank_0(rank, lambda: _flip(state / "random_states_1.pkl"))
         run.step()
         before = run.parameters()
         with pytest.raises(ValueError, match=r"random_states_1\.pkl has changed since it was"):
@@ -111,71 +116,79 @@ def _flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def _without_a_manifest(rank: int, world: int, folder: str) -> None:
-    """States of stock and of older versions load, with a warning on rank 0."""
+def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
+    """Stock and older versions write such states. Rank 0 warns that they cannot be verified."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
-        want = run.parameters()
+        expected = run.parameters()
         run.accelerator.save_state(state)
-        _on_first(rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)])
+        _on_rank_0(
+            rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)]
+        )
         run.step()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.accelerator.load_state(state)
-        said = [str(one.message) for one in caught if "cannot be verified" in str(one.message)]
-        assert len(said) == (rank == 0), said
-        run.assert_holds(want)
+        messages = [str(warning.message) for warning in caught]
+        unverified = [message for message in messages if "cannot be verified" in message]
+        assert len(unverified) == (rank == 0), messages
+        run.assert_holds(expected)
 
 
-def _files_of_more_ranks(rank: int, world: int, folder: str) -> None:
-    """Left by an earlier save to the same folder: gone, and notes are not."""
+def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) -> None:
+    """More ranks saved to the same folder before. Files of the user stay."""
     state = Path(folder, "state")
     stale = [state / "random_states_7.pkl", state / "optimizer_0" / "__7_0.distcp"]
-    kept = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
+    of_user = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
 
-    def leave() -> None:
-        for file in (*stale, *kept):
+    def write_files() -> None:
+        for file in (*stale, *of_user):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(b"of another run")
 
     with launched(**SHARDED):
-        _on_first(rank, leave)
+        _on_rank_0(rank, write_files)
         _Run(rank).accelerator.save_state(state)
-        assert not any(file.exists() for file in stale) and all(file.exists() for file in kept)
+        assert not any(file.exists() for file in stale) and all(file.exists() for file in of_user)
         named = manifest.read(state)["files"]
         assert "random_states_1.pkl" in named and "random_states_7.pkl" not in named
 
 
-def _a_full_disk(rank: int, world: int, folder: str) -> None:
-    """On one rank: every rank says so, and the state before is what a run goes on from."""
+def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: str) -> None:
+    """The state saved before stays the newest complete one, and loads."""
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "__1_0.distcp")
 
     with launched(**SHARDED):
         run = _Run(rank)
         run.accelerator.save_state(f"{folder}/step_1")
-        want = run.parameters()
+        expected = run.parameters()
         run.step()
         stock = dcp.FileSystemWriter.write_data
         with (
-            mock.patch.object(dcp.FileSystemWriter, "write_data", full if rank == 1 else stock),
+            mock.patch.object(dcp.FileSystemWriter, "write_data", fail if rank == 1 else stock),
             pytest.raises(RuntimeError, match=r"saving .*step_2 failed on .*No space left"),
         ):
             run.accelerator.save_state(f"{folder}/step_2")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             newest = newest_checkpoint(folder)
-        said = [str(one.message) for one in caught if "step_2 has no" in str(one.message)]
-        assert newest == Path(folder, "step_1") and len(said) == (rank == 0), (newest, said)
+        messages = [str(warning.message) for warning in caught]
+        skipped = [message for message in messages if "step_2 has no" in message]
+        assert newest == Path(folder, "step_1") and len(skipped) == (rank == 0), messages
         run.accelerator.load_state(newest)
-        run.assert_holds(want)
+        run.assert_holds(expected)
 
 
-def _names_of_accelerate(rank: int, world: int, folder: str) -> None:
-    """The clock goes back an hour; a torn folder is passed over and saved anew, older ones go."""
+def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
+    """Checkpoints are ordered by number, although the clock goes back an hour at each save.
+
+    A folder whose save did not finish is skipped by `load_state` and overwritten by `save_state`.
+    Folders beyond `total_limit` are deleted after the new one is complete.
+    """
     names = {"project_dir": folder, "automatic_checkpoint_naming": True, "total_limit": 2}
     root = Path(folder, "checkpoints")
     with launched(**SHARDED):
@@ -186,44 +199,45 @@ def _names_of_accelerate(rank: int, world: int, folder: str) -> None:
                 run.accelerator.save_state()
         assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
         assert newest_checkpoint(root) == root / "checkpoint_2"
-        want = run.parameters()
-        _on_first(rank, lambda: manifest.begin(root / "checkpoint_3"))
-        again = _Run(rank, seed=1, iteration=3, **names)
+        expected = run.parameters()
+        _on_rank_0(rank, lambda: manifest.begin(root / "checkpoint_3"))
+        resumed = _Run(rank, seed=1, iteration=3, **names)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            again.accelerator.load_state()
-        said = [str(one.message) for one in caught if "checkpoint_3 has no" in str(one.message)]
-        assert len(said) == (rank == 0), said
-        again.assert_holds(want)
-        seen, stock = [], manifest.write
+            resumed.accelerator.load_state()
+        messages = [str(warning.message) for warning in caught]
+        skipped = [message for message in messages if "checkpoint_3 has no" in message]
+        assert len(skipped) == (rank == 0), messages
+        resumed.assert_holds(expected)
+        folders, stock_write = [], manifest.write
 
-        def watched(*args: Any, **kwargs: Any) -> None:
-            seen.append(sorted(path.name for path in root.iterdir()))
-            stock(*args, **kwargs)
+        def record_folders(*args: Any, **kwargs: Any) -> None:
+            folders.append(sorted(path.name for path in root.iterdir()))
+            stock_write(*args, **kwargs)
 
-        with mock.patch.object(manifest, "write", watched):
-            again.accelerator.save_state()
-        assert seen == [["checkpoint_1", "checkpoint_2", "checkpoint_3"]], "deleted too early"
-        assert again.accelerator.project_configuration.automatic_checkpoint_naming
+        with mock.patch.object(manifest, "write", record_folders):
+            resumed.accelerator.save_state()
+        assert folders == [["checkpoint_1", "checkpoint_2", "checkpoint_3"]], "deleted too early"
+        assert resumed.accelerator.project_configuration.automatic_checkpoint_naming
         dist.barrier()
         assert sorted(path.name for path in root.iterdir()) == ["checkpoint_2", "checkpoint_3"]
         assert newest_checkpoint(root) == root / "checkpoint_3"
-        again.accelerator.project_configuration.iteration = 2
+        resumed.accelerator.project_configuration.iteration = 2
         with pytest.raises(ValueError, match=r"checkpoint_2 already exists; set .*iteration"):
-            again.accelerator.save_state()
+            resumed.accelerator.save_state()
 
 
-def _stock(rank: int, world: int, folder: str) -> None:
-    """A model that is not patched: no marker, no manifest, nothing of ours in its way."""
+def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) -> None:
+    """No manifest is written or checked, and stock's code unpickles the values."""
     with launched(**SHARDED):
         accelerator = Accelerator(cpu=True)
         fsdp_on_cpu(accelerator.state, None)
         model = tiny(dtype=torch.float32, num_hidden_layers=1)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        refused = AssertionError("a function of ours ran")
+        error = AssertionError("a function of ours ran")
         with (
-            mock.patch.object(manifest, "check", side_effect=refused),
-            mock.patch.object(unpickle, "_load_value", side_effect=refused),
+            mock.patch.object(manifest, "check", side_effect=error),
+            mock.patch.object(unpickle, "_load_value", side_effect=error),
         ):
             accelerator.save_state(folder)
             accelerator.load_state(folder)
@@ -234,13 +248,13 @@ def _stock(rank: int, world: int, folder: str) -> None:
     "claim",
     on_ranks(
         WORLD,
-        _a_planted_item,
-        _complete_or_refused,
-        _without_a_manifest,
-        _files_of_more_ranks,
-        _a_full_disk,
-        _names_of_accelerate,
-        _stock,
+        _a_pickle_in_a_byte_item_runs_no_code,
+        _a_changed_file_is_refused,
+        _states_without_a_manifest_load,
+        _files_of_an_earlier_save_are_deleted,
+        _a_full_disk_of_one_rank_is_an_error_on_all,
+        _automatic_checkpoint_naming,
+        _states_of_an_unpatched_model_are_stock,
     ),
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
@@ -248,7 +262,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 def _killed_while_it_saves(rank: int, world: int, folder: str) -> None:
-    """Twice into the same folder; in the second one rank 1 dies before it writes its part."""
+    """Save twice to one folder. In the second save rank 1 dies before it writes its part."""
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
@@ -264,7 +278,7 @@ def _killed_while_it_saves(rank: int, world: int, folder: str) -> None:
             run.accelerator.save_state(f"{folder}/state")
 
 
-def _go_on(rank: int, world: int, folder: str) -> None:
+def _load_is_refused(rank: int, world: int, folder: str) -> None:
     with launched(**SHARDED):
         run = _Run(rank)
         before = run.parameters()
@@ -277,6 +291,6 @@ def test_a_save_that_was_killed_is_not_loaded(tmp_path: Path) -> None:
     """The folder holds parts of two saves. Stock would load a mixture of them."""
     outcomes = run_ranks(_killed_while_it_saves, WORLD, str(tmp_path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
-    run_ranks(_go_on, WORLD, str(tmp_path))
+    run_ranks(_load_is_refused, WORLD, str(tmp_path))
     with pytest.warns(UserWarning, match="starting a new run; skipped: .*state has no manifest"):
         assert newest_checkpoint(tmp_path) is None

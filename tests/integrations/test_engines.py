@@ -1,4 +1,7 @@
-"""TRL's sync of weights to an engine: in both of its ways the hub's tensors, adapters merged."""
+"""The engine that TRL syncs gets the tensors of `save_pretrained`, with adapters merged.
+
+The two modes of TRL are "colocate" (an engine on every rank) and "server" (one, fed by rank 0).
+"""
 
 import copy
 import functools
@@ -28,7 +31,7 @@ trl = pytest.importorskip("trl", minversion="1.16")
 
 
 class Client:
-    """The part of TRL's client that a sync calls, after names, dtypes and shapes were announced."""
+    """The methods of TRL's client that a sync calls; checks the metadata that TRL sends first."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.resets = engine, 0
@@ -45,43 +48,43 @@ class Client:
         self.resets += 1
 
 
-def generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
-    """TRL's class without its constructor, which wants vLLM."""
+def build_generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
+    """Build TRL's VLLMGeneration without its constructor, which needs vLLM."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     client = Client(engine)
     runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
     executor = SimpleNamespace(driver_worker=runner)
     llm_engine = SimpleNamespace(model_executor=executor)
-    made: Any = VLLMGeneration.__new__(VLLMGeneration)
-    made.model, made.mode, made.enable_sleep_mode = model, mode, False
-    made._weight_metadata = None
-    made.accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
-    made._dist = SimpleNamespace(fsdp_version=2, is_fsdp=True)
-    made.vllm_client = client
+    sync: Any = VLLMGeneration.__new__(VLLMGeneration)
+    sync.model, sync.mode, sync.enable_sleep_mode = model, mode, False
+    sync._weight_metadata = None
+    sync.accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
+    sync._dist = SimpleNamespace(fsdp_version=2, is_fsdp=True)
+    sync.vllm_client = client
     reset = client.reset_prefix_cache
-    made.llm = SimpleNamespace(llm_engine=llm_engine, reset_prefix_cache=reset)
-    return made
+    sync.llm = SimpleNamespace(llm_engine=llm_engine, reset_prefix_cache=reset)
+    return sync
 
 
-def loaded(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of an engine of the same sizes that has loaded `weights`."""
-    other = copy.deepcopy(engine)
-    other.begin()
-    other.load_weights(weights.items())
-    assert not other.missing()
-    return other.parameters
+def load_into_copy(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of a copy of the engine after it has loaded `weights`."""
+    loader = copy.deepcopy(engine)
+    loader.begin()
+    loader.load_weights(weights.items())
+    assert not loader.missing()
+    return loader.parameters
 
 
-def full(name: str, rank: int, world: int, folder: str) -> None:
-    """Both ways, twice each: an engine holds what it holds of the files of save_pretrained."""
-    import trl.generation.vllm_generation  # noqa: F401  after it `patch` wraps
+def synced_tensors_equal_saved_files(name: str, rank: int, world: int, folder: str) -> None:
+    """After two syncs in each mode, the engine equals one that loads files of save_pretrained."""
+    import trl.generation.vllm_generation  # noqa: F401  must be imported for `patch` to wrap it
 
     stock = tiny(name, dtype=torch.float32)
     engine = Engine.of(stock)
     model = apply_ep_fsdp2(stock, ep_size=2)
     for mode in ("colocate", "server"):
-        sync = generation(model, mode, engine, rank)
+        sync = build_generation(model, mode, engine, rank)
         for step in range(2):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -91,33 +94,33 @@ def full(name: str, rank: int, world: int, folder: str) -> None:
             save_pretrained(model, f"{folder}/{mode}{step}")
             if mode == "colocate" or rank == 0:
                 assert not engine.missing() and sync.vllm_client.resets == step + 1
-                want = loaded(engine, read_all(Path(f"{folder}/{mode}{step}")))
-                assert all(torch.equal(engine.parameters[k], want[k]) for k in want)
+                expected = load_into_copy(engine, read_all(Path(f"{folder}/{mode}{step}")))
+                assert all(torch.equal(engine.parameters[k], expected[k]) for k in expected)
             else:
-                assert len(engine.missing()) == len(engine.keys), "rank 0 alone has a server"
+                assert len(engine.missing()) == len(engine.keys), "only rank 0 sends to a server"
 
 
-def lora(name: str, rank: int, world: int) -> None:
-    """With PEFT too: no adapter is merged into the model, whose own merge_adapter is refused."""
+def adapters_are_merged_into_synced_tensors(name: str, rank: int, world: int) -> None:
+    """Adapters are merged into the synced tensors only; PEFT's merge_adapter is refused."""
     import trl.generation.vllm_generation  # noqa: F401
 
     stock = with_lora(tiny(name), seed=1)
     engine = Engine.of(tiny(name))
-    want = loaded(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
+    expected = load_into_copy(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
     model = apply_ep_fsdp2(stock, ep_size=2)
     for mode in ("colocate", "server"):
         engine.begin()
-        generation(model, mode, engine, rank).sync_weights()
+        build_generation(model, mode, engine, rank).sync_weights()
         if mode == "colocate" or rank == 0:
             assert not engine.missing()
-            for key, tensor in want.items():
+            for key, tensor in expected.items():
                 assert_close(key, engine.parameters[key], tensor, 1e-10)
     with pytest.raises(ValueError, match="merge"):
         model.merge_adapter()
 
 
-def refused(rank: int, world: int) -> None:
-    """An engine that does not know a name on one rank: that rank's error names it, others stop."""
+def an_unknown_name_is_an_error(rank: int, world: int) -> None:
+    """The engine of rank 0 does not know a name: rank 0 raises its error, the other ranks stop."""
     import trl.generation.vllm_generation  # noqa: F401
 
     stock = tiny(dtype=torch.float32)
@@ -130,16 +133,16 @@ def refused(rank: int, world: int) -> None:
         words = "no parameter takes model.layers.1.mlp.experts.3.up_proj.weight; .*: .*; loaded: "
         others = "rank 0 stopped iterating over hub_tensors early"
         with pytest.raises(error, match=words if rank == 0 else others):
-            generation(model, mode, engine, rank).sync_weights()
+            build_generation(model, mode, engine, rank).sync_weights()
     assert len(list(hub_tensors(model))) > 50, "ranks are still in step"
 
 
 CHECKS = {
-    "full": partial(full, "qwen3_moe"),
-    "lora": partial(lora, "qwen3_moe"),
-    "refused": refused,
-    "pictures": partial(full, "qwen3_vl_moe"),
-    "pictures, lora": partial(lora, "qwen3_vl_moe"),
+    "full": partial(synced_tensors_equal_saved_files, "qwen3_moe"),
+    "lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_moe"),
+    "refused": an_unknown_name_is_an_error,
+    "pictures": partial(synced_tensors_equal_saved_files, "qwen3_vl_moe"),
+    "pictures, lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_vl_moe"),
 }
 
 
@@ -150,7 +153,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
 
 
 def _fails_inside(sync: Any, iterators: list[Any]) -> None:
-    """Fail like an engine that contains another one, whose error hides its frames."""
+    """Raise an error with a cause, as engines do; the cause refers to the frames of the loop."""
 
     def inside() -> None:
         tensors = engines.iter_named_params(pytest.fail, sync)
@@ -164,17 +167,17 @@ def _fails_inside(sync: Any, iterators: list[Any]) -> None:
         raise RuntimeError("the worker died") from error
 
 
-def test_an_error_that_is_kept_does_not_keep_the_iterator() -> None:
-    """An iterator that is kept alive would make the other ranks wait."""
+def test_a_stored_error_does_not_keep_the_iterator_alive() -> None:
+    """While the iterator is alive, the other ranks wait for the next tensor."""
     sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)))
     iterators: list[Any] = []
-    with pytest.raises(RuntimeError, match="the worker died") as kept:
+    with pytest.raises(RuntimeError, match="the worker died") as raised:
         engines.sync_weights(lambda self: _fails_inside(self, iterators), sync)
-    assert kept.value.__cause__ is not None
+    assert raised.value.__cause__ is not None
     assert [iterator() for iterator in iterators] == [None]
 
 
-def test_trl_has_what_is_wrapped() -> None:
+def test_patch_wraps_both_functions_of_trl() -> None:
     import trl.generation.vllm_generation  # noqa: F401
 
     rows = [wrap for wrap in TRL if "VLLMGeneration" in wrap.target]
@@ -182,7 +185,7 @@ def test_trl_has_what_is_wrapped() -> None:
     patch(tiny())
     wrapped = [getattr(*find_owner(wrap)) for wrap in rows]
     ours = [engines.iter_named_params, engines.sync_weights]
-    assert [one._hf_moe_ep_wrapper for one in wrapped] == ours
+    assert [function._hf_moe_ep_wrapper for function in wrapped] == ours
 
 
 def test_a_stock_model_is_synced_as_before() -> None:
@@ -190,13 +193,13 @@ def test_a_stock_model_is_synced_as_before() -> None:
 
     patch(tiny())
     model = tiny(dtype=torch.float32)
-    sync = generation(model, "colocate", Engine.of(model), 0)
-    sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: _Nothing())
+    sync = build_generation(model, "colocate", Engine.of(model), 0)
+    sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: _NoContext())
     names = [name for name, _ in sync._iter_named_params()]
     assert names == [name for name, _ in model.named_parameters()]
 
 
-class _Nothing:
+class _NoContext:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -219,9 +222,9 @@ def test_the_stand_in_takes_the_hub_s_keys_and_no_others(name: str) -> None:
     attention = [state[f"{owner}.layers.1.self_attn.{kind}_proj.weight"] for kind in "qkv"]
     fused = engine.parameters[f"{text}layers.1.self_attn.qkv_proj.weight"]
     assert torch.equal(fused, torch.cat(attention))
-    missing_one = functools.partial(engine.load_weights, [("model.norm.bias", torch.ones(2))])
+    load_unknown = functools.partial(engine.load_weights, [("model.norm.bias", torch.ones(2))])
     with pytest.raises(ValueError, match=r"no parameter takes model.norm.bias; .*\[\]; loaded: "):
-        missing_one()
+        load_unknown()
     key = next(iter(weights))
     with pytest.raises(ValueError, match=f"{key} is .*expected"):
         engine.load_weights([(key, torch.ones(2))])

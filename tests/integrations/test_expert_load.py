@@ -1,4 +1,4 @@
-"""`ExpertLoadCallback`: what the Trainer logs of the expert load, where, and the picture of it."""
+"""`ExpertLoadCallback` adds the expert load to the Trainer's logs and draws a heat map."""
 
 import builtins
 import importlib.util
@@ -28,17 +28,17 @@ PAIRS_OF_A_ROW = 9 * 2
 
 
 class _Tracker(TrainerCallback):
-    """Stands where tensorboard's and wandb's callbacks stand: before those of the user."""
+    """Records logs. Like callbacks of tensorboard and wandb, it precedes the user's callbacks."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
+        self.logs: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.seen.append(dict(logs))
+        self.logs.append(dict(logs))
 
 
 def _train(
-    folder: Path | str, callback: ExpertLoadCallback, *, steps: int = 4, **given: Any
+    folder: Path | str, callback: ExpertLoadCallback, *, steps: int = 4, **options: Any
 ) -> tuple[Trainer, _Tracker]:
     defaults = {
         "output_dir": str(folder),
@@ -53,24 +53,24 @@ def _train(
         "disable_tqdm": True,
         "train_sampling_strategy": "sequential",
     }
-    args = TrainingArguments(**(defaults | given.get("arguments", {})))
-    one = batch(tiny(), 32, 9)
-    rows = [{name: value[row] for name, value in one.items()} for row in range(32)]
+    args = TrainingArguments(**(defaults | options.get("arguments", {})))
+    columns = batch(tiny(), 32, 9)
+    rows = [{name: value[row] for name, value in columns.items()} for row in range(32)]
     tracker = _Tracker()
     trainer = Trainer(
-        model=given.get("model") or patch(tiny(dtype=torch.float32)),
+        model=options.get("model") or patch(tiny(dtype=torch.float32)),
         args=args,
         train_dataset=rows,
         eval_dataset=rows[:2],
         callbacks=[tracker, callback],
     )
-    trainer.train(**given.get("train", {}))
+    trainer.train(**options.get("train", {}))
     return trainer, tracker
 
 
-def test_it_is_logged_with_the_loss_before_trackers_see_it(tmp_path: Path) -> None:
+def test_the_load_is_in_the_log_of_the_loss_that_trackers_get(tmp_path: Path) -> None:
     trainer, tracker = _train(tmp_path, ExpertLoadCallback())
-    for logs in (trainer.state.log_history, tracker.seen):
+    for logs in (trainer.state.log_history, tracker.logs):
         losses = [entry for entry in logs if "loss" in entry]
         assert len(losses) == 4
         assert all(entry.keys() >= NAMES for entry in losses)
@@ -79,26 +79,28 @@ def test_it_is_logged_with_the_loss_before_trackers_see_it(tmp_path: Path) -> No
         if "loss" in entry:
             assert 1 <= entry["expert_load/mean_layer"] <= entry["expert_load/worst_layer"] <= 4
             assert 0 < entry["expert_load/relative_entropy"] <= 1
-            assert entry["expert_load/worst_rank"] == 1  # of one rank
-    # Evaluation in between is not counted, and the callback's zero is its own.
+            assert entry["expert_load/worst_rank"] == 1  # there is only one rank
+    # Evaluation is not counted. The callback does not reset the counts of `expert_load`.
     assert expert_load(trainer.model).counts.sum(1).tolist() == [4 * 2 * PAIRS_OF_A_ROW] * 2
 
 
-def test_every_second_step_and_the_figures_of_the_steps_between(tmp_path: Path) -> None:
+def test_with_every_2_a_log_covers_two_steps(tmp_path: Path) -> None:
     callback = ExpertLoadCallback(every=2, heat_map=tmp_path / "maps" / "load.png")
     model = patch(tiny(dtype=torch.float32))
-    model(**batch(model, 2, 5)).loss.backward()  # before training, which begins at zero
+    model(
+        **batch(model, 2, 5)
+    ).loss.backward()  # these tokens are before training and must not be counted
     trainer, _ = _train(tmp_path, callback, steps=5, model=model)
     steps = [e["step"] for e in trainer.state.log_history if NAMES & e.keys()]
     assert steps == [2, 4]
     assert (tmp_path / "maps" / "load.png").read_bytes().startswith(b"\x89PNG")
-    for one, want in zip(callback._maps, [(1, 2), (3, 4)], strict=True):
-        assert (one.first, one.last) == want
-        assert one.counts.sum(1).tolist() == [2 * 2 * PAIRS_OF_A_ROW] * 2
+    for load_map, expected in zip(callback._maps, [(1, 2), (3, 4)], strict=True):
+        assert (load_map.first, load_map.last) == expected
+        assert load_map.counts.sum(1).tolist() == [2 * 2 * PAIRS_OF_A_ROW] * 2
 
 
 @pytest.mark.slow
-def test_adapters_on_experts_are_no_obstacle(tmp_path: Path) -> None:
+def test_the_load_of_experts_with_adapters(tmp_path: Path) -> None:
     model = patch(with_lora(tiny(dtype=torch.float32), 2))
     trainer, _ = _train(tmp_path, ExpertLoadCallback(), model=model)
     assert sum(entry.keys() >= NAMES for entry in trainer.state.log_history) == 4
@@ -107,16 +109,20 @@ def test_adapters_on_experts_are_no_obstacle(tmp_path: Path) -> None:
     assert load.counts.sum(1).tolist() == [4 * 2 * PAIRS_OF_A_ROW] * 2
 
 
-def test_maps_of_a_long_run_are_merged_and_lose_nothing(tmp_path: Path) -> None:
+def test_merged_maps_of_a_long_run_keep_all_counts(tmp_path: Path) -> None:
     callback = ExpertLoadCallback(heat_map=tmp_path / "load.png")
     for step in range(1, 15):
         callback._remember(_Map(step, step, torch.tensor([[step, 1]])))
-    assert [(one.first, one.last) for one in callback._maps][5:] == [(11, 12), (13, 13), (14, 14)]
-    assert sum(one.counts for one in callback._maps).tolist() == [[15 * 7, 14]]
+    assert [(load_map.first, load_map.last) for load_map in callback._maps][5:] == [
+        (11, 12),
+        (13, 13),
+        (14, 14),
+    ]
+    assert sum(load_map.counts for load_map in callback._maps).tolist() == [[15 * 7, 14]]
     assert len(callback._maps) <= 12
 
 
-def test_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for every in (0, 1.5, True):
         with pytest.raises(ValueError, match=r"every must be a whole number of steps >= 1"):
             ExpertLoadCallback(every=every)
@@ -131,7 +137,7 @@ def test_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ExpertLoadCallback(heat_map="load.png")
 
 
-def test_a_plot_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_matplotlib_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_moe_ep import ExpertLoad
 
     stock = builtins.__import__
@@ -148,7 +154,7 @@ def test_a_plot_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
-    """The same values on all ranks, one picture; of all ranks' tokens, resumed as well."""
+    """The log counts the tokens of all ranks, also in a run that resumes from a checkpoint."""
     with launched():
         model = patch(tiny(dtype=torch.float32), **config)
         picture = Path(folder, "load.png")
@@ -161,15 +167,15 @@ def _on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> Non
         data_ranks = world // config.get("sp_size", 1)
         rows = 2 * 2 * data_ranks
         padded = 10 if config.get("sp_size", 1) == 2 else 9
-        for one in callback._maps:
-            assert one.counts.sum(1).tolist() == [rows * padded * 2] * 2
+        for load_map in callback._maps:
+            assert load_map.counts.sum(1).tolist() == [rows * padded * 2] * 2
     assert picture.exists()
     with launched():
-        other = patch(tiny(dtype=torch.float32, seed=3), **config)
+        untrained = patch(tiny(dtype=torch.float32, seed=3), **config)
         resume = {"train": {"resume_from_checkpoint": f"{folder}/checkpoint-2"}}
-        trainer, _ = _train(folder, ExpertLoadCallback(), model=other, **options, **resume)
-    again = [e for e in trainer.state.log_history if NAMES & e.keys()]
-    assert [{name: e[name] for name in NAMES} for e in again] == [
+        trainer, _ = _train(folder, ExpertLoadCallback(), model=untrained, **options, **resume)
+    logged_again = [e for e in trainer.state.log_history if NAMES & e.keys()]
+    assert [{name: e[name] for name in NAMES} for e in logged_again] == [
         {name: e[name] for name in NAMES} for e in logged
     ]
 

@@ -1,8 +1,9 @@
-"""Accelerate loops as people write them, on 2 ranks: which rows, and the numbers of one process.
+"""Accelerate loops on 2 ranks train on the expected rows, with the numbers of one process.
 
-Every way to deal rows has its own end, where rows are too few; the rows of each rank are written
-down by hand. One process trains on the same micro-batches, one after the other. A run that loads
-its state amid the epoch, and skips what was seen, ends at the same weights bit by bit.
+Accelerate deals rows to ranks in several ways, which differ in the last batch of an epoch, where
+rows are too few. The rows of each rank are written by hand. The reference is one process that
+trains on the same micro-batches one after the other. A run that loads its state in the middle of
+the epoch, and skips the batches before it, ends with the same weights bit by bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,16 +32,16 @@ from hf_moe_ep import patch
 from hf_moe_ep.lora.factors import pack_factors
 
 Row = dict[str, Tensor]
-Steps = list[list[list[int]]]  # by optimizer step and micro-batch: numbers of rows
+Steps = list[list[list[int]]]  # row numbers by optimizer step and micro-batch
 
 
 def _rows(count: int) -> list[Row]:
-    """Rows of one length, with uneven labels and their number."""
+    """Build rows of one length; they have their number and different counts of labels."""
     model = tiny(num_hidden_layers=1)
-    made = [batch(model, 1, 9, seed=i, ignore=0.1 * (i % 7)) for i in range(count)]
+    batches = [batch(model, 1, 9, seed=i, ignore=0.1 * (i % 7)) for i in range(count)]
     return [
-        {"number": torch.tensor(i), **{name: value[0] for name, value in one.items()}}
-        for i, one in enumerate(made)
+        {"number": torch.tensor(i), **{name: value[0] for name, value in row.items()}}
+        for i, row in enumerate(batches)
     ]
 
 
@@ -52,32 +53,36 @@ class _Stream(IterableDataset):
         yield from self.rows
 
 
-def _streamed(rows: list[Row]) -> datasets.IterableDataset:
-    """A streaming data set in one part, which cannot be dealt to ranks part by part."""
+def _stream_rows(rows: list[Row]) -> datasets.IterableDataset:
+    """Build a streaming data set of one shard, so that ranks cannot read different shards."""
     listed = [{name: value.tolist() for name, value in row.items()} for row in rows]
     return datasets.Dataset.from_list(listed).to_iterable_dataset().with_format("torch")
 
 
-def _after_patch(**options: Any) -> nn.Module:
+def _adapters_after_patch(**options: Any) -> nn.Module:
     model = patch(tiny(**options), ep_size=2)
     torch.manual_seed(0)
     return with_lora(model)
 
 
-def _before_patch(**options: Any) -> nn.Module:
+def _adapters_before_patch(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     return patch(with_lora(tiny(**options)), ep_size=2)
 
 
-def _full(**options: Any) -> nn.Module:
+def _without_adapters(**options: Any) -> nn.Module:
     return patch(tiny(**options), ep_size=2)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """`by_rank` are the rows that each rank must see, `skip` how many micro-batches a resumed one.
+    """A loop over `count` rows.
 
-    `skip` 0: no resume. `loader` are arguments of DataLoader, `dealt` of DataLoaderConfiguration.
+    Attributes:
+        by_rank: The rows on which each rank must train.
+        loader: Arguments of DataLoader.
+        dealt: Arguments of DataLoaderConfiguration, which say how ranks get their rows.
+        skip: The number of micro-batches after which a second run resumes (0: no second run).
     """
 
     by_rank: tuple[Steps, Steps]
@@ -87,7 +92,7 @@ class Loop:
     loader: dict[str, Any] = field(default_factory=dict)
     dealt: dict[str, Any] = field(default_factory=dict)
     skip: int = 2
-    model: Callable[..., nn.Module] = _full
+    model: Callable[..., nn.Module] = _without_adapters
 
 
 FILLED = ([[[0, 1]], [[4, 5]], [[8, 9]]], [[[2, 3]], [[6, 7]], [[0, 1]]])
@@ -106,7 +111,7 @@ LOOPS = {
         skip=1,
     ),
     "split": Loop(FILLED, **HALVES),
-    # Accelerate 1.15 skips batches of the dispatching rank, not of all.
+    # No resume: Accelerate 1.15 skips only batches of the rank that dispatches.
     "dispatched": Loop(DISPATCHED, dealt={"dispatch_batches": True}, skip=0),
     "stream": Loop(DISPATCHED, _Stream),
     "stream, one row too few": Loop(
@@ -124,16 +129,16 @@ LOOPS = {
         count=9,
         dealt=NO_DISPATCH,
     ),
-    "datasets' stream": Loop(DISPATCHED, _streamed),
-    "datasets' stream of every rank": Loop(FILLED, _streamed, dealt=NO_DISPATCH),
-    "adapters before patch": Loop(FILLED, model=_before_patch),
-    "adapters after patch": Loop(FILLED, model=_after_patch),
+    "datasets' stream": Loop(DISPATCHED, _stream_rows),
+    "datasets' stream of every rank": Loop(FILLED, _stream_rows, dealt=NO_DISPATCH),
+    "adapters before patch": Loop(FILLED, model=_adapters_before_patch),
+    "adapters after patch": Loop(FILLED, model=_adapters_after_patch),
 }
 
 
 @dataclass
-class Ran:
-    """The rows and measurements of one rank."""
+class RunOfRank:
+    """The rows, losses, gradient norms and final weights of one rank."""
 
     steps: Steps = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
@@ -143,8 +148,8 @@ class Ran:
 
 def _run(
     loop: Loop, seed: int, *, save_at: int = 0, load_at: int = 0, folder: str | None = None
-) -> Ran:
-    """An epoch; a state is saved behind `save_at` micro-batches, or loaded as of `load_at`."""
+) -> RunOfRank:
+    """Train an epoch: save the state after `save_at` micro-batches, or resume after `load_at`."""
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=loop.accumulate,
@@ -159,7 +164,7 @@ def _run(
     if load_at:
         accelerator.load_state(folder)
         batches = accelerator.skip_first_batches(loader, load_at)
-    ran, numbers, losses = Ran(), [], []
+    run, numbers, losses = RunOfRank(), [], []
     for index, micro in enumerate(batches, start=1):
         numbers.append(micro.pop("number").tolist())
         with accelerator.accumulate(model):
@@ -171,31 +176,31 @@ def _run(
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            ran.steps.append(numbers)
-            ran.losses.append(losses)
-            ran.norms.append(float(norm))
+            run.steps.append(numbers)
+            run.losses.append(losses)
+            run.norms.append(float(norm))
             numbers, losses = [], []
         if index == save_at:
             accelerator.save_state(folder)
     assert not numbers, "an epoch ends with a step"
-    ran.weights = _whole(model)
-    return ran
+    run.weights = _gather_weights(model)
+    return run
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
+def _gather_weights(model: nn.Module) -> dict[str, Tensor]:
     return pack_factors(model, whole_parameters(model))
 
 
-def _stock(loop: Loop, everyone: list[Ran]) -> Ran:
-    """One process on the micro-batches of all ranks."""
-    rows, ran = _rows(loop.count), Ran()
+def _train_stock(loop: Loop, all_ranks: list[RunOfRank]) -> RunOfRank:
+    """Train in one process on the micro-batches of all ranks."""
+    rows, run = _rows(loop.count), RunOfRank()
     model = tiny(dtype=torch.float32)
-    if loop.model is not _full:
+    if loop.model is not _without_adapters:
         torch.manual_seed(0)
         model = with_lora(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
-    for by_rank in zip(*(one.steps for one in everyone), strict=True):
+    for by_rank in zip(*(rank.steps for rank in all_ranks), strict=True):
         losses = []
         for numbers in (micro for steps in by_rank for micro in steps):
             picked = {
@@ -204,77 +209,77 @@ def _stock(loop: Loop, everyone: list[Ran]) -> Ran:
                 if name != "number"
             }
             loss = model(**picked).loss
-            (loss / (loop.accumulate * len(everyone))).backward()
+            (loss / (loop.accumulate * len(all_ranks))).backward()
             losses.append(loss.item())
-        ran.losses.append(losses)
-        ran.norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
+        run.losses.append(losses)
+        run.norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    ran.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return ran
+    run.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return run
 
 
 def _equals_one_process(name: str, rank: int, world: int, folder: str) -> None:
     loop = LOOPS[name]
     with launched():
-        ran = _run(loop, seed=rank, save_at=loop.skip, folder=folder)
-    assert ran.steps == loop.by_rank[rank], f"rank {rank} saw {ran.steps}"
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, ran)
-    want = _stock(loop, everyone)
-    got = [
+        run = _run(loop, seed=rank, save_at=loop.skip, folder=folder)
+    assert run.steps == loop.by_rank[rank], f"rank {rank} saw {run.steps}"
+    all_ranks: list[Any] = [None] * world
+    dist.all_gather_object(all_ranks, run)
+    expected = _train_stock(loop, all_ranks)
+    actual = [
         [loss for losses in by_rank for loss in losses]
-        for by_rank in zip(*(one.losses for one in everyone), strict=True)
+        for by_rank in zip(*(of_rank.losses for of_rank in all_ranks), strict=True)
     ]
-    for step, pair in enumerate(zip(got, want.losses, strict=True), start=1):
+    for step, pair in enumerate(zip(actual, expected.losses, strict=True), start=1):
         assert_close(f"losses of step {step}", *map(torch.tensor, pair), FP32_BUDGET)
-    assert_close("norms", torch.tensor(ran.norms), torch.tensor(want.norms), FP32_BUDGET)
-    assert ran.weights.keys() == want.weights.keys()
-    for key, value in want.weights.items():
-        assert_close(key, ran.weights[key], value, FP32_BUDGET)
+    assert_close("norms", torch.tensor(run.norms), torch.tensor(expected.norms), FP32_BUDGET)
+    assert run.weights.keys() == expected.weights.keys()
+    for key, value in expected.weights.items():
+        assert_close(key, run.weights[key], value, FP32_BUDGET)
     if loop.skip:
-        _goes_on(loop, ran, rank, folder)
+        _assert_resumes(loop, run, rank, folder)
 
 
-def _goes_on(loop: Loop, whole: Ran, rank: int, folder: str) -> None:
-    """Another model loads the state and sees the rest."""
+def _assert_resumes(loop: Loop, whole: RunOfRank, rank: int, folder: str) -> None:
+    """Load the state into another model, and train on the remaining micro-batches."""
     with launched():
         rest = _run(loop, seed=rank + 7, load_at=loop.skip, folder=folder)
-    done = loop.skip // loop.accumulate
-    assert rest.steps == whole.steps[done:] and rest.steps
-    assert rest.losses == whole.losses[done:] and rest.norms == whole.norms[done:]
+    steps_before = loop.skip // loop.accumulate
+    assert rest.steps == whole.steps[steps_before:] and rest.steps
+    assert rest.losses == whole.losses[steps_before:] and rest.norms == whole.norms[steps_before:]
     for name, weight in whole.weights.items():
         assert torch.equal(rest.weights[name], weight), name
 
 
-# What a loop does with a micro-batch: keep its gradients on this rank, take a step with all that
-# were kept, only look at the loss, or drop all gradients.
-SKIPS = ("keep", "step", "look", "step", "drop", "keep", "look", "step", "look")
+# What the loop does with a micro-batch: accumulate its gradients with no_sync, take a step with all
+# accumulated gradients, compute the loss alone, or set all gradients to zero.
+ACTIONS = ("no_sync", "step", "forward", "step", "zero", "no_sync", "forward", "step", "forward")
 
 
 def skipped_steps_equal_one_process(rank: int, world: int) -> None:
     stock = tiny(dtype=torch.float32)
-    wanted = torch.optim.SGD(stock.parameters(), lr=0.1)
+    stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
     with launched():
         accelerator, model, optimizer = prepared(
             tiny(dtype=torch.float32, seed=rank), make_optimizer=torch.optim.SGD, ep_size=2
         )
-        for index, what in enumerate(SKIPS):
+        for index, action in enumerate(ACTIONS):
             micro = [batch(stock, 2, 7 + r, seed=10 * index + r) for r in range(world)]
-            losses = [stock(**one).loss for one in micro]
-            with accelerator.no_sync(model) if what == "keep" else nullcontext():
+            losses = [stock(**inputs).loss for inputs in micro]
+            with accelerator.no_sync(model) if action == "no_sync" else nullcontext():
                 loss = model(**micro[rank]).loss
-                if what != "look":
+                if action != "forward":
                     accelerator.backward(loss)
                     (sum(losses) / world).backward()
             assert_close(f"loss {index}", loss, losses[rank], FP32_BUDGET)
-            if what == "step":
+            if action == "step":
                 optimizer.step()
-                wanted.step()
-            if what in ("step", "drop"):
+                stock_optimizer.step()
+            if action in ("step", "zero"):
                 optimizer.zero_grad()
-                wanted.zero_grad()
-        weights = _whole(model)
+                stock_optimizer.zero_grad()
+        weights = _gather_weights(model)
     for name, parameter in stock.named_parameters():
         assert_close(name, weights[name], parameter, FP32_BUDGET)
 
@@ -293,31 +298,31 @@ class Failing(GeneralTracker):
         raise OSError("no space left")
 
 
-def what_cannot_work_is_named(rank: int, world: int) -> None:
-    """Loaders that end on one rank before the other, and a tracker that fails."""
+def uneven_loaders_and_failing_trackers_raise_an_error(rank: int, world: int) -> None:
+    """Loaders with more batches on rank 0 than on rank 1; a tracker that fails on rank 0."""
     uneven = {
         "2 batches and rank 1 1": ({}, 6, {}),
         "3 batches and rank 1 2": ({"split_batches": True}, 10, {"batch_size": 4}),
     }
-    for what, (dealt, count, options) in uneven.items():
+    for lengths, (dealt, count, options) in uneven.items():
         for loader_first in (True, False):
             with launched():
                 config = DataLoaderConfiguration(even_batches=False, **dealt)
                 accelerator = Accelerator(cpu=True, dataloader_config=config)
-                model = _full(dtype=torch.float32)
+                model = _without_adapters(dtype=torch.float32)
                 loader = DataLoader(_rows(count), **({"batch_size": 2} | options))
                 trained = (model, torch.optim.SGD(model.parameters(), lr=0.1))
-                both = [(loader,), trained] if loader_first else [trained, (loader,)]
-                with pytest.raises(ValueError, match=rf"rank 0 {what}, .*drop_last=True"):
-                    for together in both:
-                        accelerator.prepare(*together)
+                calls = [(loader,), trained] if loader_first else [trained, (loader,)]
+                with pytest.raises(ValueError, match=rf"rank 0 {lengths}, .*drop_last=True"):
+                    for arguments in calls:
+                        accelerator.prepare(*arguments)
     with launched():
         accelerator = Accelerator(cpu=True, log_with=Failing())
         accelerator, model, _ = prepared(tiny(dtype=torch.float32), accelerator, ep_size=2)
         accelerator.init_trackers("a run")
         if accelerator.is_main_process:
-            said = r"tracker 'failing' .*Failing\) failed on rank 0: OSError: no space left"
-            with pytest.raises(RuntimeError, match=said):
+            message = r"tracker 'failing' .*Failing\) failed on rank 0: OSError: no space left"
+            with pytest.raises(RuntimeError, match=message):
                 accelerator.log({"loss": 1.0}, step=1)
             assert len(accelerator.trackers) == 1
 
@@ -330,7 +335,7 @@ QUICK = ("stream, accumulated",)
     "claim",
     [
         *on_ranks(2, {name: ON_TWO_RANKS.pop(name) for name in QUICK}),
-        *on_ranks(2, what_cannot_work_is_named),
+        *on_ranks(2, uneven_loaders_and_failing_trackers_raise_an_error),
         *on_ranks(2, ON_TWO_RANKS, skipped_steps_equal_one_process, slow=True),
     ],
 )

@@ -1,4 +1,4 @@
-"""`accelerator.prepare` of a model that is sharded already, and the state that it leaves behind."""
+"""`accelerator.prepare` of a model that `apply_ep_fsdp2` has sharded, and of models after it."""
 
 import importlib.util
 from types import MethodType
@@ -22,7 +22,7 @@ WORLD = 2
 
 
 def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int) -> None:
-    """A reference model of DPO or GRPO with a root alone is gathered whole in each forward."""
+    """If only the root were an FSDP2 unit, each forward would all-gather the whole model."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
         accelerator = Accelerator(cpu=True)
@@ -30,11 +30,11 @@ def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int
         stock = tiny(dtype=torch.float32)
         accelerator.prepare(stock, torch.optim.SGD(stock.parameters()))
         layers = {f"model.layers.{i}" for i in range(len(stock.model.layers))}
-        assert _units(stock) >= layers, _units(stock)
+        assert _unit_names(stock) >= layers, _unit_names(stock)
 
 
-def accelerates_activation_checkpointing_comes_too_late(rank: int, world: int) -> None:
-    """From the launch config, from a plugin, and where one rank alone asks for it."""
+def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, world: int) -> None:
+    """The launch config, a plugin, or the plugin of rank 1 alone asks for it."""
     ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     optimizer = torch.optim.SGD(ours.parameters())
     remedies = r"gradient_checkpointing_enable\(\), or let Accelerate shard.*patch\(model\)"
@@ -51,7 +51,7 @@ def accelerates_activation_checkpointing_comes_too_late(rank: int, world: int) -
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
-    """The refusal above recommends this."""
+    """The error of the check above recommends this method."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         ours.train().gradient_checkpointing_enable()
@@ -60,42 +60,42 @@ def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int
         runs: list[nn.Module] = []
         ours.model.layers[0].mlp.register_forward_pre_hook(lambda mlp, _: runs.append(mlp))
         stock = tiny(dtype=torch.float32)
-        ranks = [batch(stock, 2, 9, seed=other) for other in range(world)]
+        ranks = [batch(stock, 2, 9, seed=r) for r in range(world)]
         num_tokens = global_token_count(ours, ranks[rank]["labels"])
         loss = ours(**ranks[rank], num_items_in_batch=num_tokens).loss
         accelerator.backward(loss * world)
         assert len(runs) == 2
-        for one in ranks:
-            stock(**one, num_items_in_batch=num_tokens).loss.backward()
+        for inputs in ranks:
+            stock(**inputs, num_items_in_batch=num_tokens).loss.backward()
         for name, parameter in ours.named_parameters():
-            want = stock.get_parameter(name).grad
-            assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
+            expected = stock.get_parameter(name).grad
+            assert_close(name, full_tensor(parameter.grad), expected, FP32_BUDGET)
 
 
-def an_older_trls_chunked_loss_is_refused_where_it_would_be_wrong(rank: int, world: int) -> None:
-    """It is the SFTTrainer's default from TRL 1.0 to 1.14; 1.15 gave the model its own head."""
+def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, world: int) -> None:
+    """SFTTrainer uses the chunked loss by default from TRL 1.0 to 1.14; 1.15 has a fused head."""
     cases: list[tuple[bool, int, str]] = [
         (True, 1, r"chunked loss .* aux loss .*loss_type='nll'.*trl>=1.15"),
         (False, 2, r"chunked loss .* slices of sp_size=2; install trl>=1.15"),
         (False, 1, ""),
     ]
-    for aux, sp, said in cases:
+    for aux, sp, message in cases:
         model = patch(tiny(dtype=torch.float32), ep_size=1, sp_size=sp)
         model.config.output_router_logits = aux
         _replace_by_chunked_loss(model)
         with launched():
             accelerator = Accelerator(cpu=True)
             optimizer = torch.optim.SGD(model.parameters())
-            if not said:
+            if not message:
                 accelerator.prepare(model, optimizer)
                 continue
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 accelerator.prepare(model, optimizer)
 
 
 def _replace_by_chunked_loss(model: nn.Module) -> None:
-    """Replace the forward as TRL does, or by a function of that name if TRL has none any more."""
-    trainers = pytest.importorskip("trl.trainer.sft_trainer") if has_trl() else None
+    """Replace the forward as older TRL does, or by a function of the same name."""
+    trainers = pytest.importorskip("trl.trainer.sft_trainer") if _has_trl() else None
     if (replace := getattr(trainers, "_patch_chunked_ce_lm_head", None)) is not None:
         replace(model, 64)
         return
@@ -105,19 +105,19 @@ def _replace_by_chunked_loss(model: nn.Module) -> None:
     model.forward = MethodType(_chunked_ce_forward, model)
 
 
-def has_trl() -> bool:
+def _has_trl() -> bool:
     return importlib.util.find_spec("trl") is not None
 
 
-def _units(model: nn.Module) -> set[str]:
+def _unit_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 ON_TWO_RANKS = [
     a_stock_model_prepared_after_ours_has_a_unit_per_layer,
-    accelerates_activation_checkpointing_comes_too_late,
+    accelerates_activation_checkpointing_is_refused_after_sharding,
     gradient_checkpointing_of_a_sharded_model_equals_stock,
-    an_older_trls_chunked_loss_is_refused_where_it_would_be_wrong,
+    the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong,
 ]
 
 

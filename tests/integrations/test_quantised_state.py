@@ -1,4 +1,7 @@
-"""`Accelerator.save_state` with quantised experts: killed, resumed bit by bit; no bytes saved."""
+"""`Accelerator.save_state` with quantised experts.
+
+A killed run resumes bit by bit. The files hold hashes of the quantised experts, not their bytes.
+"""
 
 import os
 import signal
@@ -27,15 +30,21 @@ SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 @dataclass(frozen=True)
 class Case:
-    """`held` experts, saved as `kind`; adapters on them, or no adapters and frozen experts."""
+    """A model and how it is saved.
 
-    held: str | None
-    kind: str
+    Attributes:
+        experts_dtype: The format of the experts.
+        state_dict_type: Accelerate's FSDP_STATE_DICT_TYPE.
+        adapted: Train adapters (True), or all parameters except the frozen experts (False).
+    """
+
+    experts_dtype: str | None
+    state_dict_type: str
     adapted: bool = True
     seed: int = 0
 
     def model(self) -> nn.Module:
-        model = tiny(dtype=torch.float32, seed=self.seed, **SIZES[self.held or "nf4"])
+        model = tiny(dtype=torch.float32, seed=self.seed, **SIZES[self.experts_dtype or "nf4"])
         if self.adapted:
             return with_lora(model, r=3, seed=5)
         for name, parameter in model.named_parameters():
@@ -57,8 +66,10 @@ class Run:
     def __init__(self, case: Case, rank: int) -> None:
         self.rank = rank
         model = case.model()
-        made = prepared(model, Accelerator(cpu=True), ep_size=2, experts_dtype=case.held)
-        self.accelerator, self.model, self.optimizer = made
+        accelerator = Accelerator(cpu=True)
+        self.accelerator, self.model, self.optimizer = prepared(
+            model, accelerator, ep_size=2, experts_dtype=case.experts_dtype
+        )
 
     def step(self, number: int) -> None:
         inputs = batch(self.model, 2, 9, seed=10 * number + self.rank)
@@ -67,80 +78,83 @@ class Run:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's part of all that is trained, and of its moments."""
+        """Return this rank's shards of the trained parameters and of their optimizer states."""
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        found = {name: _local(p).clone() for name, p in trained.items()}
+        tensors = {name: _to_local(p).clone() for name, p in trained.items()}
         moments = self.optimizer.optimizer.state
         for name, parameter in trained.items():
             for key, value in moments[parameter].items():
-                found[f"{name} {key}"] = _local(value).clone()
-        return found
+                tensors[f"{name} {key}"] = _to_local(value).clone()
+        return tensors
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes_of(run: Run) -> dict[str, list[bytes]]:
-    """The first of this rank's bytes of experts and of what is trained, as a file has them."""
-    held = [t for n, one, _ in quantised_matrices(run.model) for t in one.by_name(n).values()]
+def _first_bytes(run: Run) -> dict[str, list[bytes]]:
+    """Return the first 256 bytes of each shard of this rank, as a file would contain them."""
+    matrices = quantised_matrices(run.model)
+    experts = [t for name, stack, _ in matrices for t in stack.by_name(name).values()]
     trained = [p for p in run.model.parameters() if p.requires_grad and p.ndim > 1]
     return {
-        "held": [_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in held],
-        "trained": [_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in trained],
+        "experts": [_to_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in experts],
+        "trained": [_to_local(tensor).contiguous().numpy().tobytes()[:256] for tensor in trained],
     }
 
 
-def _in_turn(rank: int, folder: str) -> Iterator[tuple[str, Run, str]]:
+def _each_case(rank: int, folder: str) -> Iterator[tuple[str, Run, str]]:
+    """Yield the name, the prepared run and the folder of every case."""
     for name, case in CASES.items():
-        with launched(FSDP_STATE_DICT_TYPE=case.kind):
+        with launched(FSDP_STATE_DICT_TYPE=case.state_dict_type):
             yield name, Run(case, rank), f"{folder}/{name}"
 
 
-def _uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for name, run, _ in _in_turn(rank, ""):
+def _train_uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
+    states = {}
+    for name, run, _ in _each_case(rank, ""):
         for number in range(STEPS):
             run.step(number)
-        found[name] = run.state()
-    return found
+        states[name] = run.state()
+    return states
 
 
-def _killed(rank: int, world: int, folder: str) -> None:
-    for name, run, where in _in_turn(rank, folder):
+def _train_until_killed(rank: int, world: int, folder: str) -> None:
+    for name, run, where in _each_case(rank, folder):
         for number in range(SAVED_AFTER):
             run.step(number)
         run.accelerator.save_state(where)
-        torch.save(_bytes_of(run), f"{folder}/bytes of {name} {rank}")
+        torch.save(_first_bytes(run), f"{folder}/bytes of {name} {rank}")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     run.step(SAVED_AFTER)
 
 
-def _resumed(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for name, run, where in _in_turn(rank, folder):
+def _resume(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
+    states = {}
+    for name, run, where in _each_case(rank, folder):
         run.accelerator.load_state(where)
         for number in range(SAVED_AFTER, STEPS):
             run.step(number)
-        found[name] = run.state()
-    return found
+        states[name] = run.state()
+    return states
 
 
-OTHERS = {
+# A model that must not load the state of "fp8, full", and words of the error.
+OTHER_BASES = {
     "other weights": (replace(CASES["fp8, full"], seed=1), "gate_up_proj .*another base"),
     "other format": (
-        replace(CASES["fp8, full"], held=None),
+        replace(CASES["fp8, full"], experts_dtype=None),
         "experts_dtype='fp8'.*=None",
     ),
 }
 
 
-def _refused(rank: int, world: int, folder: str) -> None:
-    """Another base, and a file with less than all: nothing is loaded, on no rank."""
+def _check_refusals(rank: int, world: int, folder: str) -> None:
+    """Refuse another base, and a file that lacks tensors. No rank loads any tensor."""
     where = Path(folder, "fp8, full")
-    for case, words in OTHERS.values():
+    for case, words in OTHER_BASES.values():
         _assert_refused(case, rank, where, words)
     weights = where / "pytorch_model_fsdp.bin"
     whole = torch.load(weights) if rank == 0 else {}
@@ -155,52 +169,52 @@ def _refused(rank: int, world: int, folder: str) -> None:
 
 
 def _assert_refused(case: Case, rank: int, where: Path, words: str) -> None:
-    with launched(FSDP_STATE_DICT_TYPE=case.kind):
+    with launched(FSDP_STATE_DICT_TYPE=case.state_dict_type):
         run = Run(case, rank)
-        before = {name: _local(p).clone() for name, p in run.model.named_parameters()}
+        before = {name: _to_local(p).clone() for name, p in run.model.named_parameters()}
         with pytest.raises(ValueError, match=words):
             run.accelerator.load_state(str(where))
         for name, parameter in run.model.named_parameters():
-            assert torch.equal(_local(parameter), before[name]), name
+            assert torch.equal(_to_local(parameter), before[name]), name
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a killed run left."""
+    """Return the folder of a run that was killed after its save."""
     path = tmp_path_factory.mktemp("state")
-    outcomes = run_ranks(_killed, WORLD, str(path), expect_errors=True)
+    outcomes = run_ranks(_train_until_killed, WORLD, str(path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
     return path
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_bit_by_bit(folder: Path) -> None:
-    """Parameters and moments of each rank are those of a run that was not interrupted."""
-    resumed = run_ranks(_resumed, WORLD, str(folder))
-    for got, want in zip(resumed, run_ranks(_uninterrupted, WORLD), strict=True):
+def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
+    """Parameters and moments of each rank equal those of an uninterrupted run."""
+    resumed = run_ranks(_resume, WORLD, str(folder))
+    for actual, expected in zip(resumed, run_ranks(_train_uninterrupted, WORLD), strict=True):
         for name in CASES:
-            assert got[name].keys() == want[name].keys() and got[name]
-            for key, value in want[name].items():
-                assert torch.equal(got[name][key], value), (name, key)
+            assert actual[name].keys() == expected[name].keys() and actual[name]
+            for key, value in expected[name].items():
+                assert torch.equal(actual[name][key], value), (name, key)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
-    """Trained values are found in the files, so the search works."""
+    """The bytes of trained parameters are found in the files, so the search works."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()
     ]
     assert (folder / name / BASE).is_file()
     for rank in range(WORLD):
-        bytes_of = torch.load(folder / f"bytes of {name} {rank}")
-        assert bytes_of["held"] and bytes_of["trained"]
-        for held in bytes_of["held"]:
-            assert not any(held in content for content in files)
-        for trained in bytes_of["trained"]:
+        first_bytes = torch.load(folder / f"bytes of {name} {rank}")
+        assert first_bytes["experts"] and first_bytes["trained"]
+        for expert in first_bytes["experts"]:
+            assert not any(expert in content for content in files)
+        for trained in first_bytes["trained"]:
             assert any(trained in content for content in files)
 
 
 @pytest.mark.slow
 def test_another_base_is_refused_on_every_rank(folder: Path) -> None:
-    run_ranks(_refused, WORLD, str(folder))
+    run_ranks(_check_refusals, WORLD, str(folder))

@@ -1,4 +1,7 @@
-"""LoRA on quantised experts through the Trainer and Accelerate, against stock on their values."""
+"""LoRA on quantised experts trains, with the Trainer and Accelerate, as stock PEFT does.
+
+The experts of the stock model have the dequantised values.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case("fp8", ep=4, **FP8),
     ]
     killed = Case("killed", ep=4, kill_after=3, **NF4, **half)
-    again = [
+    resumed = [
         Case("other base", ("resume",), ep=2, seed=7, fails=True, **NF4, **half),
         Case("other format", ("resume",), ep=2, fails=True, lora=8, model=SIZES["nf4"], **half),
         Case("resumed", ("resume",), ep=2, **NF4, **half),
@@ -47,26 +50,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return {
         **launch(stock, folder / "stock"),
         **launch(ranks, folder / "ranks", CPU_4, timeout=500),
-        **launch(again, folder / "again", CPU_4, timeout=500),
+        **launch(resumed, folder / "again", CPU_4, timeout=500),
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_training_equals_stock_on_the_same_values(runs: Results, kind: str) -> None:
-    got, want = runs[kind][0], runs[f"stock {kind}"][0]
-    assert set(want.grads) == {key for key in want.params if "lora_" in key}
-    assert_same_training(got, want)
+    actual, expected = runs[kind][0], runs[f"stock {kind}"][0]
+    assert set(expected.grads) == {key for key in expected.params if "lora_" in key}
+    assert_same_training(actual, expected)
 
 
 @pytest.mark.slow
-def test_the_adapter_opens_in_stock_peft(runs: Results) -> None:
+def test_stock_peft_loads_the_saved_adapter(runs: Results) -> None:
     result = runs["nf4"][0]
     folder: Path = result.values["save"]
     opened = PeftModel.from_pretrained(tiny(dtype=torch.float32, **SIZES["nf4"]), folder)
-    found = {name: p for name, p in opened.named_parameters() if "lora_" in name}
-    assert found
-    for name, parameter in found.items():
+    factors = {name: p for name, p in opened.named_parameters() if "lora_" in name}
+    assert factors
+    for name, parameter in factors.items():
         assert torch.equal(parameter, result.params[name]), name
 
 
@@ -77,7 +80,7 @@ def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
 
 @pytest.mark.slow
 def test_another_base_is_an_error_on_every_rank(runs: Results) -> None:
-    """Other weights of the same shapes, or the same weights not quantised."""
+    """The base has other weights of the same shapes, or the same weights without quantisation."""
     assert len(runs["other base"]) == 4
     for result in runs["other base"]:
         assert "another base" in result.error and "gate_up_proj" in result.error, result.error
@@ -94,33 +97,33 @@ def _train(model: nn.Module, rank: int, **options: Any) -> dict[str, Tensor]:
         accelerator, model, optimizer = prepared(
             model, accelerator, torch.optim.SGD, ep_size=2, experts_dtype="nf4"
         )
-        seen = _watch_gathered(model)
+        dtypes = _record_gathered_dtypes(model)
         for step in range(STEPS):
             loss = model(**batch(model, 3, 9, seed=10 * step + rank, ignore=0.0)).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    assert seen == {
+    assert dtypes == {
         ("gate_up_proj", torch.uint8),
         ("gate_up_proj_block_scale", torch.float32),
         ("down_proj", torch.uint8),
         ("down_proj_block_scale", torch.float32),
     }
-    found = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if "lora_" in n}
-    return {n: x for n, x in pack_factors(model, found).items() if x is not None}
+    factors = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if "lora_" in n}
+    return {n: x for n, x in pack_factors(model, factors).items() if x is not None}
 
 
-def _watch_gathered(model: nn.Module) -> set[tuple[str, torch.dtype]]:
-    """Note the experts' own parameters while they are gathered."""
-    seen: set[tuple[str, torch.dtype]] = set()
+def _record_gathered_dtypes(model: nn.Module) -> set[tuple[str, torch.dtype]]:
+    """Record the names and dtypes of the experts' parameters while FSDP2 has gathered them."""
+    dtypes: set[tuple[str, torch.dtype]] = set()
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.register_forward_pre_hook(
-                lambda module, args: seen.update(
+                lambda module, args: dtypes.update(
                     (name, p.dtype) for name, p in module.named_parameters(recurse=False)
                 )
             )
-    return seen
+    return dtypes
 
 
 def _stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
@@ -141,56 +144,56 @@ def _stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
 
 def accelerate_in_fp32_equals_stock(rank: int, world: int) -> None:
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
-    got, want = _train(model, rank), _stock(torch.float32)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert_close(name, got[name], value, FP32_BUDGET)
+    actual, expected = _train(model, rank), _stock(torch.float32)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(name, actual[name], value, FP32_BUDGET)
 
 
 def accelerate_in_bf16_is_as_close_as_stock(rank: int, world: int) -> None:
-    """Bytes and scales arrive as they lie; the error of all adapters is at most twice stock's."""
+    """FSDP2 gathers codes and scales uncast; the error of all adapters is at most twice stock's."""
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
-    got = _train(model, rank, mixed_precision="bf16")
+    actual = _train(model, rank, mixed_precision="bf16")
     truth = _stock(torch.float64)
-    theirs = _distance(_stock(torch.float32, bf16=True), truth)
-    ours = _distance(got, truth)
-    assert 0 < ours <= 2 * theirs, f"error {ours:.3e}, stock's is {theirs:.3e}"
+    of_stock = _distance(_stock(torch.float32, bf16=True), truth)
+    ours = _distance(actual, truth)
+    assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
 
 
-def _distance(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    squares = [(found[name].double() - want).square().sum() for name, want in truth.items()]
+def _distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    squares = [(factors[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 
 
-def a_bf16_model_in_an_own_loop(rank: int, world: int) -> None:
-    """fp32 masters of adapters, bf16 products, bytes uncast; with a policy of one's own too."""
+def a_bf16_model_in_a_loop_without_accelerate(rank: int, world: int) -> None:
+    """Adapters have fp32 masters and codes are not cast, also with a given mp_policy."""
     policies = [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
     losses = []
     for policy in policies:
         model = with_lora(tiny(dtype=torch.bfloat16, **SIZES["fp8"]), seed=0)
         apply_ep_fsdp2(model, ep_size=2, mp_policy=policy, experts_dtype="fp8")
-        seen = _watch_gathered(model)
+        dtypes = _record_gathered_dtypes(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         assert {p.dtype for p in trained} == {torch.float32}
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        of_run = []
+        losses_of_run = []
         for _ in range(STEPS):
             loss = model(**batch(model, 3, 9, seed=rank)).loss
             loss.backward()
             assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trained)
             optimizer.step()
             optimizer.zero_grad()
-            of_run.append(loss.item())
-        assert of_run[-1] < of_run[0], "it learns"
-        assert {dtype for _, dtype in seen} == {torch.uint8, torch.float32}
-        losses.append(of_run)
+            losses_of_run.append(loss.item())
+        assert losses_of_run[-1] < losses_of_run[0], "the loss must fall"
+        assert {dtype for _, dtype in dtypes} == {torch.uint8, torch.float32}
+        losses.append(losses_of_run)
     assert losses[0] == losses[1]
 
 
 ON_TWO_RANKS = [
     accelerate_in_fp32_equals_stock,
     accelerate_in_bf16_is_as_close_as_stock,
-    a_bf16_model_in_an_own_loop,
+    a_bf16_model_in_a_loop_without_accelerate,
 ]
 
 

@@ -1,6 +1,7 @@
-"""A reference model is frozen and sharded in units like the policy's, or refused by name.
+"""A reference model is frozen and sharded layer by layer, or an error names the reason.
 
-`claims/test_preferences.py` tests it with TRL. Here a stand-in replaces TRL's `prepare_fsdp`.
+These tests replace TRL's `prepare_fsdp` by a function that raises. `claims/test_preferences.py`
+trains with TRL.
 """
 
 import importlib
@@ -43,7 +44,7 @@ def left_to_trl(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 class Listener(logging.Handler):
-    """Keeps what is logged."""
+    """Collects the messages that are logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +54,8 @@ class Listener(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def beside(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
-    """The Accelerator of a Trainer that was given `policy`, before it prepares anything."""
+def accelerator_of(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
+    """Create the Accelerator of a Trainer that trains `policy`, before it prepares any model."""
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     trainer: Any = types.SimpleNamespace(model=policy, accelerator=accelerator)
     state = find_state(policy)
@@ -68,7 +69,10 @@ def reference_of(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def check_reference(reference: nn.Module, seed: int) -> None:
-    """It is frozen and whole nowhere, gathers two neighbours at a time, and computes as stock."""
+    """Check that the reference is frozen and sharded, and computes the logits of stock.
+
+    Its forward may gather only two neighbours at a time: a layer and the next layer or the head.
+    """
     parameters = list(reference.parameters())
     assert parameters and not any(parameter.requires_grad for parameter in parameters)
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
@@ -76,21 +80,21 @@ def check_reference(reference: nn.Module, seed: int) -> None:
     stock = tiny(seed=seed, num_hidden_layers=LAYERS, **FP32).eval()
     inputs = batch(stock, 2, 9, seed=dist.get_rank())
     for _ in range(2):
-        with torch.no_grad(), stages_gathered(reference) as seen:
-            got = reference(**inputs).logits
-        assert_close("logits", got, stock(**inputs).logits, FP32_INSIDE)
+        with torch.no_grad(), stages_gathered(reference) as gathered_in:
+            actual = reference(**inputs).logits
+        assert_close("logits", actual, stock(**inputs).logits, FP32_INSIDE)
         order = ["embedding", *range(LAYERS), "head"]
-        assert len(seen) == LAYERS
-        for layer, gathered in seen.items():
-            here = order.index(layer)
+        assert len(gathered_in) == LAYERS
+        for layer, gathered in gathered_in.items():
+            index = order.index(layer)
             assert layer in gathered, (layer, gathered)
-            assert gathered <= set(order[here : here + 2]), (layer, gathered)
+            assert gathered <= set(order[index : index + 2]), (layer, gathered)
         assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
 
 
-def a_patched_reference_is_sharded_where_trl_would(rank: int, world: int) -> None:
+def a_patched_reference_is_sharded_when_trl_prepares_it(rank: int, world: int) -> None:
     with launched():
-        accelerator = beside(patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2))
+        accelerator = accelerator_of(patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2))
         reference = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
         check_reference(reference_of(reference, accelerator), seed=3)
 
@@ -98,98 +102,96 @@ def a_patched_reference_is_sharded_where_trl_would(rank: int, world: int) -> Non
 def a_stock_reference_is_sharded_like_the_policy(rank: int, world: int) -> None:
     with launched():
         policy = patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2)
-        accelerator = beside(policy)
-        # Rank 0's weights count, as of the policy's.
+        accelerator = accelerator_of(policy)
+        # All ranks get the weights of rank 0, as for the policy.
         reference = tiny(seed=3 + rank, num_hidden_layers=LAYERS, **FP32)
-        said = Listener()
-        logging.getLogger("hf_moe_ep").addHandler(said)
+        listener = Listener()
+        logging.getLogger("hf_moe_ep").addHandler(listener)
         logging.getLogger("hf_moe_ep").setLevel("INFO")
         check_reference(reference_of(reference, accelerator), seed=3)
-        found = [line for line in said.lines if "reference" in line]
-        assert found == [
+        lines = [line for line in listener.lines if "reference" in line]
+        assert lines == [
             "the reference Qwen3MoeForCausalLM is frozen, and sharded layer by layer (ep_size 2)"
         ] * (rank == 0)
         prepared(policy, accelerator, ep_size=2)
-        theirs = dict(reference.named_parameters())
-        for name, ours in policy.named_parameters():
-            assert ours.placements == theirs[name].placements, name
-            assert ours.device_mesh == theirs[name].device_mesh, name
+        of_reference = dict(reference.named_parameters())
+        for name, parameter in policy.named_parameters():
+            assert parameter.placements == of_reference[name].placements, name
+            assert parameter.device_mesh == of_reference[name].device_mesh, name
 
 
 def a_reference_has_no_fp32_masters(rank: int, world: int) -> None:
-    """A frozen model holds what it was loaded in, where the policy holds fp32."""
+    """A frozen model keeps the dtype in which it was loaded; the policy has fp32 masters."""
     with launched(ACCELERATE_MIXED_PRECISION="bf16"):
-        accelerator = beside(patch(tiny(dtype=torch.bfloat16), ep_size=2), "bf16")
+        accelerator = accelerator_of(patch(tiny(dtype=torch.bfloat16), ep_size=2), "bf16")
         reference = reference_of(tiny(dtype=torch.bfloat16), accelerator)
         assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
 
 
 def a_patched_reference_beside_a_stock_policy(rank: int, world: int) -> None:
     with launched():
-        accelerator = beside(tiny(**FP32))
+        accelerator = accelerator_of(tiny(**FP32))
         reference = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
         check_reference(reference_of(reference, accelerator), seed=3)
 
 
-def a_teacher_is_sharded_where_accelerate_leaves_it(rank: int, world: int) -> None:
+def a_teacher_is_sharded_although_accelerate_would_not_shard_it(rank: int, world: int) -> None:
     with launched():
-        accelerator = beside(patch(tiny(**FP32), ep_size=2))
+        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
         teacher = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
         check_reference(accelerator.prepare_model(teacher.eval(), evaluation_mode=True), seed=3)
 
 
-def what_is_no_language_model_is_left_to_trl(rank: int, world: int) -> None:
-    """Any model next to a stock policy is left to TRL as well."""
+def models_that_are_no_language_models_are_left_to_trl(rank: int, world: int) -> None:
+    """If the policy is a stock model, every stock reference is left to TRL."""
     with launched():
-        accelerator = beside(patch(tiny(**FP32), ep_size=2))
+        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
         rewards = Qwen3MoeForSequenceClassification(tiny(**FP32).config)
         with pytest.raises(LookupError, match="Qwen3MoeForSequenceClassification was left"):
             reference_of(rewards, accelerator)
     with launched():
         with pytest.raises(LookupError, match="Qwen3MoeForCausalLM was left"):
-            reference_of(tiny(**FP32), beside(tiny(**FP32)))
+            reference_of(tiny(**FP32), accelerator_of(tiny(**FP32)))
 
 
-def other_models_are_refused_by_name(rank: int, world: int) -> None:
-    """On every rank, also where one rank alone has another."""
+def unlike_references_are_refused_by_name(rank: int, world: int) -> None:
+    """Every rank raises the error, also if only rank 1 has an unlike reference."""
     llama = LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     with launched():
-        accelerator = beside(patch(tiny(**FP32), ep_size=2))
+        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
         for everywhere in (True, False):
-            odd = everywhere or rank == 1
+            unlike = everywhere or rank == 1
             with pytest.raises(ValueError, match="architecture 'llama' and the policy of"):
-                reference_of(LlamaForCausalLM(llama) if odd else tiny(**FP32), accelerator)
-            with pytest.raises(
-                ValueError, match="2 MoE layers of 4 experts and the policy has 2 of 8"
-            ):
-                reference_of(tiny(**FP32, num_experts=4) if odd else tiny(**FP32), accelerator)
+                reference_of(LlamaForCausalLM(llama) if unlike else tiny(**FP32), accelerator)
+            with pytest.raises(ValueError, match="of 4 experts and the policy has 2 of 8"):
+                reference_of(tiny(**FP32, num_experts=4) if unlike else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match=r"patched with sp_size=2, but .* has sp_size=1"):
-                sp_size = 2 if odd else 1
+                sp_size = 2 if unlike else 1
                 reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
         with pytest.raises(ValueError, match="ranks disagree about the reference model"):
             reference_of(patch(tiny(**FP32)) if rank else tiny(**FP32), accelerator)
 
 
-def shards_are_mixed_and_nothing_is_gathered(rank: int, world: int) -> None:
-    """One of three models in the process has another layout and is refused by name."""
+def mixing_into_the_reference_gathers_no_parameter(rank: int, world: int) -> None:
+    """A reference that is sharded differently from the policy is refused by name."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
-        accelerator = beside(policy)
+        accelerator = accelerator_of(policy)
         reference = reference_of(tiny(seed=3, **FP32), accelerator)
-        other = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        at_ep_1 = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        with stages_gathered(reference) as seen:
+        with stages_gathered(reference) as gathered_in:
             references.mix_shards(left_to_trl, policy, reference, 0.25)
-        assert not seen
-        mine, theirs = tiny(**FP32).state_dict(), tiny(seed=3, **FP32).state_dict()
+        assert not gathered_in
+        of_policy, of_reference = tiny(**FP32).state_dict(), tiny(seed=3, **FP32).state_dict()
         for name, parameter in reference.named_parameters():
-            want = theirs[name].mul(0.75).add(mine[name], alpha=0.25)
-            assert torch.equal(full_tensor(parameter.detach()), want), name
+            expected = of_reference[name].mul(0.75).add(of_policy[name], alpha=0.25)
+            assert torch.equal(full_tensor(parameter.detach()), expected), name
         with pytest.raises(ValueError, match=r"sync_ref_model=True mixes shards.*same sizes"):
-            references.mix_shards(left_to_trl, policy, other, 0.25)
+            references.mix_shards(left_to_trl, policy, at_ep_1, 0.25)
 
 
 def num_groups() -> int:
@@ -197,39 +199,39 @@ def num_groups() -> int:
 
 
 def process_groups_are_shared(rank: int, world: int) -> None:
-    """By a policy, its references and a teacher in any order, except with another layout."""
+    """A policy, its references and a teacher share their groups if they have the same layout."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
-        accelerator = beside(policy)
+        accelerator = accelerator_of(policy)
         reference = reference_of(tiny(seed=3, **FP32), accelerator)
         before = num_groups()
         prepared(policy, accelerator, ep_size=2)
-        other = reference_of(patch(tiny(seed=4, **FP32), ep_size=2), accelerator)
+        second = reference_of(patch(tiny(seed=4, **FP32), ep_size=2), accelerator)
         teacher = accelerator.prepare_model(patch(tiny(**FP32), ep_size=2), evaluation_mode=True)
         assert num_groups() == before
-        meshes = {id(patched_state(model).meshes) for model in (policy, reference, other, teacher)}
+        meshes = {id(patched_state(model).meshes) for model in (policy, reference, second, teacher)}
         assert len(meshes) == 1
         reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         assert num_groups() > before
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
-        accelerator = beside(policy)
-        apart = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        accelerator = accelerator_of(policy)
+        at_ep_1 = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        mine, theirs = patched_state(policy).meshes, patched_state(apart).meshes
-        assert mine is not None and theirs is not None
-        assert (mine.ep_size, theirs.ep_size) == (2, 1)
+        of_policy, of_reference = patched_state(policy).meshes, patched_state(at_ep_1).meshes
+        assert of_policy is not None and of_reference is not None
+        assert (of_policy.ep_size, of_reference.ep_size) == (2, 1)
 
 
 CHECKS = (
-    a_patched_reference_is_sharded_where_trl_would,
+    a_patched_reference_is_sharded_when_trl_prepares_it,
     a_stock_reference_is_sharded_like_the_policy,
     a_reference_has_no_fp32_masters,
     a_patched_reference_beside_a_stock_policy,
-    a_teacher_is_sharded_where_accelerate_leaves_it,
-    what_is_no_language_model_is_left_to_trl,
-    other_models_are_refused_by_name,
-    shards_are_mixed_and_nothing_is_gathered,
+    a_teacher_is_sharded_although_accelerate_would_not_shard_it,
+    models_that_are_no_language_models_are_left_to_trl,
+    unlike_references_are_refused_by_name,
+    mixing_into_the_reference_gathers_no_parameter,
     process_groups_are_shared,
 )
 
@@ -257,7 +259,7 @@ def _twice(original: Any, number: int) -> Any:
 def test_a_function_is_replaced_in_modules_that_imported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Static functions of classes are replaced too. A missing function is warned of once."""
+    """Static methods are replaced, too. Each function that does not exist gives one warning."""
     source = types.ModuleType("somewhere_imported")
     exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
     user = types.ModuleType("somewhere_importing")
@@ -280,25 +282,25 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
 def test_a_function_is_called_when_a_module_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once if it is imported already, and not by a search for it."""
+    """The function is called at once if the module is imported already, but not by find_spec."""
     (tmp_path / "imported_later.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
-    seen: list[int] = []
-    call_when_imported("imported_later", lambda: seen.append(sys.modules["imported_later"].x))
-    assert importlib.util.find_spec("imported_later") is not None and seen == []
+    calls: list[int] = []
+    call_when_imported("imported_later", lambda: calls.append(sys.modules["imported_later"].x))
+    assert importlib.util.find_spec("imported_later") is not None and calls == []
     importlib.import_module("imported_later")
-    assert seen == [1]
+    assert calls == [1]
     importlib.reload(sys.modules["imported_later"])
-    assert seen == [1]
-    call_when_imported("imported_later", lambda: seen.append(2))
-    assert seen == [1, 2]
+    assert calls == [1]
+    call_when_imported("imported_later", lambda: calls.append(2))
+    assert calls == [1, 2]
 
 
 @pytest.mark.parametrize("passes_model", [True, False])
-def test_the_reference_of_old_and_new_trl_is_called_as_it_was(passes_model: bool) -> None:
+def test_arguments_of_compute_ref_log_probs_are_passed_on(passes_model: bool) -> None:
     """TRL 1 passes (model, inputs) to compute_ref_log_probs, TRL 0.29 and ms-swift the inputs."""
     trainer = SimpleNamespace(model=nn.Linear(1, 1))
-    given = (trainer.model, {"input_ids": 1}) if passes_model else ({"input_ids": 1},)
+    arguments = (trainer.model, {"input_ids": 1}) if passes_model else ({"input_ids": 1},)
     calls: list[Any] = []
-    shard_own_reference(lambda *args: calls.append(args), trainer, *given)
-    assert calls == [(trainer, *given)]
+    shard_own_reference(lambda *args: calls.append(args), trainer, *arguments)
+    assert calls == [(trainer, *arguments)]

@@ -50,13 +50,13 @@ def _save_as_in_examples(
 
 def every_rank_saves_with_the_arguments_of_examples(rank: int, world: int, folder: str) -> None:
     """The files equal those of stock bit for bit, and no file exceeds `max_shard_size` by much."""
-    wanted = hub_state(tiny(dtype=torch.float32))
+    expected = hub_state(tiny(dtype=torch.float32))
     with launched():
         accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
         _save_as_in_examples(accelerator, model, folder)
-        assert_equal(read_all(Path(folder)), wanted)
+        assert_equal(read_all(Path(folder)), expected)
         _save_as_in_examples(accelerator, model, f"{folder}/small", max_shard_size="50KB")
-        assert_equal(read_all(Path(folder, "small")), wanted)
+        assert_equal(read_all(Path(folder, "small")), expected)
         files = list(Path(folder, "small").glob("*.safetensors"))
         assert len(files) > 1 and max(file.stat().st_size for file in files) < 100_000
 
@@ -70,10 +70,10 @@ def every_rank_saves_adapters_with_the_arguments_of_examples(
         accelerator, model, _ = prepared(model, ep_size=2)
         _save_as_in_examples(accelerator, model, f"{folder}/examples")
         saving.save_pretrained(model, f"{folder}/ours")
-    found, wanted = (
+    actual, expected = (
         load_file(Path(folder, name, "adapter_model.safetensors")) for name in ("examples", "ours")
     )
-    assert_equal(found, wanted)
+    assert_equal(actual, expected)
 
 
 PROMPT_CONFIGS: dict[str, Callable[[], PeftConfig]] = {
@@ -129,10 +129,10 @@ def prompt_encoders_are_trained_saved_and_used_by_generate(
 
 
 def _generated(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
-    found = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
+    texts = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
     for model in models:
         model.train()
-    return found
+    return texts
 
 
 def saving_on_the_main_process_alone_raises_within_seconds(

@@ -1,4 +1,4 @@
-"""Which optimizers train a sharded model as one process does, and how the others are named."""
+"""Optimizers in `WORKING` train a sharded model as one process does; others raise an error."""
 
 import math
 import re
@@ -16,39 +16,44 @@ from support.tiny_models import batch, tiny
 from hf_moe_ep.integrations.optimizers import WORKING
 
 RATE = 1e-2
-# Of the way that all weights went. Those of Adam's kind begin with signs: noise near zero.
+# Relative to the distance that the weights moved. The first steps of Adam-like optimizers are signs
+# of gradients, which rounding flips near zero.
 BUDGET = 1e-2
 
 
 def working_optimizers_train_as_in_one_process(rank: int, world: int) -> None:
-    """Three steps of each on two ranks: the weights of one process on both batches."""
+    """After three steps on two ranks, the weights equal those of one process on both batches."""
     for name in WORKING:
-        kind = getattr(torch.optim, name)
+        optimizer_class = getattr(torch.optim, name)
         stock = tiny(dtype=torch.float32)
         before = {key: value.clone() for key, value in stock.state_dict().items()}
-        wanted = kind(stock.parameters(), lr=RATE)
+        stock_optimizer = optimizer_class(stock.parameters(), lr=RATE)
         batches = [batch(stock, 2, 7, seed=r) for r in range(world)]
-        count = sum(int(one["labels"][:, 1:].ne(-100).sum()) for one in batches)
+        count = sum(int(inputs["labels"][:, 1:].ne(-100).sum()) for inputs in batches)
         with launched():
             accelerator, model, optimizer = prepared(
                 tiny(dtype=torch.float32),
-                make_optimizer=lambda params, lr, kind=kind: kind(params, lr=RATE),
+                make_optimizer=lambda params, lr, make=optimizer_class: make(params, lr=RATE),
                 ep_size=world,
             )
             for _ in range(3):
-                for one in batches:
-                    stock(**one, num_items_in_batch=count).loss.backward()
-                wanted.step()
-                wanted.zero_grad()
+                for inputs in batches:
+                    stock(**inputs, num_items_in_batch=count).loss.backward()
+                stock_optimizer.step()
+                stock_optimizer.zero_grad()
                 loss = model(**batches[rank], num_items_in_batch=count).loss
                 accelerator.backward(loss * world)
                 optimizer.step()
                 optimizer.zero_grad()
-        way, error = 0.0, 0.0
-        for (key, got), want in zip(model.named_parameters(), stock.parameters(), strict=True):
-            way += float((want.detach() - before[key]).square().sum())
-            error += float((full_tensor(got.detach()) - want.detach()).square().sum())
-        assert way > 0 and math.sqrt(error / way) < BUDGET, (name, way, error)
+        moved, error = 0.0, 0.0
+        for (key, parameter), stock_parameter in zip(
+            model.named_parameters(), stock.parameters(), strict=True
+        ):
+            moved += float((stock_parameter.detach() - before[key]).square().sum())
+            error += float(
+                (full_tensor(parameter.detach()) - stock_parameter.detach()).square().sum()
+            )
+        assert moved > 0 and math.sqrt(error / moved) < BUDGET, (name, moved, error)
 
 
 def _adafactor_of_transformers(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -60,11 +65,11 @@ REFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     r"torch\.optim\.Adafactor": torch.optim.Adafactor,
     r"torch\.optim\.rprop\.Rprop": torch.optim.Rprop,
 }
-# Since some torch between 2.13 and 2.15.
+# A torch between 2.13 and 2.15 added support for DTensors to these.
 TRAINED_BY_NEWER_TORCH = (torch.optim.Rprop,)
 
 
-def _refuses(name: str, optimizer: Any) -> None:
+def _assert_refused(name: str, optimizer: Any) -> None:
     inner = optimizer.optimizer
     try:
         optimizer.step()
@@ -74,20 +79,20 @@ def _refuses(name: str, optimizer: Any) -> None:
         assert isinstance(inner, TRAINED_BY_NEWER_TORCH) and torch.__version__ >= "2.14", name
 
 
-def others_are_named_at_their_first_step(rank: int, world: int) -> None:
-    """With those that work, and what torch said."""
+def other_optimizers_raise_at_their_first_step(rank: int, world: int) -> None:
+    """The error names the optimizer, torch's operator and optimizers that work."""
     for name, make in REFUSED.items():
         with launched():
             model = tiny(dtype=torch.float32)
             accelerator, model, optimizer = prepared(model, make_optimizer=make, ep_size=world)
             accelerator.backward(model(**batch(tiny(), 2, 7, seed=rank)).loss)
-            _refuses(name, optimizer)
+            _assert_refused(name, optimizer)
 
 
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, others_are_named_at_their_first_step),
+        *on_ranks(2, other_optimizers_raise_at_their_first_step),
         *on_ranks(2, working_optimizers_train_as_in_one_process, slow=True),
     ],
 )

@@ -1,4 +1,7 @@
-"""Pairs of ranks share their batches: a bare Accelerator loop on 4 ranks, the Trainer on 2."""
+"""With sp_size=2, the two ranks of an sp group get the same batches from Accelerate's loaders.
+
+An Accelerator loop runs on 4 ranks (2 groups), the Trainer on 2 ranks (1 group).
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,7 +38,7 @@ def _rows() -> list[Row]:
     ]
 
 
-def _prepared(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
+def _prepare(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
     accelerator = accelerator or Accelerator(cpu=True)
     model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,47 +47,47 @@ def _prepared(loader: DataLoader, accelerator: Accelerator | None = None, seed: 
 
 
 def _loop_equals_one_process(rank: int) -> None:
-    """An epoch of 7 batches of 2 rows: 4 steps, in the last of which rows come a second time."""
-    accelerator, model, optimizer, loader, scheduler = _prepared(
+    """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats rows of the first."""
+    accelerator, model, optimizer, loader, scheduler = _prepare(
         DataLoader(_rows(), batch_size=2), seed=rank
     )
     assert (data_parallel_rank(model), data_parallel_size(model)) == (rank // 2, DATA_RANKS)
     stock = tiny(dtype=torch.float32)
-    wanted = torch.optim.SGD(stock.parameters(), lr=0.1)
+    stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
     rows, steps = _rows(), 0
-    for step, mine in enumerate(loader):
+    for step, inputs in enumerate(loader):
         picked = [rows[i % NUM_ROWS] for i in range(4 * step, 4 * step + 4)]
         whole = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         half = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-        assert torch.equal(mine["input_ids"], whole["input_ids"][half]), f"step {step}"
-        num_tokens = global_token_count(model, mine["labels"])
-        loss = model(**mine, num_items_in_batch=num_tokens).loss * data_parallel_size(model)
+        assert torch.equal(inputs["input_ids"], whole["input_ids"][half]), f"step {step}"
+        num_tokens = global_token_count(model, inputs["labels"])
+        loss = model(**inputs, num_items_in_batch=num_tokens).loss * data_parallel_size(model)
         accelerator.backward(loss)
         stock(**whole, num_items_in_batch=num_tokens).loss.backward()
-        for one in (optimizer, wanted):
-            one.step()
-            one.zero_grad()
-        # As in one process, where a scheduler that is not prepared would be stepped twice here.
+        for either in (optimizer, stock_optimizer):
+            either.step()
+            either.zero_grad()
+        # A prepared scheduler takes one step per data rank (2), as stock's does per process.
         scheduler.step()
-        wanted.param_groups[0]["lr"] = 0.1 * 0.5 ** (step + 1)
-        assert optimizer.param_groups[0]["lr"] == wanted.param_groups[0]["lr"], f"step {step}"
+        rate = stock_optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step + 1)
+        assert optimizer.param_groups[0]["lr"] == rate, f"step {step}"
         steps += 1
     assert steps == len(loader) == 4
     for name, parameter in model.named_parameters():
         assert_close(name, full_tensor(parameter), stock.get_parameter(name), FP32_BUDGET)
 
 
-def _shuffled(rank: int) -> None:
-    """Ranks of a group shuffle alike though each has another seed, and groups share nothing."""
+def _ranks_of_a_group_shuffle_alike(rank: int) -> None:
+    """Ranks with different seeds get the same order in a group; two groups get different rows."""
     torch.manual_seed(rank)
-    accelerator, _, _, loader, _ = _prepared(DataLoader(range(16), batch_size=2, shuffle=True))
+    accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, shuffle=True))
     orders = []
     for _ in range(2):
-        mine = torch.cat(list(loader))
-        by_rank = accelerator.gather(mine).view(WORLD, -1)
+        rows = torch.cat(list(loader))
+        by_rank = accelerator.gather(rows).view(WORLD, -1)
         assert torch.equal(by_rank[::2], by_rank[1::2])
         assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
-        orders.append(mine.tolist())
+        orders.append(rows.tolist())
     assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
 
 
@@ -96,50 +99,50 @@ class _Stream(IterableDataset):
         yield from range(self.length)
 
 
-def _streamed(rank: int) -> None:
-    """9 rows: the last batch is filled up for training, and metrics leave that out."""
-    accelerator, _, _, loader, _ = _prepared(DataLoader(_Stream(9), batch_size=2))
-    mine, gathered = [], []
+def _a_stream_repeats_rows_at_its_end(rank: int) -> None:
+    """With 9 rows the last batch repeats rows; `gather_for_metrics` drops the repeated rows."""
+    accelerator, _, _, loader, _ = _prepare(DataLoader(_Stream(9), batch_size=2))
+    rows, gathered = [], []
     for batch_of_rank in loader:
-        mine += batch_of_rank.tolist()
+        rows += batch_of_rank.tolist()
         gathered += accelerator.gather_for_metrics(batch_of_rank).tolist()
-    assert mine == ([0, 1, 4, 5, 8, 0] if rank < 2 else [2, 3, 6, 7, 1, 2])
+    assert rows == ([0, 1, 4, 5, 8, 0] if rank < 2 else [2, 3, 6, 7, 1, 2])
     assert gathered == list(range(9))
 
 
-def _weighted(rank: int) -> None:
-    """Without replacement: every row once, though each rank has another seed."""
+def _a_weighted_sampler_draws_every_row_once(rank: int) -> None:
+    """A sampler without replacement draws every row once, although ranks have different seeds."""
     torch.manual_seed(rank)
     sampler = WeightedRandomSampler(torch.ones(16), 16, replacement=False)
-    accelerator, _, _, loader, _ = _prepared(DataLoader(range(16), batch_size=2, sampler=sampler))
+    accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
     by_rank = accelerator.gather(torch.cat(list(loader))).view(WORLD, -1)
     assert torch.equal(by_rank[::2], by_rank[1::2])
     assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
 
 
-def _gathered(rank: int) -> None:
-    accelerator, _, _, loader, _ = _prepared(DataLoader(range(9), batch_size=2))
+def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
+    accelerator, _, _, loader, _ = _prepare(DataLoader(range(9), batch_size=2))
     tensors, objects = [], []
-    for mine in loader:
-        tensors += accelerator.gather_for_metrics({"x": mine})["x"].tolist()
-        objects += accelerator.gather_for_metrics([f"sample {x}" for x in mine.tolist()])
+    for rows in loader:
+        tensors += accelerator.gather_for_metrics({"x": rows})["x"].tolist()
+        objects += accelerator.gather_for_metrics([f"sample {x}" for x in rows.tolist()])
     assert tensors == list(range(9))
     assert objects == [f"sample {x}" for x in range(9)]
 
 
-def _refused(rank: int) -> None:
+def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(8)))
     with pytest.raises(ValueError, match="prepared a data loader before it saw the model"):
-        _prepared(loader, accelerator)
+        _prepare(loader, accelerator)
     options = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(ValueError, match="dispatch_batches=True sends each rank a batch"):
-        _prepared(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
+        _prepare(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
     with pytest.raises(ValueError, match=r"makes its own batches \(batch_size=None\)"):
-        _prepared(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
+        _prepare(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
 
 
-def _trainer(folder: str, arguments: dict[str, Any], **given: Any) -> Trainer:
+def _trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
     args = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -150,15 +153,15 @@ def _trainer(folder: str, arguments: dict[str, Any], **given: Any) -> Trainer:
         disable_tqdm=True,
         **arguments,
     )
-    return Trainer(args=args, **given)
+    return Trainer(args=args, **options)
 
 
-def _two_share() -> PreTrainedModel:
+def _model_of_sp_2() -> PreTrainedModel:
     return patch(tiny(dtype=torch.float32), ep_size=2, sp_size=2)
 
 
 class _Augmented(Dataset):
-    """Rows with random numbers in them, which a worker draws from its own seed."""
+    """Rows of random numbers, which a worker of the data loader draws from its own seed."""
 
     def __len__(self) -> int:
         return 8
@@ -168,27 +171,27 @@ class _Augmented(Dataset):
         return {"input_ids": drawn, "labels": drawn, "attention_mask": torch.ones_like(drawn)}
 
 
-def _workers_of_a_group_draw_alike(rank: int, folder: str) -> None:
+def _workers_of_a_group_draw_the_same_numbers(rank: int, folder: str) -> None:
     trainer = _trainer(
-        folder, {"dataloader_num_workers": 1}, model=_two_share(), train_dataset=_Augmented()
+        folder, {"dataloader_num_workers": 1}, model=_model_of_sp_2(), train_dataset=_Augmented()
     )
-    mine = next(iter(trainer.get_train_dataloader()))["input_ids"]
-    first = trainer.accelerator.gather(mine).view(2, *mine.shape)
-    assert torch.equal(first[0], first[1])
+    drawn = next(iter(trainer.get_train_dataloader()))["input_ids"]
+    by_rank = trainer.accelerator.gather(drawn).view(2, *drawn.shape)
+    assert torch.equal(by_rank[0], by_rank[1])
 
 
-def _a_model_that_comes_later(rank: int, folder: str) -> None:
-    """`train` makes the model anew, and has the data loader of it before `prepare` sees it."""
+def _a_model_from_model_init(rank: int, folder: str) -> None:
+    """`train` builds a new model, and its data loader before `prepare` gets the model."""
     trainer = _trainer(
         folder,
         {"average_tokens_across_devices": False},
-        model_init=_two_share,
+        model_init=_model_of_sp_2,
         train_dataset=_rows(),
     )
-    first = trainer.model
+    first_model = trainer.model
     trainer.train()
     state = find_state(trainer.model)
-    assert state is not None and trainer.model is not first
+    assert state is not None and trainer.model is not first_model
     assert state.sums_losses is False
     assert trainer.accelerator.even_batches and sharing(trainer.accelerator) == 2
 
@@ -196,20 +199,23 @@ def _a_model_that_comes_later(rank: int, folder: str) -> None:
 def _flops_are_those_of_one_process(rank: int, folder: str) -> None:
     stock = _trainer(folder, {}, model=tiny(dtype=torch.float32))
     rows = _rows()[:2]
-    together = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    want = stock.floating_point_ops(together)
+    inputs = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    expected = stock.floating_point_ops(inputs)
     trainer = _trainer(
-        folder, {"train_sampling_strategy": "sequential"}, model=_two_share(), train_dataset=rows
+        folder,
+        {"train_sampling_strategy": "sequential"},
+        model=_model_of_sp_2(),
+        train_dataset=rows,
     )
     trainer.train()
-    assert want > 0 and trainer.state.total_flos == want
+    assert expected > 0 and trainer.state.total_flos == expected
 
 
-def _a_sampler_of_single_processes(rank: int, folder: str) -> None:
+def _a_sampler_that_deals_rows_to_all_ranks_is_refused(rank: int, folder: str) -> None:
     trainer = _trainer(
         folder,
         {"train_sampling_strategy": "batch_rebalance"},
-        model=_two_share(),
+        model=_model_of_sp_2(),
         train_dataset=_rows(),
     )
     with pytest.raises(ValueError, match=r"'batch_rebalance' assigns .* with sp_size=2 the ranks"):
@@ -224,12 +230,19 @@ def _launched(check: Callable[..., None], rank: int, world: int, folder: str) ->
 BY_NAME = {
     world: {check.__name__.strip("_"): partial(_launched, check) for check in checks}
     for world, checks in {
-        WORLD: (_loop_equals_one_process, _shuffled, _weighted, _streamed, _gathered, _refused),
+        WORLD: (
+            _loop_equals_one_process,
+            _ranks_of_a_group_shuffle_alike,
+            _a_weighted_sampler_draws_every_row_once,
+            _a_stream_repeats_rows_at_its_end,
+            _gather_for_metrics_drops_repeated_rows,
+            _loaders_that_cannot_be_shared_are_refused,
+        ),
         2: (
-            _workers_of_a_group_draw_alike,
-            _a_model_that_comes_later,
+            _workers_of_a_group_draw_the_same_numbers,
+            _a_model_from_model_init,
             _flops_are_those_of_one_process,
-            _a_sampler_of_single_processes,
+            _a_sampler_that_deals_rows_to_all_ranks_is_refused,
         ),
     }.items()
 }
@@ -245,8 +258,8 @@ def test_the_trainer_on_two_ranks_that_share(found: Found, claim: Check) -> None
     found.raise_if_failed(claim)
 
 
-def test_what_each_rank_generates_for_itself_cannot_be_shared() -> None:
-    """GRPO and similar trainers are refused when the trainer is made."""
+def test_trainers_that_generate_on_each_rank_are_refused() -> None:
+    """GRPO and similar trainers are refused in their constructor."""
     model = patch(tiny(num_hidden_layers=1), sp_size=2)
     trainer: Any = SimpleNamespace(model=model, _generate_and_score_completions=None)
     state = find_state(model)

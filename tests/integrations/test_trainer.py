@@ -1,7 +1,8 @@
-"""The stock Trainer under `accelerate launch` on 4 ranks, against the stock Trainer in 1 process.
+"""The Trainer trains a patched model on 4 ranks as it trains a stock model in one process.
 
-Same model, same rows in the same order, per-device batch times 4. Every launch runs a table of
-cases (see support/jobs/trainer.py); each test reads the results it needs.
+Both runs have the same rows in the same order. The batch of the single process is 4 times the
+per-device batch of the ranks. Every launch runs a table of cases (see
+support/jobs/trainer.py); each test reads the results that it needs.
 """
 
 from pathlib import Path
@@ -30,8 +31,9 @@ from support.trainer_runs import (
     assert_same_training,
 )
 
-# AdamW's first steps are signs of gradients, so an error of rounding size moves a parameter by
-# twice the learning rate; SGD keeps errors in proportion. 24 losses, because each is noise.
+# AdamW's first steps are signs of gradients, so a rounding error can move a parameter by twice the
+# learning rate. Steps of SGD are proportional to gradients. The error of one loss is random, so 24
+# losses are compared.
 BF16 = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 24}
 
 
@@ -97,7 +99,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock fp64", dtype=torch.float64, arguments=BF16),
         Case("stock bf16", arguments=BF16 | {"bf16": True}),
     ]
-    again = [
+    resumed = [
         Case("resumed at ep2", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half 4"),
         Case(
             "resumed full",
@@ -119,7 +121,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         **runs,
         **launch(stock, folder / "stock"),
         **launch(_slow_cases(folder), folder / "ranks", CPU_4, timeout=500),
-        **launch(again, folder / "again", CPU_4, timeout=500),
+        **launch(resumed, folder / "again", CPU_4, timeout=500),
     }
 
 
@@ -128,7 +130,7 @@ def test_training_equals_stock(runs: Results) -> None:
 
 
 def test_evaluation_equals_stock(runs: Results) -> None:
-    """During and after training. Evaluation changes no training step: "half" never evaluates."""
+    """Evaluate during and after training. The case "half" trains the same steps without it."""
     assert_same_evaluation(runs["ep2"][0], runs["stock"][0], count=3)
     assert_same_after_training(runs["ep2"][0], runs["stock"][0])
     half = runs["half"][0].series("loss")
@@ -141,13 +143,13 @@ def test_aux_loss_of_padded_rows_equals_stock(runs: Results) -> None:
 
 
 def test_a_new_trainer_resumes_as_if_never_interrupted(runs: Results) -> None:
-    """In the same processes. A new launch is tested below."""
+    """Both trainers run in the same processes. A new launch is tested below."""
     assert len(runs["half"][0].series("loss")) == 3
     assert_resumed(runs["resumed"][0], runs["ep2"][0])
 
 
 def test_saved_model_loads_in_stock(runs: Results, tmp_path: Path) -> None:
-    """Under SHARDED_STATE_DICT, where the stock Trainer writes no model."""
+    """The state dict type is SHARDED_STATE_DICT, with which the stock Trainer saves no model."""
     loaded = assert_loads_in_stock(runs["ep2"][0], tmp_path)
     for rank, result in enumerate(runs["ep2"]):
         assert_same(f"rank {rank}", result.values["generate"], continuations(loaded, rank))
@@ -156,10 +158,10 @@ def test_saved_model_loads_in_stock(runs: Results, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep1", "ep4"])
 def test_training_at_other_sizes_equals_stock(slow_runs: Results, name: str) -> None:
-    got, want = slow_runs[name][0], slow_runs["stock"][0]
-    assert_same_training(got, want)
-    assert_same_evaluation(got, want, count=3)
-    assert_same_after_training(got, want)
+    actual, expected = slow_runs[name][0], slow_runs["stock"][0]
+    assert_same_training(actual, expected)
+    assert_same_evaluation(actual, expected, count=3)
+    assert_same_after_training(actual, expected)
 
 
 @pytest.mark.slow
@@ -172,22 +174,22 @@ def test_aux_loss_at_other_sizes_equals_stock(slow_runs: Results) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16 ep1", "bf16 ep2", "bf16 ep4"])
 def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -> None:
-    """Root mean square errors against fp64 of the losses, and of each gradient and parameter."""
+    """Compare errors against fp64 (2-norms) of the losses and of each gradient and parameter."""
     truth, stock = slow_runs["stock fp64"][0], slow_runs["stock bf16"][0]
-    got = slow_runs[name][0]
+    actual = slow_runs[name][0]
 
     def error(result: Result, kind: str, key: str) -> float:
         pick = result.series if kind == "log" else getattr(result, kind).__getitem__
-        want = truth.series(key) if kind == "log" else getattr(truth, kind)[key]
-        return (pick(key).double() - want.double()).norm().item()
+        expected = truth.series(key) if kind == "log" else getattr(truth, kind)[key]
+        return (pick(key).double() - expected.double()).norm().item()
 
     assert len(truth.series("loss")) == 24
     measured = [("log", "loss")]
     measured += [(kind, key) for kind in ("grads", "params") for key in truth.params]
     for kind, key in measured:
-        ours, theirs = error(got, kind, key), error(stock, kind, key)
-        assert theirs > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
-        assert 0 < ours <= 2 * theirs, f"{kind} {key}: error {ours:.3e}, stock's is {theirs:.3e}"
+        ours, of_stock = error(actual, kind, key), error(stock, kind, key)
+        assert of_stock > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
+        assert 0 < ours <= 2 * of_stock, f"{kind} {key}: error {ours:.3e}, of stock {of_stock:.3e}"
 
 
 @pytest.mark.slow
@@ -210,12 +212,12 @@ def test_launch_options_equal_stock(slow_runs: Results) -> None:
 
 @pytest.mark.slow
 def test_compiled_equals_stock(slow_runs: Results, tmp_path: Path) -> None:
-    got, want = slow_runs["compiled"][0], slow_runs["stock"][0]
-    assert "OptimizedModule" in got.values["inspect"]["classes"]
-    assert_same_training(got, want)
-    losses = [torch.as_tensor(result.values["evaluate"]) for result in (got, want)]
+    actual, expected = slow_runs["compiled"][0], slow_runs["stock"][0]
+    assert "OptimizedModule" in actual.values["inspect"]["classes"]
+    assert_same_training(actual, expected)
+    losses = [torch.as_tensor(result.values["evaluate"]) for result in (actual, expected)]
     assert_close("evaluation", *losses, FP32_BUDGET)
-    assert_loads_in_stock(got, tmp_path)
+    assert_loads_in_stock(actual, tmp_path)
 
 
 @pytest.mark.slow
@@ -233,8 +235,8 @@ def test_saved_model_under_full_state_dict(slow_runs: Results, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["best", "best full"])
-def test_best_model_is_back_at_the_end(slow_runs: Results, name: str) -> None:
-    """Stock in one process is no reference here: transformers 5.23 restores all but the experts."""
+def test_the_best_model_is_loaded_at_the_end(slow_runs: Results, name: str) -> None:
+    """Stock is no reference: transformers 5.23 restores all parameters except the experts."""
     result = slow_runs[name][0]
     assert_same_training(result, slow_runs["stock"][0])
     assert result.params_at.keys() == {2, 4, 6}
@@ -242,5 +244,7 @@ def test_best_model_is_back_at_the_end(slow_runs: Results, name: str) -> None:
     assert losses[0] == losses.max() and losses[0] != losses[2]
     assert result.values["evaluate"] == losses[0]
     for key, parameter in result.params.items():
-        assert torch.equal(parameter, result.params_at[2][key]), f"{key} is not the best one"
+        assert torch.equal(parameter, result.params_at[2][key]), (
+            f"{key} is not that of the best step"
+        )
         assert not torch.equal(parameter, result.params_at[6][key]), f"{key} was never trained"

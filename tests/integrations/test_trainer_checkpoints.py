@@ -1,4 +1,8 @@
-"""The Trainer's checkpoints of a patched model: complete or not there, old ones deleted last."""
+"""The Trainer's checkpoints of a patched model.
+
+Only complete checkpoints are resumed, old ones are deleted after the new one is complete, and
+loading runs no code from the files.
+"""
 
 import json
 import os
@@ -38,7 +42,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Results:
-    """Four ranks train to step 3 and stop; what they left is damaged, and resumed at ep 4."""
+    """Four ranks train to step 3 and stop. Changed copies of their folder are resumed at ep 4.
+
+    torn             the manifest is missing, as after a save that did not finish
+    flipped          one bit of the optimizer's data is flipped
+    stock            our two files are missing, as the stock Trainer saves
+    code             `.metadata` is a pickle that runs code
+    planted          an item of the optimizer is a pickle that runs code; a new manifest
+    planted, bare    the same, without our two files
+    """
     half = folder / "half"
     results = launch(
         [
@@ -67,14 +79,14 @@ def runs(folder: Path) -> Results:
         manifest.write(last[name], {})
     for file in (manifest.MANIFEST, manifest.STARTED):
         (last["planted, bare"] / file).unlink()
-    again = {"seed": 1, "arguments": SAVE, "ep": 4}
+    resume = {"seed": 1, "arguments": SAVE, "ep": 4}
     return results | launch(
         [
-            Case("torn", ("resume",), folder=folder / "torn", **again),
-            Case("flipped", ("resume 3",), folder=folder / "flipped", fails=True, **again),
-            Case("stock", ("resume 3",), folder=folder / "stock", **again),
+            Case("torn", ("resume",), folder=folder / "torn", **resume),
+            Case("flipped", ("resume 3",), folder=folder / "flipped", fails=True, **resume),
+            Case("stock", ("resume 3",), folder=folder / "stock", **resume),
             *(
-                Case(name, ("resume 3",), folder=folder / name, fails=True, **again)
+                Case(name, ("resume 3",), folder=folder / name, fails=True, **resume)
                 for name in ("code", "planted", "planted, bare")
             ),
         ],
@@ -87,53 +99,55 @@ def runs(folder: Path) -> Results:
 def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
     for number in (1, 2, 3):
         manifest.check(folder / "half" / f"checkpoint-{number}")
-    found = manifest.read(folder / "half" / "checkpoint-3")
-    assert found["layout"]["ep_size"] == 2 and found["layout"]["world_size"] == 4
-    named = found["files"]
-    assert "trainer_state.json" in named and "optimizer_0/.metadata" in named
-    assert "scheduler.pt" in named and "rng_state_3.pth" in named
+    content = manifest.read(folder / "half" / "checkpoint-3")
+    assert content["layout"]["ep_size"] == 2 and content["layout"]["world_size"] == 4
+    files = content["files"]
+    assert "trainer_state.json" in files and "optimizer_0/.metadata" in files
+    assert "scheduler.pt" in files and "rng_state_3.pth" in files
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
-    """Tensors with the same layout share a list of parts in `.metadata`, where torch writes one
-    list each. Then no plan is gathered: see `tests/checkpoints/test_planner.py`.
+    """`.metadata` shows it: tensors with the same layout share one list of chunks.
+
+    torch, which gathers the plans of all ranks, writes one list per tensor. See also
+    `tests/checkpoints/test_planner.py`.
     """
     reader = MetadataReader(folder / "half" / "checkpoint-3" / part)
-    of_all = reader.read_metadata().state_dict_metadata.values()
-    tensors = [of_one for of_one in of_all if hasattr(of_one, "chunks")]
-    assert 1 < len({id(of_one.chunks) for of_one in tensors}) < len(tensors) / 2
+    entries = reader.read_metadata().state_dict_metadata.values()
+    tensors = [entry for entry in entries if hasattr(entry, "chunks")]
+    assert 1 < len({id(tensor.chunks) for tensor in tensors}) < len(tensors) / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["torn", "stock"])
 def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
-    """`True` passes over the torn checkpoint. Stock's needs no manifest."""
+    """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's needs no manifest."""
     for key in ("loss", "grad_norm"):
-        got, want = runs[case][0].series(key), runs["whole"][0].series(key)
-        assert len(got) == 6
-        for number, pair in enumerate(zip(got, want, strict=True), start=1):
+        actual, expected = runs[case][0].series(key), runs["whole"][0].series(key)
+        assert len(actual) == 6
+        for number, pair in enumerate(zip(actual, expected, strict=True), start=1):
             assert_close(f"{key} of step {number}", *pair, FP32_BUDGET)
 
 
 @pytest.mark.slow
-def test_what_was_said(runs: Results, folder: Path) -> None:
-    said = (folder / "second" / "output.txt").read_text()
-    assert said.count("torn/checkpoint-2, because") == 1
-    assert "torn/checkpoint-3 has no manifest.json: this checkpoint was not finished" in said
-    assert said.count("stock/checkpoint-3 cannot be verified: it has no manifest.json") == 1
+def test_skipped_and_unverified_checkpoints_are_reported(runs: Results, folder: Path) -> None:
+    output = (folder / "second" / "output.txt").read_text()
+    assert output.count("torn/checkpoint-2, because") == 1
+    assert "torn/checkpoint-3 has no manifest.json: this checkpoint was not finished" in output
+    assert output.count("stock/checkpoint-3 cannot be verified: it has no manifest.json") == 1
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_named_on_every_rank(runs: Results) -> None:
+def test_every_rank_names_the_file_with_a_flipped_bit(runs: Results) -> None:
     assert len(runs["flipped"]) == 4
     for result in runs["flipped"]:
         assert "ValueError: " in result.error and ".distcp has changed since" in result.error
 
 
 @pytest.mark.slow
-def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
+def test_a_pickle_in_metadata_runs_no_code(runs: Results, folder: Path) -> None:
     for result in runs["code"]:
         assert "posix.mkdir is not allowed in the metadata" in result.error, result.error
     assert not (folder / "code ran").exists()
@@ -142,8 +156,8 @@ def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["planted", "planted, bare"])
-def test_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
-    """With a manifest, which names the changed file, and without one, as in a stock checkpoint."""
+def test_a_pickle_in_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
+    """A manifest is no protection: an attacker can write a new one, or none as stock does."""
     assert len(runs[case]) == 4
     for result in runs[case]:
         words = "optimizer_0/__0_0.distcp cannot be loaded: its item optimizer."
@@ -152,7 +166,8 @@ def test_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> Non
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def environment() -> Iterator[None]:
+    """Restore the environment variables, which the Trainer changes."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -178,19 +193,19 @@ def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
     )
 
 
-def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: None) -> None:
-    seen, stock = [], manifest.write
+def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> None:
+    folders, stock_write = [], manifest.write
 
-    def watched(folder: Path, *args: Any, **kwargs: Any) -> None:
-        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+    def record(folder: Path, *args: Any, **kwargs: Any) -> None:
+        folders.append(sorted(path.name for path in tmp_path.iterdir()))
         assert (folder / manifest.STARTED).exists() and (folder / "trainer_state.json").exists()
         if folder.name == "checkpoint-3":
             raise OSError("killed here")
-        stock(folder, *args, **kwargs)
+        stock_write(folder, *args, **kwargs)
 
-    with mock.patch.object(manifest, "write", watched), pytest.raises(OSError, match="killed"):
+    with mock.patch.object(manifest, "write", record), pytest.raises(OSError, match="killed"):
         _trainer(tmp_path, True).train()
-    assert seen == [
+    assert folders == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-2", "checkpoint-3"],
@@ -207,27 +222,27 @@ def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: No
         _trainer(tmp_path, True).train(resume_from_checkpoint=True)
 
 
-def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -> None:
-    """Stock looks for the names in the file and would leave the experts as they are."""
+def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:
+    """Stock looks for its own parameter names in the file, and would not load the experts."""
     trainer = _trainer(tmp_path, True)
     trainer.train()
-    want = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     resumed = _trainer(tmp_path, True)
     for load in ("resume", "best"):
         with torch.no_grad():
             for parameter in resumed.model.parameters():
                 parameter.fill_(5.0)
         if load == "resume":
-            resumed.train(resume_from_checkpoint=True)  # at its last step: nothing to train
+            resumed.train(resume_from_checkpoint=True)  # no step is left to train
         else:
             resumed.state.best_model_checkpoint = os.fspath(tmp_path / "checkpoint-3")
             resumed._load_best_model()
         for name, parameter in resumed.model.named_parameters():
-            assert torch.equal(parameter, want[name]), (load, name)
+            assert torch.equal(parameter, expected[name]), (load, name)
 
 
-def test_files_of_more_ranks_are_gone_when_saved_again(tmp_path: Path, one_process: None) -> None:
-    """An unfinished run of eight ranks left them. None of its random states is read."""
+def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:
+    """Eight ranks wrote the files, with random states that a resumed run must not read."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
     notes = folder / "notes.txt"
@@ -243,8 +258,8 @@ def test_files_of_more_ranks_are_gone_when_saved_again(tmp_path: Path, one_proce
     assert "rng_state.pth" in named and "rng_state_7.pth" not in named
 
 
-def test_a_full_disk(tmp_path: Path, one_process: None) -> None:
-    """The error says so, and the checkpoint before stays the newest and whole."""
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None) -> None:
+    """The error names the folder and the reason."""
     small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
@@ -252,8 +267,8 @@ def test_a_full_disk(tmp_path: Path, one_process: None) -> None:
         trainer = _trainer(tmp_path, True)
         trainer.args.max_steps = 1
         trainer.train()
-        left = shutil.disk_usage(tmp_path).free
-        (tmp_path / "filler").write_bytes(bytes(left - 60_000))  # less than the model
+        free = shutil.disk_usage(tmp_path).free
+        (tmp_path / "filler").write_bytes(bytes(free - 60_000))  # less than the model
         trainer = _trainer(tmp_path, True)
         with pytest.raises(RuntimeError) as caught:
             trainer.train(resume_from_checkpoint=True)
@@ -266,10 +281,10 @@ def test_a_full_disk(tmp_path: Path, one_process: None) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_a_torn_one_is_not_kept_for_a_complete_one(
-    tmp_path: Path, one_process: None, limit: int
+def test_a_torn_checkpoint_is_deleted_before_complete_ones(
+    tmp_path: Path, environment: None, limit: int
 ) -> None:
-    """A run is killed at 3, resumed from 1 and saved at 2. By its number, 3 would be kept last."""
+    """A run is killed in the save of step 3, resumes from 1 and saves 2. Stock would keep 3."""
     trainer = _trainer(tmp_path, True)
     trainer.args.save_total_limit = None
     trainer.train()
@@ -284,7 +299,7 @@ def test_a_torn_one_is_not_kept_for_a_complete_one(
     manifest.check(tmp_path / "checkpoint-2")
 
 
-def test_a_push_has_the_manifest(tmp_path: Path, one_process: None) -> None:
+def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: None) -> None:
     trainer, pushed = _trainer(tmp_path, True), []
 
     def push(folder: str) -> None:
@@ -306,7 +321,7 @@ def test_a_push_has_the_manifest(tmp_path: Path, one_process: None) -> None:
     ]
 
 
-def test_other_models_go_through_stock(tmp_path: Path, one_process: None) -> None:
+def test_checkpoints_of_an_unpatched_model_are_stock(tmp_path: Path, environment: None) -> None:
     _trainer(tmp_path, False).train()
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert not names & {manifest.MANIFEST, manifest.STARTED}
@@ -315,8 +330,8 @@ def test_other_models_go_through_stock(tmp_path: Path, one_process: None) -> Non
         _trainer(tmp_path, False).train(resume_from_checkpoint=True)
 
 
-class _Asks:
-    """Pickled as a call of getattr."""
+class _GetAttrCall:
+    """Is pickled as a call of getattr(owner, name)."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.call = getattr, (owner, name)
@@ -325,12 +340,12 @@ class _Asks:
         return self.call
 
 
-def test_getattr_gives_members_of_enums_and_nothing_else(tmp_path: Path) -> None:
+def test_unpickling_allows_getattr_for_enum_members_only(tmp_path: Path) -> None:
     """Python up to 3.11.3 pickles enums as calls of getattr."""
-    kind = metadata._MEM_FORMAT_ENCODING
-    (tmp_path / "enum").write_bytes(pickle.dumps(_Asks(kind, "TORCH_CONTIGUOUS_FORMAT")))
-    (tmp_path / "code").write_bytes(pickle.dumps(_Asks(kind, "__init__")))
+    enum = metadata._MEM_FORMAT_ENCODING
+    (tmp_path / "enum").write_bytes(pickle.dumps(_GetAttrCall(enum, "TORCH_CONTIGUOUS_FORMAT")))
+    (tmp_path / "code").write_bytes(pickle.dumps(_GetAttrCall(enum, "__init__")))
     with (tmp_path / "enum").open("rb") as file:
-        assert restricted._Unpickler(file).load() is kind.TORCH_CONTIGUOUS_FORMAT
+        assert restricted._Unpickler(file).load() is enum.TORCH_CONTIGUOUS_FORMAT
     with (tmp_path / "code").open("rb") as file, pytest.raises(pickle.UnpicklingError):
         restricted._Unpickler(file).load()

@@ -1,4 +1,4 @@
-"""LoRA through the stock Trainer on 4 ranks, against stock PEFT in one process."""
+"""LoRA trains with the stock Trainer on 4 ranks as stock PEFT does in one process."""
 
 from pathlib import Path
 
@@ -12,52 +12,53 @@ from support.scripts import CPU_4
 from support.tiny_models import batch, tiny
 from support.trainer_runs import FP32_BUDGET, SAVE, Results, assert_same_log, assert_same_training
 
-# Every rank with every target and every ep once; accumulation over 2 micro-batches in all.
+# A latin square: each LoRA rank once with each target and each ep_size.
 SQUARE = [
-    (r, what, (1, 2, 4)[(row + column) % 3])
+    (r, targets, (1, 2, 4)[(row + column) % 3])
     for row, r in enumerate((1, 8, 16))
-    for column, what in enumerate(TARGETS)
+    for column, targets in enumerate(TARGETS)
 ]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_lora")
-    stock = [Case(f"stock {r} {what}", lora=r, lora_on=what) for r, what, _ in SQUARE]
-    ranks = [Case(f"{r} {what}", ep=ep, lora=r, lora_on=what) for r, what, ep in SQUARE]
+    stock = [Case(f"stock {r} {targets}", lora=r, lora_on=targets) for r, targets, _ in SQUARE]
+    ranks = [Case(f"{r} {targets}", ep=ep, lora=r, lora_on=targets) for r, targets, ep in SQUARE]
     ranks.append(Case("saved", ("train", "save"), ep=2, lora=8))
     ranks.append(Case("after", ("train", "save"), ep=2, lora=8, lora_after=True))
     killed = Case("killed", ep=4, lora=8, arguments=SAVE, folder=folder / "half", kill_after=3)
-    # The checkpoint holds adapters alone; untrained ones would log the losses of steps 1 to 3.
-    again = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
+    # The checkpoint contains only adapters. If they were not loaded, the losses would be those of
+    # steps 1 to 3.
+    resumed = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
     with pytest.raises(AssertionError, match=r"SIGKILL|Signal 9"):
         launch([killed], folder / "killed", CPU_4)
     assert [path.name for path in (folder / "half").iterdir()] == ["checkpoint-3"]
     return {
         **launch(stock, folder / "stock"),
         **launch(ranks, folder / "ranks", CPU_4, timeout=500),
-        **launch(again, folder / "again", CPU_4),
+        **launch(resumed, folder / "again", CPU_4),
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("r", "what", "ep"), SQUARE)
-def test_training_equals_stock(runs: Results, r: int, what: str, ep: int) -> None:
-    got, want = runs[f"{r} {what}"][0], runs[f"stock {r} {what}"][0]
-    trained = {key for key in want.grads if "lora_" in key}
-    assert len(trained) == 2 * 2 * (4 if what == "both" else 2)
-    assert trained == set(want.grads)
-    assert_same_training(got, want)
+@pytest.mark.parametrize(("r", "targets", "ep"), SQUARE)
+def test_training_equals_stock(runs: Results, r: int, targets: str, ep: int) -> None:
+    actual, expected = runs[f"{r} {targets}"][0], runs[f"stock {r} {targets}"][0]
+    trained = {key for key in expected.grads if "lora_" in key}
+    assert len(trained) == 2 * 2 * (4 if targets == "both" else 2)
+    assert trained == set(expected.grads)
+    assert_same_training(actual, expected)
 
 
 @pytest.mark.slow
-def test_adapters_attached_behind_patch_equal_stock(runs: Results) -> None:
+def test_adapters_attached_after_patch_equal_stock(runs: Results) -> None:
     assert_same_training(runs["after"][0], runs["stock 8 both"][0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["saved", "after"])
-def test_saved_adapter_opens_in_stock_peft(runs: Results, name: str) -> None:
+def test_stock_peft_loads_the_saved_adapter(runs: Results, name: str) -> None:
     result = runs[name][0]
     folder: Path = result.values["save"]
     assert (folder / "adapter_model.safetensors").exists()
@@ -68,7 +69,8 @@ def test_saved_adapter_opens_in_stock_peft(runs: Results, name: str) -> None:
     with torch.no_grad():
         inputs = batch(opened, 2, 9)
         plain = tiny(dtype=torch.float32)(**inputs).logits
-        assert (opened(**inputs).logits - plain).abs().max() > 0.01, "the adapter does something"
+        change = (opened(**inputs).logits - plain).abs().max()
+        assert change > 0.01, "the adapter must change the logits"
 
 
 @pytest.mark.slow
@@ -76,5 +78,5 @@ def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
     assert_same_log(runs["resumed"][0], runs["stock 8 both"][0])
     for name, parameter in runs["saved"][0].params.items():
         if "lora_" in name:
-            # AdamW turns rounding into steps where a gradient is close to zero.
+            # AdamW makes steps of full size from rounding errors of gradients near zero.
             assert_close(name, runs["resumed"][0].params[name], parameter, 100 * FP32_BUDGET)

@@ -70,11 +70,11 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
     return {**runs, **launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
 
-def _assert_equals_stock(got: Result, want: Result) -> None:
-    assert_same_training(got, want)
-    assert_same_evaluation(got, want, count=3)
+def _assert_equals_stock(actual: Result, expected: Result) -> None:
+    assert_same_training(actual, expected)
+    assert_same_evaluation(actual, expected, count=3)
     for key in ("epoch", "step", "num_input_tokens_seen"):
-        assert torch.equal(got.series(key)[:STEPS], want.series(key)[:STEPS]), key
+        assert torch.equal(actual.series(key)[:STEPS], expected.series(key)[:STEPS]), key
 
 
 @pytest.mark.slow
@@ -110,18 +110,18 @@ def test_training_with_token_counts_per_rank_equals_stock(slow_runs: Results) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["epoch sp2", "epoch sp4"])
 def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(slow_runs: Results, name: str) -> None:
-    got, want = slow_runs[name][0], slow_runs["stock epoch"][0]
-    assert_same_training(got, want)
-    assert torch.equal(got.series("epoch"), want.series("epoch"))
+    actual, expected = slow_runs[name][0], slow_runs["stock epoch"][0]
+    assert_same_training(actual, expected)
+    assert torch.equal(actual.series("epoch"), expected.series("epoch"))
 
 
 @pytest.mark.slow
 def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None:
     for rank in runs["sp2"]:
         assert_same_after_training(rank, runs["stock"][0])
-        got, want = (result.values["predict 21"] for result in (rank, runs["stock"][0]))
-        assert got.shape == want.shape and got.shape[0] == 21
-        assert_close("logits of 21 samples", got, want, AFTER_ADAMW)
+        actual, expected = (result.values["predict 21"] for result in (rank, runs["stock"][0]))
+        assert actual.shape == expected.shape and actual.shape[0] == 21
+        assert_close("logits of 21 samples", actual, expected, AFTER_ADAMW)
 
 
 @needs_tower_in_blocks

@@ -1,4 +1,4 @@
-"""The table of what is wrapped: its targets exist, and each wrap is put in when it is needed.
+"""The table of wrapped functions: its targets exist, and each is wrapped when it is needed.
 
 `make test-oldest` runs this with the oldest versions that are supported.
 """
@@ -30,25 +30,28 @@ from hf_moe_ep.integrations.install import OBJECTS, PROCESS, wraps
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
 
 ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package != "trl"]
-ORIGINAL = object()  # takes the place of the function that a wrapper is given
+ORIGINAL = object()  # passed to a wrapper instead of the wrapped function
 
 
 @pytest.mark.parametrize("wrap", ROWS, ids=lambda wrap: wrap.target)
-def test_a_target_resolves_and_its_wrapper_takes_what_it_takes(wrap: Wrap) -> None:
+def test_a_target_resolves_and_its_wrapper_takes_the_same_arguments(wrap: Wrap) -> None:
     owner, name = find_owner(wrap)
     assert callable(getattr(owner, name))
     assert wrap.why
     # If the function is wrapped already, this is the signature that functools.wraps kept.
     stock = inspect.signature(getattr(owner, name))
     ours = inspect.signature(wrap.wrapper)
-    for args, kwargs in _calls(stock):
+    for args, kwargs in _list_calls(stock):
         stock.bind(*args, **kwargs)
         ours.bind(ORIGINAL, *args, **kwargs)
 
 
-def _calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]]]:
-    """The ways to call a function: what it must be given, and all of it by place or by name."""
-    needed, by_place, by_name = [], [], {}
+def _list_calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]]]:
+    """List three calls of a function as (args, kwargs).
+
+    They pass the required arguments, all arguments by position, and all arguments by name.
+    """
+    required, by_position, by_name = [], [], {}
     for name, parameter in signature.parameters.items():
         kind = parameter.kind
         if kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -56,23 +59,23 @@ def _calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]
         if kind is parameter.KEYWORD_ONLY:
             by_name[name] = name
             continue
-        by_place.append(name)
+        by_position.append(name)
         if parameter.default is parameter.empty:
-            needed.append(name)
-    first, rest = by_place[:1], by_place[1:]  # self goes by place
+            required.append(name)
+    self_argument, rest = by_position[:1], by_position[1:]  # self is always passed by position
     return [
-        (needed, {}),
-        (by_place, by_name),
-        (first, by_name | {name: name for name in rest}),
+        (required, {}),
+        (by_position, by_name),
+        (self_argument, by_name | {name: name for name in rest}),
     ]
 
 
-def test_a_target_stands_in_the_table_once() -> None:
+def test_no_target_is_twice_in_the_table() -> None:
     targets = [wrap.target for wrap in (*PROCESS, *OBJECTS)]
     assert len(set(targets)) == len(targets)
 
 
-def test_the_report_holds_every_row() -> None:
+def test_the_report_has_every_row_of_the_table() -> None:
     reports = wraps()
     assert [report.target for report in reports] == [wrap.target for wrap in ROWS]
     for report, wrap in zip(reports, ROWS, strict=True):
@@ -80,7 +83,7 @@ def test_the_report_holds_every_row() -> None:
         assert report.process == (wrap in PROCESS)
 
 
-# A script in a fresh process -> the wraps that are in force at its end.
+# The imports of a script that runs in a fresh process.
 IMPORTS = {
     "nothing": "",
     "Accelerate": "from accelerate import Accelerator",
@@ -116,7 +119,7 @@ model(**batch(model, 2, 7, seed=0)).loss.backward()
 model.save_pretrained(FOLDER)
 """
 SCRIPTS = {
-    # name: (what the script imports, what it does with the model, wraps in force)
+    # name: (key of IMPORTS, code that uses the model, number of wraps in force at the end)
     "patch and an own loop": ("nothing", OWN_LOOP, 0),
     "Accelerate": ("Accelerate", PREPARE, 3),
     "Trainer": ("Trainer", TRAIN, 10),
@@ -159,25 +162,26 @@ _CASES = [
 
 
 @pytest.mark.parametrize(("name", "imported_first"), _CASES)
-def test_wraps_are_put_in_when_they_are_needed(name: str, imported_first: bool) -> None:
-    package, use, wanted = SCRIPTS[name]
+def test_functions_are_wrapped_when_a_script_needs_them(name: str, imported_first: bool) -> None:
+    package, use, num_wraps = SCRIPTS[name]
     if name == "TRL":
         pytest.importorskip("trl", minversion="1.16")
     imported = IMPORTS[package]
-    none = "assert not in_force(), in_force()"
-    counted = f"{use}\nassert len(in_force()) == {wanted}, sorted(in_force())"
+    no_wraps = "assert not in_force(), in_force()"
+    counted = f"{use}\nassert len(in_force()) == {num_wraps}, sorted(in_force())"
     if imported_first:
-        _run(imported, "import hf_moe_ep.apply", none, "model = patch(tiny(**KIND))", counted)
+        _run(imported, "import hf_moe_ep.apply", no_wraps, "model = patch(tiny(**KIND))", counted)
     else:
-        _run(f"model = patch(tiny(**KIND))\n{none}", imported, counted)
+        _run(f"model = patch(tiny(**KIND))\n{no_wraps}", imported, counted)
 
 
-# Lines that stock objects may run: those of a wrap that asks for a patched model and finds none.
+# Functions of ours that stock objects may call: a wrapper looks for a patched model, finds none and
+# calls the original function.
 TRACE = """
 import hf_moe_ep
 OURS = os.path.dirname(hf_moe_ep.__file__)
-seen = set()
-LOOKS = {
+called = set()
+ALLOWED = {
     # wrap.py: the function around a stock function, and its check of missing features
     "wrapped", "_refuse_missing",
     # install.py: the wraps of the process; state.py: the search for a patched model
@@ -187,18 +191,18 @@ LOOKS = {
     "is_specialised", "<genexpr>", "<listcomp>",
 }
 def trace(frame, event, arg):
-    # The finder that waits for imports is asked at each import, whoever imports.
+    # Python asks our import finder at every import, of any module.
     if frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name != "find_spec":
-        seen.add((frame.f_code.co_name, os.path.basename(frame.f_code.co_filename)))
+        called.add((frame.f_code.co_name, os.path.basename(frame.f_code.co_filename)))
     return None
 stock = tiny(**KIND)
 model = patch(tiny(**KIND))
 """
 END_TRACE = """
 sys.setprofile(None)
-strange = {one for one in seen if one[0] not in LOOKS}
-assert not strange, strange
-print(len(seen))
+forbidden = {function for function in called if function[0] not in ALLOWED}
+assert not forbidden, forbidden
+print(len(called))
 """
 
 
@@ -216,11 +220,11 @@ def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
     The patched model is trained first in the same way, so that all wraps are in force. Afterwards
     only the wraps of the process are called, once for each object that is made or prepared.
     """
-    package, use, wanted = SCRIPTS[name]
-    # The same twice: the model under the name of the script's is the stock one the second time.
-    again = "sys.setprofile(trace)\nmodel = stock"
-    printed = _run(IMPORTS[package], TRACE, use, again, use, END_TRACE)
-    assert int(printed.split()[-1]) == 0 or wanted > 0
+    package, use, num_wraps = SCRIPTS[name]
+    # `use` runs twice: first with the patched model, then with the stock model as `model`.
+    switch_to_stock = "sys.setprofile(trace)\nmodel = stock"
+    printed = _run(IMPORTS[package], TRACE, use, switch_to_stock, use, END_TRACE)
+    assert int(printed.split()[-1]) == 0 or num_wraps > 0
 
 
 STEP = """
@@ -232,26 +236,26 @@ optimizer.step()
 optimizer.zero_grad()
 accelerator.save_state(FOLDER)
 sys.setprofile(None)
-assert not seen, seen
+assert not called, called
 """
 
 
 def test_a_step_of_a_stock_model_under_accelerate_calls_nothing_of_ours() -> None:
-    """Neither a wrap nor its check runs, from forward to save_state."""
+    """No wrapper and no check of a wrapper runs, from the forward to save_state."""
     rows = "rows = batch(stock, 2, 7, seed=0)\nmodel = stock"
     _run(IMPORTS["Accelerate"], TRACE, PREPARE, rows, PREPARE, STEP)
 
 
 class _MyTrainer(Trainer):
-    """A user's trainer, whose own method stays the first that is called."""
+    """A trainer of a user that overrides a method."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self.called = ["mine"]
         super().save_model(output_dir, _internal_call)
 
 
-def test_a_subclass_of_the_user_is_called_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours is called before stock's, and the class keeps its name."""
+def test_a_method_of_a_user_is_called_before_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper is called before stock's method, and the class keeps its name."""
 
     def ours(original: Callable[..., Any], self: Any, *args: Any) -> None:
         self.called.append("ours")
@@ -261,13 +265,13 @@ def test_a_subclass_of_the_user_is_called_before_ours(monkeypatch: pytest.Monkey
         self.called.append("stock")
 
     monkeypatch.setattr(Trainer, "save_model", stock)
-    trainer, other = _MyTrainer.__new__(_MyTrainer), _MyTrainer.__new__(_MyTrainer)
+    wrapped, unwrapped = _MyTrainer.__new__(_MyTrainer), _MyTrainer.__new__(_MyTrainer)
     row = Wrap("transformers.trainer:Trainer.save_model", ours, "to see it", FEATURE)
-    specialise(trainer, Trainer, [row])
-    trainer.save_model()
-    other.save_model()
-    assert trainer.called == ["mine", "ours", "stock"] and other.called == ["mine", "stock"]
-    assert type(trainer).__name__ == "_MyTrainer" and isinstance(trainer, _MyTrainer)
+    specialise(wrapped, Trainer, [row])
+    wrapped.save_model()
+    unwrapped.save_model()
+    assert wrapped.called == ["mine", "ours", "stock"] and unwrapped.called == ["mine", "stock"]
+    assert type(wrapped).__name__ == "_MyTrainer" and isinstance(wrapped, _MyTrainer)
 
 
 def _ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -290,13 +294,13 @@ def test_a_missing_target_is_named_with_its_feature_and_the_rest_is_wrapped(
         Wrap(target, _ours, "to see that it is missing", FEATURE),
         Wrap("transformers.trainer:Trainer.num_tokens", _ours, "to see it wrapped", FEATURE),
     )
-    said = f"{target} is not in transformers {version}.*: something that needs it .*is missing"
-    with pytest.warns(UserWarning, match=said):
+    message = f"{target} is not in transformers {version}.*: something that needs it .*is missing"
+    with pytest.warns(UserWarning, match=message):
         wrap_process(rows)
     assert Trainer.num_tokens._hf_moe_ep_wrapper is _ours
 
 
-def test_a_call_that_uses_a_missing_feature_raises_what_the_warning_says(
+def test_a_call_that_uses_a_missing_feature_raises_the_text_of_the_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call that does not use the feature runs through the wrapper as before."""
@@ -312,7 +316,7 @@ def test_a_call_that_uses_a_missing_feature_raises_what_the_warning_says(
     assert Trainer.num_tokens("short") == 4
     with pytest.raises(ImportError, match=r"no_other is not in .* long runs") as raised:
         Trainer.num_tokens("long")
-    assert [str(one.message) for one in warned] == [str(raised.value)]
+    assert [str(warning.message) for warning in warned] == [str(raised.value)]
 
 
 @pytest.mark.parametrize("name", [name for name in dir(features) if name.isupper()])
@@ -324,7 +328,6 @@ def test_a_feature_is_used_by_targets_of_the_table(name: str) -> None:
         assert set(feature.used_by) <= {wrap.target for wrap in rows}
 
 
-# What is taken out of an installed version, and what a rank does that uses the feature.
 def _prepare(accelerator: Accelerator, model: nn.Module) -> None:
     accelerator.prepare(model, torch.optim.SGD(model.parameters()))
 
@@ -334,6 +337,7 @@ def _save_state(accelerator: Accelerator, model: nn.Module) -> None:
     accelerator.save_state("nowhere")
 
 
+# name: (module and function that a rank deletes, the missing feature, a call that uses the feature)
 MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]]] = {
     "fsdp2_prepare_model": (
         accelerate.accelerator,
@@ -351,16 +355,16 @@ MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]
 
 
 def _without_a_target(name: str, rank: int, world: int) -> None:
-    """A loop without the feature equals stock; a call that uses it raises what was warned of."""
+    """A loop without the feature equals stock. A call that uses it raises the warning's text."""
     module, function, feature, use = MISSING[name]
     delattr(module, function)
-    said = f"{function} is not in accelerate .*: {feature} "
-    with pytest.warns(UserWarning, match=said):
+    message = f"{function} is not in accelerate .*: {feature} "
+    with pytest.warns(UserWarning, match=message):
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
-    one = batch(ours, 2, 7, seed=rank)
-    want = tiny(dtype=torch.float32)(**one).loss
-    assert_close("loss", ours(**one).loss, want, FP32_BUDGET)
-    with launched(), pytest.raises(ImportError, match=said):
+    inputs = batch(ours, 2, 7, seed=rank)
+    expected = tiny(dtype=torch.float32)(**inputs).loss
+    assert_close("loss", ours(**inputs).loss, expected, FP32_BUDGET)
+    with launched(), pytest.raises(ImportError, match=message):
         use(Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2))
 
 
@@ -380,8 +384,8 @@ def test_without_a_target(found: Found, claim: Check) -> None:
 
 _WITHOUT_PEFT = """
 import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *args: None if name == "peft" else found(name, *args)
+stock = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name == "peft" else stock(name, *args)
 from hf_moe_ep.integrations.install import wraps
 patch(tiny(**KIND))
 assert "peft" not in sys.modules
@@ -391,5 +395,5 @@ assert absent and all(row.target.startswith("peft") and not row.error for row in
 
 
 @pytest.mark.slow
-def test_without_peft_the_rest_is_wrapped() -> None:
+def test_without_peft_all_other_functions_are_wrapped() -> None:
     _run(_WITHOUT_PEFT)

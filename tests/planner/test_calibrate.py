@@ -1,6 +1,4 @@
-"""Calibration finds the rates of invented samples again, and those of a real rank
-predict its step.
-"""
+"""`fit` computes the rates behind invented samples; rates of a real rank predict its step."""
 
 import json
 from dataclasses import replace
@@ -10,7 +8,7 @@ from typing import Any
 import plan as bench
 import pytest
 from support.needs import needs_bf16_attention
-from test_step import SIZES_OF_BENCH, alone
+from test_step import SIZES_OF_BENCH, group_of_one
 
 from hf_moe_ep.planner import calibrate
 from hf_moe_ep.planner.calibrate import LARGE, Sample, fit, measure_rates, record_of
@@ -53,66 +51,69 @@ COLLECTIVES = tuple(
 )
 
 
-def test_rates_come_out_again() -> None:
-    """Samples of a machine with RATES, up to rounding. The host's share explains a whole step. A
-    GPU's host goes ahead, so a step that takes less than the sum of its parts overlaps.
+def test_fit_computes_the_rates_that_made_the_samples() -> None:
+    """The samples are seconds that a machine with RATES needs.
+
+    On a CPU, the difference between a step and the sum of its parts is time of the host. With a GPU
+    the host runs ahead, so a step that takes less than its parts has overlapping collectives.
     """
     machine = record_of(RATES)
-    samples = [Sample(one, operator_seconds(one, machine)) for one in OPERATORS]
-    samples += [Sample(one, collective_seconds(one, machine)) for one in COLLECTIVES]
-    # A launch takes what no rate explains.
+    samples = [Sample(operator, operator_seconds(operator, machine)) for operator in OPERATORS]
+    samples += [Sample(each, collective_seconds(each, machine)) for each in COLLECTIVES]
+    # `fit` ignores operators below LARGE bytes, because their seconds are those of a launch.
     samples.append(Sample(Operator("memory", "", 0, LARGE // 2), 5.0))
     work = StepWork(
         {"all": Stretch(tuple((x, 1) for x in OPERATORS), tuple((x, 1) for x in COLLECTIVES))}
     )
     seconds = time_of_work(work, machine).seconds
-    found = fit(samples, work, seconds=seconds, node_size=2)
-    fractions = {name: found["fractions"][name] for name in RATES["fractions"]}
+    fitted = fit(samples, work, seconds=seconds, node_size=2)
+    fractions = {name: fitted["fractions"][name] for name in RATES["fractions"]}
     for name, rate in RATES.items():
-        assert (found | {"fractions": fractions})[name] == pytest.approx(rate, rel=1e-6), name
-    # No expert was seen in bfloat16: those of float32 ran again 3 times as fast.
-    again = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
-    more = fit(samples, work, seconds=seconds, node_size=2, again=again)
+        assert (fitted | {"fractions": fractions})[name] == pytest.approx(rate, rel=1e-6), name
+    # No sample has grouped products in bfloat16. `again` says that they are 3 times as fast.
+    rates_by_dtype = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
+    more = fit(samples, work, seconds=seconds, node_size=2, again=rates_by_dtype)
     thrice = record_of(more)
     assert thrice.reached("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
     product = Operator("grouped", "bfloat16", 3 * 10**9, 1)
     assert operator_seconds(product, thrice) == pytest.approx(1.0)
-    # What moved float32 moved bfloat16 at half the rate; what has no dtype at that of all.
-    known = [replace(one, dtype="float32") if one.kind == "memory" else one for one in OPERATORS]
-    samples += [Sample(one, operator_seconds(one, machine)) for one in known]
+    # `again` says that bytes in bfloat16 move at half the rate of float32. Operators without dtype
+    # get the rate of all samples.
+    known = [replace(op, dtype="float32") if op.kind == "memory" else op for op in OPERATORS]
+    samples += [Sample(op, operator_seconds(op, machine)) for op in known]
     half = record_of(
         fit(
             samples,
             work,
             seconds=seconds,
             node_size=2,
-            again=again | {"memory": {"float32": 6.0, "bfloat16": 3.0}},
+            again=rates_by_dtype | {"memory": {"float32": 6.0, "bfloat16": 3.0}},
         )
     )
-    for dtype, wanted in (("float32", 1.0), ("bfloat16", 2.0), ("", 1.0)):
-        took = operator_seconds(Operator("memory", dtype, 0, 10**9), half)
-        assert took == pytest.approx(wanted), dtype
+    for dtype, expected in (("float32", 1.0), ("bfloat16", 2.0), ("", 1.0)):
+        predicted = operator_seconds(Operator("memory", dtype, 0, 10**9), half)
+        assert predicted == pytest.approx(expected), dtype
     ahead = replace(machine, host_ahead=True, overlap=0.5, host_seconds=0.0)
     seconds = time_of_work(work, ahead).seconds
-    found = fit(samples, work, seconds=seconds, node_size=2, host_ahead=True)
-    assert found["overlap"] == pytest.approx(0.5, rel=1e-6)
+    fitted = fit(samples, work, seconds=seconds, node_size=2, host_ahead=True)
+    assert fitted["overlap"] == pytest.approx(0.5, rel=1e-6)
     with pytest.raises(ValueError, match="0 kinds of products were timed, and 0 bytes moved"):
         fit([], work, seconds=1.0, node_size=2)
 
 
 @needs_bf16_attention
-def test_a_steps_own_seconds_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates of one real rank, read from a file, predict the seconds of the step that was timed."""
-    told: list[float] = []
+def test_measured_rates_predict_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates are read from a file; the seconds are those that `fit` got for the timed step."""
+    measured_seconds: list[float] = []
 
-    def listen(*args: Any, seconds: float, **given: Any) -> dict[str, Any]:
-        told.append(seconds)
-        return fit(*args, seconds=seconds, **given)
+    def record_seconds(*args: Any, seconds: float, **options: Any) -> dict[str, Any]:
+        measured_seconds.append(seconds)
+        return fit(*args, seconds=seconds, **options)
 
-    monkeypatch.setattr(calibrate, "fit", listen)
-    one = bench.Configuration("", optimizer="sgd")
-    with alone():
-        training = bench.prepare(one, SIZES_OF_BENCH)
+    monkeypatch.setattr(calibrate, "fit", record_seconds)
+    configuration = bench.Configuration("", optimizer="sgd")
+    with group_of_one():
+        training = bench.prepare(configuration, SIZES_OF_BENCH)
         work = bench.count(training).work
         rates = measure_rates(training.model, training.step, node_size=1, repeat=3)
     assert set(rates["matmul_flops"]) == {"float32", "bfloat16"}
@@ -122,11 +123,11 @@ def test_a_steps_own_seconds_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     made_up = record_of(RATES)
     measured = calibrated(made_up, file)
     assert measured.memory_bandwidth == rates["memory_bandwidth"]
-    # No link was there to be measured.
+    # One rank measures no link between ranks.
     assert measured.in_node_bandwidth == made_up.in_node_bandwidth
     seconds = time_of_work(work, measured).seconds
     if rates["host_seconds"] > 0:
-        assert seconds == pytest.approx(told[0], rel=0.02)
+        assert seconds == pytest.approx(measured_seconds[0], rel=0.02)
     else:
-        # Alone, each piece took longer than the step: there is nothing to give the host.
-        assert seconds >= told[0]
+        # The timed parts took longer than the whole step, so the host gets 0 seconds.
+        assert seconds >= measured_seconds[0]

@@ -1,4 +1,4 @@
-"""Counted bytes of tensors, by hand: views, inner frees, resized storages, the peak's own parts."""
+"""`count_tensors` equals a count by hand for views, freed tensors and resized storages."""
 
 import pytest
 import torch
@@ -7,11 +7,14 @@ from torch import nn
 from hf_moe_ep.planner.count import BEFORE, RESIZED, count_tensors
 from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 
-KIB = 256  # fp32 numbers in one
+KIB = 256  # fp32 numbers in one KiB
 
 
-def _counted() -> tuple[dict[str, int], list[tuple[str, int]], int]:
-    """Four KiB before; a view takes nothing; b of 8 dies when c of 16 is there; 1 stays."""
+def _count_two_stretches() -> tuple[dict[str, int], list[tuple[str, int]], int]:
+    """Count two stretches: `one` frees 8 KiB after it creates 16 KiB, `two` leaves 1 KiB alive.
+
+    4 KiB exist before. The view needs no memory. A storage is resized to 6 KiB and then freed.
+    """
     before = torch.empty(4 * KIB)
     with count_tensors([before]) as memory:
         memory.begin("one")
@@ -22,12 +25,12 @@ def _counted() -> tuple[dict[str, int], list[tuple[str, int]], int]:
         memory.begin("two")
         del c
         d = torch.zeros(KIB)
-        kept = d + d
+        remaining = d + d
         d.untyped_storage().resize_(6 * 1024)
         del d
-        alive = [(one.made_by, one.nbytes) for one in memory.alive_at_peak("two")]
+        alive = [(record.made_by, record.nbytes) for record in memory.alive_at_peak("two")]
         now = memory.now
-    del kept
+    del remaining
     return memory.peaks, alive, now
 
 
@@ -35,9 +38,9 @@ def _counted() -> tuple[dict[str, int], list[tuple[str, int]], int]:
 def test_bytes_by_hand(fake: bool) -> None:
     if fake:
         with fake_tensors():
-            peaks, alive, now = _counted()
+            peaks, alive, now = _count_two_stretches()
     else:
-        peaks, alive, now = _counted()
+        peaks, alive, now = _count_two_stretches()
     peaks = {name: size // 1024 for name, size in peaks.items()}
     assert peaks == {BEFORE: 4, "one": 4 + 8 + 16, "two": 4 + 16}
     assert now == (4 + 1) * 1024
@@ -45,8 +48,8 @@ def test_bytes_by_hand(fake: bool) -> None:
     assert alive[-1][0] == BEFORE
 
 
-def test_host_and_device_are_told_apart() -> None:
-    """A result of the host's tensors is on the host until it is copied."""
+def test_host_and_device_are_counted_separately() -> None:
+    """The result of an operator on host tensors is on the host until it is copied."""
     values = torch.ones(4 * KIB)
     with count_tensors() as memory:
         memory.watch([values], on_host=True)
@@ -62,7 +65,7 @@ def test_host_and_device_are_told_apart() -> None:
     assert memory.host_peak == 2 * values.nbytes + rows.nbytes
 
 
-def test_resize_is_torchs_own_again() -> None:
+def test_torchs_resize_is_restored_after_an_error() -> None:
     stock = torch.UntypedStorage.resize_
     with pytest.raises(ZeroDivisionError), count_tensors() as memory:
         assert torch.UntypedStorage.resize_ is not stock
@@ -76,13 +79,13 @@ def test_resize_is_torchs_own_again() -> None:
     assert torch.UntypedStorage.resize_ is stock
 
 
-def test_what_autograd_keeps_is_counted() -> None:
-    """relu keeps its result for backward. The gradient of the sum is one number, expanded."""
+def test_tensors_that_autograd_saves_are_counted() -> None:
+    """relu saves its result for backward."""
     layer = nn.Linear(KIB, KIB, bias=False)
     x = torch.zeros(2, KIB)
     with count_tensors([x, layer.weight]) as memory:
         loss = layer(x).relu().sum()
-        kept = memory.now - (KIB * KIB + 2 * KIB) * 4
-        assert kept == 2 * KIB * 4 + 4, "relu's result and the loss; the product is gone"
+        saved = memory.now - (KIB * KIB + 2 * KIB) * 4
+        assert saved == 2 * KIB * 4 + 4, "relu's result and the loss, not the product"
         loss.backward()
         assert memory.record_of(layer.weight.grad) is not None

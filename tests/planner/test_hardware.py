@@ -1,4 +1,4 @@
-"""Rates of hardware: measured ones take the place of a record's, and nonsense is refused."""
+"""`calibrated` replaces rates of a hardware record by measured ones, and refuses wrong entries."""
 
 import json
 from dataclasses import replace
@@ -10,14 +10,14 @@ from test_seconds import HARDWARE
 from hf_moe_ep.planner.hardware import calibrated
 
 
-def test_measured_rates_take_their_places(tmp_path: Path) -> None:
-    """A file replaces single entries, and all others stay."""
+def test_measured_rates_replace_those_of_the_record(tmp_path: Path) -> None:
+    """Entries that the file does not contain stay."""
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"matmul_flops": {"float32": 7}, "overlap": 0.25}))
-    found = calibrated(HARDWARE, file)
+    measured = calibrated(HARDWARE, file)
     sources = {"matmul_flops": "measured: rates.json", "overlap": "measured: rates.json"}
     flops = {"bfloat16": 100.0, "float32": 7}
-    assert found == replace(HARDWARE, matmul_flops=flops, overlap=0.25, sources=sources)
+    assert measured == replace(HARDWARE, matmul_flops=flops, overlap=0.25, sources=sources)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_measured_rates_take_their_places(tmp_path: Path) -> None:
         ("{", "is not valid JSON"),
     ],
 )
-def test_nonsense_is_refused(text: str, match: str, tmp_path: Path) -> None:
-    """The error names an unknown or wrong entry of a file and what would be right."""
+def test_wrong_entries_of_a_file_are_refused(text: str, match: str, tmp_path: Path) -> None:
+    """The error names the unknown or wrong entry and the allowed values."""
     file = tmp_path / "rates.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=match):

@@ -1,4 +1,4 @@
-"""A memory plan equals what real ranks hold after one AdamW step, to the byte."""
+"""`plan_memory` equals, to the byte, the memory of real ranks after one optimizer step."""
 
 import json
 import os
@@ -35,8 +35,8 @@ class Case:
     name: str
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # of plan_memory
-    lora: dict[str, Any] | None = None  # of with_lora, as options say
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of plan_memory
+    lora: dict[str, Any] | None = None  # arguments of with_lora that give the adapters of `options`
 
     def stock(self) -> nn.Module:
         return tiny(**({"dtype": self.options.get("dtype", torch.bfloat16)} | self.model))
@@ -50,7 +50,7 @@ FP32 = {"dtype": torch.float32}
 
 
 def quantised(name: str, kind: str, targets: str = "both", **parallel: Any) -> Case:
-    """A case with experts of `kind`, and adapters on them or on attention alone."""
+    """Build a case with experts quantised to `kind` and adapters on `targets`."""
     model = SIZES[kind] | parallel.pop("model", {})
     lora = {
         "both": {"modules": PROJECTIONS},
@@ -106,47 +106,54 @@ FOUR_RANKS = [
 ]
 
 
-def storages(tensors: Iterable[Any]) -> int:
-    """Bytes that are allocated for `tensors`, each storage once."""
-    found = {}
+def count_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the storages of `tensors`; a shared storage counts once."""
+    sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
-def gathered(stage: Iterable[nn.Module]) -> int:
+def gathered_bytes(stage: Iterable[nn.Module]) -> int:
+    """Return the bytes of the parameters of `stage` after its FSDP2 units are all-gathered."""
     modules = [module for part in stage for module in part.modules()]
     units = [module for module in modules if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
-    size = storages(p for part in stage for p in part.parameters())
+    size = count_bytes(p for part in stage for p in part.parameters())
     for unit in units:
         unit.reshard()
     return size
 
 
-def largest_gathered(model: Any, case: Case) -> int:
-    """The largest pair of neighbours of: embedding, layers, norm and head; tower and two blocks."""
+def most_gathered_bytes(model: Any, case: Case) -> int:
+    """Return the most bytes that are gathered at a time.
+
+    Two neighbours of the embedding, the layers, and the final norm with the head are gathered at a
+    time; in a vision tower, two neighbouring blocks and the tower's parameters outside of blocks.
+    """
     inner = model.get_base_model() if case.lora is not None else model
     text = getattr(inner.model, "language_model", inner.model)
     layers = [[layer] for layer in text.layers]
     embedding, tail = [text.embed_tokens], [text.norm, inner.lm_head]
     if not case.parallel.get("reshard_after_forward", True):
-        return gathered([model])
+        return gathered_bytes([model])
     if case.model.get("tie_word_embeddings"):
-        return gathered([text.embed_tokens, text.norm]) + sum(map(gathered, layers))
-    stages = [*map(gathered, (embedding, *layers, tail))]
+        return gathered_bytes([text.embed_tokens, text.norm]) + sum(map(gathered_bytes, layers))
+    stages = [*map(gathered_bytes, (embedding, *layers, tail))]
     pairs = [a + b for a, b in pairwise(stages)]
     if hasattr(inner.model, "visual"):
-        tower, blocks = inner.model.visual, [gathered([b]) for b in inner.model.visual.blocks]
-        own = gathered([tower]) - sum(blocks)
-        pairs += [own + a + b for a, b in pairwise(blocks)]
+        tower = inner.model.visual
+        blocks = [gathered_bytes([block]) for block in tower.blocks]
+        outside_blocks = gathered_bytes([tower]) - sum(blocks)
+        pairs += [outside_blocks + a + b for a, b in pairwise(blocks)]
     return max(pairs)
 
 
-def one_step(case: Case) -> dict[str, int]:
+def train_one_step(case: Case) -> dict[str, int]:
+    """Train one step on this rank, and return the bytes that the rank holds afterwards."""
     model = patch(case.stock(), **case.parallel)
     if case.lora is not None:
         low = case.options.get("masters") == "model"
@@ -169,63 +176,65 @@ def one_step(case: Case) -> dict[str, int]:
         if isinstance(module, FSDPModule):
             module.reshard()
     return {
-        "parameters": storages(model.parameters()),
-        "gradients": storages(p.grad for p in trained),
-        "optimizer": storages(value for value in states if isinstance(value, Tensor)),
-        "gathered": largest_gathered(model, case),
-        "experts": storages(expert_bytes(model)),
+        "parameters": count_bytes(model.parameters()),
+        "gradients": count_bytes(p.grad for p in trained),
+        "optimizer": count_bytes(value for value in states if isinstance(value, Tensor)),
+        "gathered": most_gathered_bytes(model, case),
+        "experts": count_bytes(quantised_tensors(model)),
     }
 
 
-def expert_bytes(model: nn.Module) -> list[Tensor]:
-    held = [stack for _, stack, _ in quantised_matrices(model)]
-    return [tensor for stack in held for tensor in stack.by_name("").values()]
+def quantised_tensors(model: nn.Module) -> list[Tensor]:
+    stacks = [stack for _, stack, _ in quantised_matrices(model)]
+    return [tensor for stack in stacks for tensor in stack.by_name("").values()]
 
 
-def _measured(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
-    return [one_step(case) for case in cases]
+def _measure(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
+    return [train_one_step(case) for case in cases]
 
 
 @pytest.mark.parametrize(
     "world, cases", [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)]
 )
 def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> None:
-    measured = run_ranks(_measured, world, cases)
+    measured = run_ranks(_measure, world, cases)
     wrong = []
     for index, case in enumerate(cases):
         plan = case.plan(world)
         for rank in range(world):
-            got = measured[rank][index]
+            actual = measured[rank][index]
             of_rank = plan.of_rank(rank)
-            want = {
+            expected = {
                 name: getattr(of_rank, name) for name in ("parameters", "gradients", "optimizer")
             }
-            want |= {"gathered": plan.gathered, "experts": got["experts"]}
-            if got != want:
-                wrong.append(f"{case.name}, rank {rank}: holds {got}, planned {want}")
+            expected |= {"gathered": plan.gathered, "experts": actual["experts"]}
+            if actual != expected:
+                wrong.append(f"{case.name}, rank {rank}: holds {actual}, planned {expected}")
         for name in ("parameters", "gradients", "optimizer"):
-            assert plan.all_ranks(name) == sum(of[index][name] for of in measured), case.name
+            num_bytes = sum(of_rank[index][name] for of_rank in measured)
+            assert plan.all_ranks(name) == num_bytes, case.name
         if plan.parallel.experts_dtype is not None:
-            held = sum(of[index]["experts"] for of in measured)
+            num_bytes = sum(of_rank[index]["experts"] for of_rank in measured)
             matrices = [p for n, p in case.stock().named_parameters() if ".experts." in n]
             replicas = plan.parallel.dp_replicate_size or 1
-            each = held / replicas / sum(p.numel() for p in matrices)
-            assert plan.expert_bytes == each, case.name
+            per_parameter = num_bytes / replicas / sum(p.numel() for p in matrices)
+            assert plan.expert_bytes == per_parameter, case.name
             limit = {"nf4": 0.57, "fp8": 1.01}[plan.parallel.experts_dtype]
-            assert each <= limit * (8 / 6 if "padded" in case.name else 1), case.name
+            padding = 8 / 6 if "padded" in case.name else 1
+            assert per_parameter <= limit * padding, case.name
     assert not wrong, "\n".join(wrong)
 
 
-def test_ranks_that_differ_are_told_apart() -> None:
-    """A vocabulary of 97 on 4 ranks gives 25, 25, 25 and 22 rows. All else is even."""
+def test_ranks_with_different_bytes_are_planned_apart() -> None:
+    """A vocabulary of 97 on 4 ranks gives 25, 25, 25 and 22 rows. All other shards are equal."""
     plan = Case("", {"ep_size": 2}, options=FP32).plan(4)
     assert [kind.ranks for kind in plan.kinds] == [(0, 1, 2), (3,)]
     assert (plan.largest, plan.smallest) == (plan.of_rank(0), plan.of_rank(3))
-    rows = 2 * H * 4  # bytes of one row of both
+    rows = 2 * H * 4  # bytes of one row of the embedding and of the head
     assert plan.largest.optimizer - plan.smallest.optimizer == 2 * 3 * rows
     assert plan.all_ranks("parameters") == 4 * plan.total + 3 * rows, "padded to 100 rows"
     tensors = plan.all_ranks("optimizer") - 2 * 4 * plan.total
-    assert tensors == 4 * 4 * len(list(tiny().parameters())), "steps; moments are not padded"
+    assert tensors == 4 * 4 * len(list(tiny().parameters())), "counters; moments are unpadded"
 
 
 def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
@@ -242,33 +251,34 @@ def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
         )
 
 
-def test_numbers_of_parameters_with_adapters() -> None:
+def test_the_plan_counts_parameters_with_adapters() -> None:
     options = {"lora_rank": 3, "lora_targets": "experts"}
     plan = Case("", options=options).plan(1)
     model = with_lora(tiny(), r=3, modules=())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert plan.trained == trained == 2 * 8 * 3 * (32 + 48 + 24 + 32)
     assert plan.total == sum(p.numel() for p in model.parameters())
-    routed = 2 * 8 * 3 * 24 * 32 + trained  # of which a token meets 2 of 8
+    routed = 2 * 8 * 3 * 24 * 32 + trained  # each token is routed to 2 of 8 experts
     assert plan.active == plan.total - routed + routed // 4
 
 
-def test_bytes_stand_for_the_parameters_of_the_model() -> None:
-    """Scales are no parameters: the numbers are those of bf16 experts."""
+def test_quantised_experts_have_as_many_parameters_as_in_bf16() -> None:
+    """The scales of quantised experts are not counted as parameters."""
     sizes = SIZES["nf4"] | {"num_experts": 6}
     options = {"lora_rank": 3}
     plain = Case("", {}, sizes, options).plan(2)
     for nested in (False, True):
         parallel = {"experts_dtype": "nf4", "experts_double_quant": nested}
-        held = Case("", parallel, sizes, options).plan(2)
+        quantised_plan = Case("", parallel, sizes, options).plan(2)
         for name in ("total", "trained", "active"):
-            assert getattr(held, name) == getattr(plain, name), name
+            assert getattr(quantised_plan, name) == getattr(plain, name), name
         assert plain.expert_bytes == 2
-        assert held.expert_bytes == pytest.approx(0.5161 if nested else 0.5625, abs=1e-3)
+        assert quantised_plan.expert_bytes == pytest.approx(0.5161 if nested else 0.5625, abs=1e-3)
 
 
-# As published, exactly and in billions. The last is the text model of the second with the tower of
-# the third, whose four mergers end in 4096 columns instead of 2048.
+# The published number of parameters, exact and in billions. Qwen3-VL-235B is the text model of
+# Qwen3-235B with the tower of Qwen3-VL-30B. The four mergers of the tower have 4096 output columns
+# instead of 2048.
 _TOWER = 31_070_754_032 - 30_532_122_624 + 4 * (4 * 1152 + 1) * 2048
 PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": (30_532_122_624, 30.5),
@@ -287,18 +297,18 @@ def test_known_shapes_have_the_published_size() -> None:
         assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def test_nothing_is_left_behind() -> None:
+def test_planning_leaves_no_global_state() -> None:
     before = dict(os.environ), torch.get_rng_state(), torch.get_default_dtype()
     with pytest.raises(ValueError, match=r"ep_size \(8\).*6 / 1 = 6"):
         plan_memory(tiny().config, ParallelConfig(ep_size=8), world_size=6)
-    assert not dist.is_initialized(), "after an error in the middle"
+    assert not dist.is_initialized(), "the fake process group stays after an error"
     plan_memory(tiny().config, world_size=3)
     assert not dist.is_initialized()
     assert os.environ == before[0] and torch.get_default_dtype() == before[2]
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_a_real_group_is_refused() -> None:
+def test_a_real_process_group_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="a real one of 1 ranks"):
@@ -315,19 +325,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     assert main(["memory", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
+    out = run_command(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
     plan = Case("", {"ep_size": 2}).plan(4)
     assert f"{plan.total:,} parameters, {plan.trained:,} trained, {plan.active:,} active" in out
     assert "4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2, sp 1; bfloat16, masters fp32" in out
     assert "rank 0" in out and "rank 3" in out
-    left = 0.5 - (plan.largest.held + plan.gathered) / 2**30
-    assert f"fits in 0.5 GiB: {left:.3f} GiB are left" in out
+    free = 0.5 - (plan.largest.held + plan.gathered) / 2**30
+    assert f"fits in 0.5 GiB: {free:.3f} GiB are left" in out
     assert "not counted: activations," in out and max(map(len, out.splitlines())) <= 120
 
 
@@ -335,7 +345,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     options = ("--gpus", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
     training = ("--dtype", "float16", "--masters", "model", "--optimizer", "sgd")
     lora = ("--lora-rank", 3, "--lora-targets", "attention", "--gpu-memory", 5e-5)
-    found = json.loads(printed(capsys, folder / "config.json", *options, *training, *lora))
+    printed = json.loads(run_command(capsys, folder / "config.json", *options, *training, *lora))
     plan = plan_memory(
         tiny().config,
         ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2),
@@ -346,15 +356,15 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
         lora_rank=3,
         lora_targets="attention",
     )
-    assert found["parallel"] == vars(plan.parallel)
-    assert found["trained"] == plan.trained < found["total"] == plan.total
-    for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
+    assert printed["parallel"] == vars(plan.parallel)
+    assert printed["trained"] == plan.trained < printed["total"] == plan.total
+    for kind, entry in zip(plan.kinds, printed["kinds"], strict=True):
         assert entry == vars(kind) | {"ranks": list(kind.ranks), "held": kind.held}
-    assert found["all_ranks"]["held"] == plan.all_ranks("held")
-    left = int(5e-5 * 2**30) - plan.largest.held - plan.gathered
-    assert found["left"] == left < 0
-    out = printed(capsys, folder, *options[:-1], *training, *lora)
-    assert f"does not fit in 5e-05 GiB: {-left / 2**30:.3f} GiB are missing" in out
+    assert printed["all_ranks"]["held"] == plan.all_ranks("held")
+    free = int(5e-5 * 2**30) - plan.largest.held - plan.gathered
+    assert printed["left"] == free < 0
+    out = run_command(capsys, folder, *options[:-1], *training, *lora)
+    assert f"does not fit in 5e-05 GiB: {-free / 2**30:.3f} GiB are missing" in out
 
 
 ERRORS = {
@@ -398,7 +408,7 @@ def test_errors_of_the_command(case: str, folder: Path, capsys: pytest.CaptureFi
     assert re.search(message, captured.err), captured.err
 
 
-def test_choices_of_the_api() -> None:
+def test_unknown_options_of_plan_memory_are_refused() -> None:
     for wrong in ({"masters": "fp16"}, {"optimizer": "adam"}, {"lora_rank": 2, "lora_targets": ""}):
         with pytest.raises(ValueError, match=f"{list(wrong)[-1]}=.* is unknown; use "):
             plan_memory(tiny().config, world_size=2, **wrong)

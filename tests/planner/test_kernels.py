@@ -1,4 +1,4 @@
-"""The experts' kernels of a planned GPU step: FLOPs, bytes, dtypes and launches by hand."""
+"""Planned kernels of experts have the FLOPs, bytes, dtypes and launches of a count by hand."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hf_moe_ep.planner.kernels import ExpertCall
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import Operator, StepWork
 
-# 3 tokens choose 2 of 2 experts: 6 pairs. Gated, so up makes 2 * 4 columns. Matrices in bf16.
+# 3 tokens choose 2 of 2 experts: 6 pairs. The first product has 2 * 4 columns (gate and up). bf16.
 CALL = ExpertCall(
     dtype=torch.bfloat16,
     pairs=6,
@@ -34,19 +34,19 @@ def _grouped(flops: int, numbers: int) -> Operator:
 def test_a_small_expert_mlp_by_hand() -> None:
     up = _grouped(2 * 6 * 10 * 8, 6 * 10 + 2 * 8 * 10 + 6 * 4 + 6 * 8)
     down = _grouped(2 * 6 * 4 * 10, 6 * 4 + 2 * 10 * 4 + 6 * 10)
-    # Rows of 6 pairs, 3 sums; the positions of 6 pairs and their weights in fp32.
+    # Reads 6 rows and writes 3 sums; reads the int32 positions and fp32 weights of 6 pairs.
     combine = Operator("memory", "bfloat16", 0, 2 * (6 + 3) * 10 + 6 * (4 + 4))
     assert CALL.forward_launches(keep_pre=True) == [up, down, combine]
-    # Ids of 8 bytes read twice; two lists of pairs and the positions of 4 bytes each.
+    # Expert ids of 8 bytes are read twice; three lists of 4 bytes per pair are written.
     assert CALL.route_launches() == [Operator("memory", "", 0, 2 * 6 * 8 + 3 * 6 * 4, launches=4)]
-    # Gradients and pre-activations in, gradients of those and activations out.
+    # Reads output gradients and pre-activations; writes pre-activation gradients and activations.
     dgated = _grouped(2 * 6 * 10 * 4, 6 * 10 + 2 * 10 * 4 + 6 * 8 + 6 * 8 + 6 * 4)
     weights = Operator("memory", "float32", 0, 4 * (6 + 6 + 6))
     rows = _grouped(2 * 6 * 8 * 10, 6 * 8 + 2 * 8 * 10 + 6 * 10)
     unweighted = Operator("memory", "bfloat16", 0, 2 * (6 + 3) * 10 + 6 * 4)
-    back = [dgated, weights, rows, unweighted]
-    assert CALL.row_launches(ALL, recompute=False) == back
-    assert CALL.row_launches(ALL, recompute=True) == [up, *back]
+    backward = [dgated, weights, rows, unweighted]
+    assert CALL.row_launches(ALL, recompute=False) == backward
+    assert CALL.row_launches(ALL, recompute=True) == [up, *backward]
     of_down = _grouped(2 * 6 * 10 * 4, 6 * (10 + 4) + 2 * 10 * 4)
     of_up = _grouped(2 * 6 * 8 * 10, 6 * (8 + 10) + 2 * 8 * 10)
     assert CALL.grad_launches(ALL) == [of_down, of_up]
@@ -54,16 +54,16 @@ def test_a_small_expert_mlp_by_hand() -> None:
 
 def _work(like_gpu: bool = True, **parallel: Any) -> StepWork:
     config = tiny(num_hidden_layers=2).config
-    given: dict[str, Any] = {"world_size": 2, "batch": Batch(24, 2), "like_gpu": like_gpu}
-    return plan_step(config, ParallelConfig(**parallel), **given).work
+    options: dict[str, Any] = {"world_size": 2, "batch": Batch(24, 2), "like_gpu": like_gpu}
+    return plan_step(config, ParallelConfig(**parallel), **options).work
 
 
 def _products(work: StepWork) -> int:
     return sum(
         number * stretch.times
         for stretch in work.stretches.values()
-        for one, number in stretch.operators
-        if one.kind == "grouped"
+        for operator, number in stretch.operators
+        if operator.kind == "grouped"
     )
 
 
@@ -76,14 +76,14 @@ def _products(work: StepWork) -> int:
         ({"ep_size": 2, "dispatch_chunks": 2}, 12),
     ],
 )
-def test_a_gpu_runs_kernels(parallel: dict[str, Any], products: int) -> None:
-    """Up, down, dgated, rows and two outer, in each of 2 layers, once per chunk."""
+def test_a_gpu_step_is_planned_with_fused_kernels(parallel: dict[str, Any], products: int) -> None:
+    """A layer runs 6 grouped products per chunk: up, down, dgated, rows, two weight gradients."""
     on_gpu, on_cpu = _work(**parallel), _work(like_gpu=False, **parallel)
     assert _products(on_gpu) == 2 * products
     assert on_gpu.flops("grouped") == on_cpu.flops("grouped") > 0
     assert on_gpu.launches() < on_cpu.launches() and on_gpu.nbytes() < on_cpu.nbytes()
 
 
-def test_the_torch_path_is_planned_where_it_is_asked_for() -> None:
-    """Each of 8 experts runs 6 products of its own in each of 2 layers."""
+def test_the_torch_backend_is_planned_if_it_is_requested() -> None:
+    """Each of 8 experts runs 6 products in each of 2 layers."""
     assert _products(_work(experts_backend="torch")) == 2 * 6 * 8

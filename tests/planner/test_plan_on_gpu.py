@@ -1,4 +1,4 @@
-"""CUDA's peak allocation in a step, compared with the plan of that step."""
+"""The planned peak of a step on a GPU is compared with CUDA's peak allocation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,14 @@ from support.ranks import run_ranks
 SIZES = bench.Sizes(
     seq=2048, hidden=1024, layers=4, experts=16, top_k=4, intermediate=512, vocab=32_000
 )
-# What kernels of experts keep, and what the allocator rounds up, no plan counts.
+# A plan does not count buffers of the experts' kernels or the rounding of the allocator.
 WITHIN = 0.1
 ON_DEVICE = bench.Configuration("", dtype=torch.bfloat16, checkpointing=True)
 CONFIGURATIONS = {"on the device": ON_DEVICE, "on the host": replace(ON_DEVICE, offload=True)}
 
 
-def _allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]:
-    """Return what is allocated at the peak of the third step, and in front of it."""
+def _measure_allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]:
+    """Return the bytes that are allocated at the peak of a step, and before the step."""
     join_nccl(folder)
     training = bench.prepare(CONFIGURATIONS[name], SIZES)
     torch.cuda.synchronize()
@@ -32,11 +32,11 @@ def _allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_peak_of_a_step(name: str, tmp_path: Path) -> None:
-    """Within 10 %. With parameters on the host, the device holds almost nothing between steps."""
+def test_the_peak_of_a_step_is_planned_within_10_percent(name: str, tmp_path: Path) -> None:
+    """With parameters on the host, the device has almost nothing allocated between steps."""
     planned = CONFIGURATIONS[name].planned(SIZES, world=1, like_gpu=True)
-    ((peak, before),) = run_ranks(_allocated, 1, name, str(tmp_path), timeout=300.0)
-    said = f"planned {planned.peak:,}, allocated {peak:,}, in front of the step {before:,}"
-    print(f"{name}: {said}")
-    assert abs(planned.peak / peak - 1) <= WITHIN, said
-    assert (before < 0.05 * planned.host_peak) == CONFIGURATIONS[name].offload, said
+    ((peak, before),) = run_ranks(_measure_allocated, 1, name, str(tmp_path), timeout=300.0)
+    figures = f"planned {planned.peak:,}, allocated {peak:,}, before the step {before:,}"
+    print(f"{name}: {figures}")
+    assert abs(planned.peak / peak - 1) <= WITHIN, figures
+    assert (before < 0.05 * planned.host_peak) == CONFIGURATIONS[name].offload, figures

@@ -1,4 +1,4 @@
-"""The picture of a planned step: every stretch in its order, made of what a whole model's is."""
+"""The memory plot of a planned step shows every stretch in order, also layers that did not run."""
 
 import sys
 from pathlib import Path
@@ -33,8 +33,8 @@ FOUR_OF_SEVEN = StepPlan(
 )
 
 
-def test_layers_in_the_middle_are_on_a_line() -> None:
-    """The plan knows two of 7 layers at either end. 2 to 4 go evenly from layer 1 to layer 5."""
+def test_layers_in_the_middle_are_interpolated() -> None:
+    """The plan has the first and last two of 7 layers. Layers 2 to 4 lie on a line between them."""
     names, parts = zip(*over_step(FOUR_OF_SEVEN), strict=True)
     layers = [f"layer {number}" for number in range(7)]
     assert names == (
@@ -45,15 +45,15 @@ def test_layers_in_the_middle_are_on_a_line() -> None:
         *(f"backward, {layer}" for layer in reversed(layers)),
         "optimizer",
     )
-    assert [one.get("gradients", 0) for one in parts[1:8]] == [1, 10, 20, 30, 40, 50, 70]
-    assert [one.get("buffers", 0) for one in parts[10:17]] == [0, 0, 10, 20, 30, 40, 90]
+    assert [sizes.get("gradients", 0) for sizes in parts[1:8]] == [1, 10, 20, 30, 40, 50, 70]
+    assert [sizes.get("buffers", 0) for sizes in parts[10:17]] == [0, 0, 10, 20, 30, 40, 90]
     assert parts[-1] == {"parameters": 101}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_few_layers_draw_what_all_would(checkpointing: bool) -> None:
-    """From 4 and 5 layers, each of 7 layers gets the kinds that a model of 7 layers has there."""
+def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> None:
+    """Runs of 4 and 5 layers give the bytes of each kind in every one of 7 layers."""
     config = with_layers(tiny().config, 7)
     few, whole = (
         plan_step(
@@ -73,10 +73,10 @@ def test_a_few_layers_draw_what_all_would(checkpointing: bool) -> None:
         assert sum(planned.values()) == pytest.approx(whole.peaks[name]), name
 
 
-def test_a_plan_is_drawn(
+def test_the_command_draws_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file is a PNG. Without matplotlib an error is raised before anything is planned."""
+    """The file is a PNG. Without matplotlib, the error is raised before planning begins."""
     config = tmp_path / "config.json"
     tiny().config.to_json_file(config)
     picture = tmp_path / "step.png"
@@ -93,6 +93,6 @@ def test_a_plan_is_drawn(
     planned: list[object] = []
     monkeypatch.setattr("hf_moe_ep.cli.plan.find_layouts", planned.append)
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "--plot: the memory of a step is drawn by matplotlib, which is not installed" in said
-    assert "pip install matplotlib" in said and not planned
+    message = capsys.readouterr().err
+    assert "--plot: the memory of a step is drawn by matplotlib, which is not installed" in message
+    assert "pip install matplotlib" in message and not planned

@@ -1,4 +1,4 @@
-"""Configs that are fetched from the hub: one file, and a prompt answer where no hub is there."""
+"""`find_config` fetches one file from the hub, and fails at once if the hub does not answer."""
 
 import json
 import sys
@@ -27,33 +27,33 @@ def _no_such_host(request: Any) -> Any:
 
 
 @pytest.fixture
-def hub_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
-    """Return a function that lets `reply` answer huggingface_hub's requests, and lists them.
+def install_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    """Return `install(reply)`: `reply` answers requests of huggingface_hub from then on.
 
-    Only requests for the model are listed: huggingface_hub asks for a list of agents as well, once
-    a process, to name itself in its headers.
+    `install` returns a list of the requests for the model. Others are left out: once per process,
+    huggingface_hub also fetches a list of agents for its headers.
     """
 
     def install(reply: Callable[[Any], Any]) -> list[str]:
-        asked: list[str] = []
+        requests: list[str] = []
 
         def send(request: Any) -> Any:
             if NAME in request.url.path:
-                asked.append(f"{request.method} {request.url.path}")
+                requests.append(f"{request.method} {request.url.path}")
             return reply(request)
 
         client = HTTP.Client(transport=HTTP.MockTransport(send))
         monkeypatch.setattr("huggingface_hub.utils._http._GLOBAL_CLIENT", client)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        return asked
+        return requests
 
     return install
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """List the seconds that were to be slept; no call sleeps."""
+def sleep_seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace `time.sleep` by a function that only records the seconds, and return the record."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     return seconds
@@ -69,65 +69,65 @@ def _cache_config(cache: Path) -> None:
     (folder / "snapshots" / commit / "config.json").write_text(json.dumps(fields))
 
 
-def test_a_hub_id_fetches_the_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = published_models.find_config("Qwen/Qwen3-30B-A3B")  # of the table: no network
-    asked: list[str] = []
+def test_a_hub_id_fetches_only_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = published_models.find_config("Qwen/Qwen3-30B-A3B")  # known without a network
+    requests: list[str] = []
 
     def fetch(name: str, **options: object) -> object:
         assert not options["local_files_only"]
-        asked.append(name)
-        return want
+        requests.append(name)
+        return config
 
-    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, **_: asked.append(url))
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, **_: requests.append(url))
     monkeypatch.setattr(published_models.AutoConfig, "from_pretrained", fetch)
-    assert published_models.find_config(NAME) is want
-    assert asked == [f"{constants.ENDPOINT}/{NAME}/resolve/main/config.json", NAME]
+    assert published_models.find_config(NAME) is config
+    assert requests == [f"{constants.ENDPOINT}/{NAME}/resolve/main/config.json", NAME]
 
 
 def test_without_a_network_the_hub_is_asked_once(
-    hub_is: Callable[..., list[str]], slept: list[float], capsys: pytest.CaptureFixture[str]
+    install_hub: Callable[..., list[str]],
+    sleep_seconds: list[float],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = hub_is(_no_such_host)
+    requests = install_hub(_no_such_host)
     assert main(["memory", NAME, "--gpus", "8"]) == 2
-    assert asked == [f"HEAD /{NAME}/resolve/main/config.json"]
-    assert slept == []
+    assert requests == [f"HEAD /{NAME}/resolve/main/config.json"]
+    assert sleep_seconds == []
     err = capsys.readouterr().err
     assert f"the config of {NAME!r} was not found on the hub or in its cache" in err
     assert "Name or service not known" in err and "download its config.json" in err, err
 
 
 def test_without_a_network_the_cached_config_is_read(
-    hub_is: Callable[..., list[str]], slept: list[float], tmp_path: Path
+    install_hub: Callable[..., list[str]], sleep_seconds: list[float], tmp_path: Path
 ) -> None:
-    asked = hub_is(_no_such_host)
+    requests = install_hub(_no_such_host)
     _cache_config(tmp_path / "cache")
     assert published_models.find_config(NAME).hidden_size == 24
-    assert len(asked) == 1 and slept == []
+    assert len(requests) == 1 and sleep_seconds == []
 
 
-def test_a_model_that_the_hub_does_not_know_is_named_so(
-    hub_is: Callable[..., list[str]],
-) -> None:
+def test_a_model_that_is_not_on_the_hub(install_hub: Callable[..., list[str]]) -> None:
     headers = {"X-Error-Code": "RepoNotFound"}
-    hub_is(lambda request: HTTP.Response(404, headers=headers, request=request))
+    install_hub(lambda request: HTTP.Response(404, headers=headers, request=request))
     with pytest.raises(ValueError, match=f"{NAME}.* was not found .*Repository Not Found for url"):
         published_models.find_config(NAME)
 
 
-def test_a_hub_that_never_answers_is_left(
-    hub_is: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+def test_the_error_for_a_hub_that_does_not_answer(
+    install_hub: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = threading.Event()
 
     def drop(request: Any) -> Any:
-        assert dropped.wait(100)  # as behind a firewall
+        assert dropped.wait(100)  # behind a firewall, a request is dropped without an answer
         return _no_such_host(request)
 
-    asked = hub_is(drop)
+    requests = install_hub(drop)
     monkeypatch.setattr(hub, "_ANSWER_SECONDS", 0.25)
     try:
         with pytest.raises(ValueError, match=r"the hub did not answer within 0\.25 seconds"):
             published_models.find_config(NAME)
-        assert len(asked) == 1
+        assert len(requests) == 1
     finally:
         dropped.set()

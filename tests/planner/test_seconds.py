@@ -1,4 +1,4 @@
-"""Seconds of a step from made-up rates, by hand: what is slowest, what hides, what is left."""
+"""The seconds of a step are computed from invented rates, and compared with a count by hand."""
 
 from dataclasses import replace
 
@@ -17,7 +17,8 @@ from hf_moe_ep.planner.work import (
     Stretch,
 )
 
-# 50 operations, 4 bytes of memory, 2 in a node and 0.5 between nodes a second are reached.
+# Half of each peak is reached, per second: 50 FLOPs (bf16), 4 bytes of memory, 2 bytes in a node
+# and 0.5 between nodes.
 HARDWARE = Hardware(
     name="made up",
     matmul_flops={"bfloat16": 100.0, "float32": 50.0},
@@ -39,20 +40,20 @@ COPY = Operator("memory", "", 0, 12)
 
 
 def _stretch(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Stretch:
-    return Stretch(tuple((one, 1) for one in operators), tuple((one, 1) for one in sent))
+    return Stretch(tuple((op, 1) for op in operators), tuple((op, 1) for op in sent))
 
 
-def test_the_slower_of_two_for_each_operator() -> None:
-    """10 s of operations hide 2 s of bytes, and 4 s of bytes hide 1 s: 14 s."""
+def test_an_operator_takes_the_longer_of_computation_and_memory() -> None:
+    """PRODUCT computes 10 s and moves bytes for 2 s, THIN 1 s and 4 s: together 14 s."""
     parts = stretch_parts(_stretch(PRODUCT, THIN, COPY), HARDWARE)
     assert parts == {"matmul": 10.0, "grouped": 4.0, "memory": 3.0, "host": 0.0}
-    # Of fp16 no rate is told: that of bfloat16. Of fp64: that of fp32.
+    # HARDWARE has no rate for fp16, so that of bf16 is used; for fp64, that of fp32.
     for dtype, seconds in (("float16", 10.0), ("float64", 20.0)):
         assert stretch_parts(_stretch(replace(PRODUCT, dtype=dtype)), HARDWARE)["matmul"] == seconds
 
 
-def test_what_travels_behind_what() -> None:
-    """FSDP2's collectives overlap with all computation, rows with experts, counts with nothing."""
+def test_collectives_overlap_with_computation() -> None:
+    """FSDP2's collectives hide behind all computation, rows behind experts; counts never hide."""
     gather = Collective("all_gather", "parameters", (0, 1), 0, 40, hideable=1.0)  # 0.25 + 20 / 2
     rows = Collective("all_to_all", "rows", (0, 1), 0, 0, (0, 15), hideable=0.5)  # 0.25 + 15 / 2
     counts = Collective("all_gather", "counts", (0, 2), 0, 2)  # 2 + 1 / 0.5
@@ -62,19 +63,19 @@ def test_what_travels_behind_what() -> None:
     assert parts["counts"] == 4.0
     half = stretch_parts(stretch, replace(HARDWARE, overlap=0.5))
     assert half["rows"] == 7.75 - 3.875 / 2 and half["parameters"] == 10.25 - 10.25 / 2
-    none = stretch_parts(stretch, replace(HARDWARE, overlap=0.0))
-    assert (none["rows"], none["parameters"]) == (7.75, 10.25)
-    # 12 s from the host, which hide as FSDP2's do; 3 s on the host, behind which nothing hides.
+    without = stretch_parts(stretch, replace(HARDWARE, overlap=0.0))
+    assert (without["rows"], without["parameters"]) == (7.75, 10.25)
+    # The copy takes 12 s, of which 10 s hide behind PRODUCT; the 3 s on the host hide nothing.
     copy = Collective(HOST_COPY, "offload", (0,), 0, 12, hideable=1.0)
     parts = stretch_parts(_stretch(PRODUCT, Operator(ON_HOST, "", 9, 6), sent=(copy,)), HARDWARE)
     assert (parts["offload"], parts["on_host"]) == (2.0, 3.0)
-    # Nobody to send to: no message.
+    # A group of one rank sends nothing.
     alone = _stretch(sent=(replace(gather, ranks=(0,)),))
     assert stretch_parts(alone, HARDWARE)["parameters"] == 0.0
 
 
-def test_the_host_goes_ahead_or_does_not() -> None:
-    """Three launches of 4 s with 10 s of computation: 2 s more, or 12 s more."""
+def test_the_host_runs_ahead_of_the_device_or_does_not() -> None:
+    """Three launches of 4 s run beside 10 s of computation (2 s more) or after it (12 s more)."""
     gather = Collective("all_gather", "parameters", (0,), 0, 40)
     stretch = _stretch(PRODUCT, replace(PRODUCT, flops=0, nbytes=0), sent=(gather,))
     slow = replace(HARDWARE, host_seconds=4.0)
@@ -83,14 +84,14 @@ def test_the_host_goes_ahead_or_does_not() -> None:
 
 
 def test_micro_batches_share_one_optimizer_step() -> None:
-    """Three micro-batches of a layer that stands for 2, and one optimizer step."""
+    """Three micro-batches of 2 layers of 10 s, and one optimizer step of 3 s."""
     work = StepWork(
         {"forward, layer 1": replace(_stretch(PRODUCT), times=2), OPTIMIZER: _stretch(COPY)}
     )
     plan = StepPlan({}, {}, 2, (2,), work)
-    found = step_time(plan, HARDWARE, micro_batches=3, tokens=126)
-    assert found.seconds == 3 * 2 * 10.0 + 3.0 == sum(found.parts.values())
-    assert found.tokens_per_second_per_gpu == 2.0
+    time = step_time(plan, HARDWARE, micro_batches=3, tokens=126)
+    assert time.seconds == 3 * 2 * 10.0 + 3.0 == sum(time.parts.values())
+    assert time.tokens_per_second_per_gpu == 2.0
     for wrong in ({"micro_batches": 0, "tokens": 1}, {"micro_batches": 1, "tokens": 0}):
         with pytest.raises(ValueError, match=r"\(0\) must be 1 or more"):
             step_time(plan, HARDWARE, **wrong)

@@ -1,4 +1,7 @@
-"""A planned step counts what a real one counts: on one rank to the byte, on four within 5 %."""
+"""`plan_step` equals the peak, FLOPs and traffic of a real training step.
+
+On one rank the peaks are equal to the byte, on four ranks within 5 %.
+"""
 
 import re
 from collections.abc import Iterator
@@ -36,8 +39,8 @@ SIZES_OF_BENCH = bench.Sizes(
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """A real process group of this process."""
+def group_of_one() -> Iterator[None]:
+    """Initialise a real process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -65,37 +68,37 @@ ON_ONE_RANK = {
     "name",
     [pytest.param(n, marks=needs_bf16_attention) if "bf16" in n else n for n in ON_ONE_RANK],
 )
-def test_on_one_rank_to_the_byte(name: str) -> None:
-    """Without ep only the counts per expert are unknown, on which the low rows of adapters depend.
-    Operations and launches are exactly those of the real step.
+def test_a_plan_for_one_rank_is_exact_to_the_byte(name: str) -> None:
+    """The plan does not know how many rows each expert gets. On one rank, only the activations of
+    adapters depend on that. FLOPs and kernel launches are exactly equal.
     """
-    one = ON_ONE_RANK[name]
-    planned = one.planned(SIZES_OF_BENCH, world=1)
-    with alone():
-        found = bench.measure(one, SIZES_OF_BENCH)
-    measured = found.peaks
-    off = {key: (planned.peaks[key], size) for key, size in measured.items()}
-    assert planned.peak == max(measured.values()), off
-    if one.lora_rank is None:
+    configuration = ON_ONE_RANK[name]
+    planned = configuration.planned(SIZES_OF_BENCH, world=1)
+    with group_of_one():
+        step = bench.measure(configuration, SIZES_OF_BENCH)
+    measured = step.peaks
+    pairs = {key: (planned.peaks[key], size) for key, size in measured.items()}
+    assert planned.peak == max(measured.values()), pairs
+    if configuration.lora_rank is None:
         assert planned.peaks == measured
     assert sum(planned.parts.values()) == planned.peak
-    assert planned.host_peak == found.host_peak
+    assert planned.host_peak == step.host_peak
     for kind in ("matmul", "grouped", "attention"):
-        assert planned.work.flops(kind) == found.work.flops(kind) > 0, kind
-    assert planned.work.launches() == found.work.launches()
-    # Some copies of frozen weights into FSDP2's buffers read another dtype.
-    assert planned.work.nbytes() == pytest.approx(found.work.nbytes(), rel=0.01)
+        assert planned.work.flops(kind) == step.work.flops(kind) > 0, kind
+    assert planned.work.launches() == step.work.launches()
+    # The plan assumes another dtype for some copies of frozen weights into FSDP2's buffers.
+    assert planned.work.nbytes() == pytest.approx(step.work.nbytes(), rel=0.01)
 
 
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
 @pytest.mark.slow
-def test_trls_head_and_adapters_in_bf16() -> None:
-    """TRL's head sets the peak, exact to the byte. Adapters in fp32 are planned with more."""
+def test_the_peak_with_trls_head_and_adapters_in_bf16() -> None:
+    """The peak is in TRL's chunked head and exact to the byte. fp32 adapters need more memory."""
     head = replace(
         ON_ONE_RANK["bf16, nf4, adapters, checkpointing"], masters="model", fused_head=True
     )
     planned = head.planned(SIZES_OF_BENCH, world=1)
-    with alone():
+    with group_of_one():
         measured = max(bench.measure(head, SIZES_OF_BENCH).peaks.values())
     assert planned.where == "backward, head"
     assert planned.peak == measured
@@ -105,9 +108,10 @@ def test_trls_head_and_adapters_in_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_on_the_host() -> None:
-    """The device holds only copies: each unit's in forward, its gradients, and copies fetched again
-    in backward. The host holds values, gradients, two moments and steps.
+def test_a_step_with_parameters_on_the_host() -> None:
+    """The device holds only copies of parameters, made once in forward and once in backward, and
+    gradients until they are copied to the host. The host holds parameters, gradients, the two
+    moments and the step counters.
     """
     config = SIZES_OF_BENCH.config()
     on_device, on_host, accumulated = (
@@ -120,71 +124,76 @@ def test_parameters_on_the_host() -> None:
         )
         for offload, accumulates in ((False, False), (True, False), (True, True))
     )
-    held = on_device.parts["parameters"]
-    assert on_device.host_peak == 0 and 4 * held < on_host.host_peak < 5 * held
+    num_bytes = on_device.parts["parameters"]
+    assert on_device.host_peak == 0 and 4 * num_bytes < on_host.host_peak < 5 * num_bytes
     assert not {"parameters", "gradients", "optimizer state"} & set(on_host.parts)
-    assert on_host.peak < on_device.peak - 2 * held
+    assert on_host.peak < on_device.peak - 2 * num_bytes
     copied = {
-        name: sum(one.nbytes * n for one, n in stretch.collectives if one.kind == HOST_COPY)
+        name: sum(copy.nbytes * n for copy, n in stretch.collectives if copy.kind == HOST_COPY)
         for name, stretch in on_host.work.stretches.items()
     }
-    assert sum(size for name, size in copied.items() if name.startswith("forward")) == held
-    assert copied[OPTIMIZER] == 0 and 2 * held < sum(copied.values()) < 3 * held
+    assert sum(size for name, size in copied.items() if name.startswith("forward")) == num_bytes
+    assert copied[OPTIMIZER] == 0 and 2 * num_bytes < sum(copied.values()) < 3 * num_bytes
     for plan, where in ((on_device, set()), (on_host, {OPTIMIZER}), (accumulated, None)):
-        found = {
+        phases_on_host = {
             name.partition(",")[0]
             for name, stretch in plan.work.stretches.items()
-            if any(one.kind == ON_HOST for one, _ in stretch.operators)
+            if any(operator.kind == ON_HOST for operator, _ in stretch.operators)
         }
-        # Gradients of the micro-batch before are added to on the host, in the middle of backward.
-        assert found == ({"backward", OPTIMIZER} if where is None else where)
+        # With gradient accumulation, backward adds to the gradients that are on the host.
+        assert phases_on_host == ({"backward", OPTIMIZER} if where is None else where)
 
 
-def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
-    chosen = [one for one in bench.CONFIGURATIONS if one.name in names]
+def _measure(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
+    chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
     return bench.measure_rank(rank, bench.Sizes(layers=3), chosen)
 
 
 @pytest.mark.slow
-def test_on_four_ranks_within_5_percent() -> None:
-    """The plan is given how often each expert was chosen."""
+def test_a_plan_for_four_ranks_is_within_5_percent() -> None:
+    """The plan gets the expert load of the real step, which is not known before training."""
     names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
-    measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
+    measured = run_ranks(_measure, bench.WORLD, names, timeout=500.0)
     for index, name in enumerate(names):
-        one = next(one for one in bench.CONFIGURATIONS if one.name == name)
-        most = max(rank[index].peak for rank in measured)
-        planned = one.planned(bench.Sizes(layers=3), load=measured[0][index].load)
+        case = next(case for case in bench.CONFIGURATIONS if case.name == name)
+        largest = max(rank[index].peak for rank in measured)
+        planned = case.planned(bench.Sizes(layers=3), load=measured[0][index].load)
         peak = planned.peak
-        assert abs(peak / most - 1) <= 0.05, f"{name}: planned {peak}, measured {most}"
-        _same_work(name, one.planned(bench.Sizes(layers=3)).work, [r[index].work for r in measured])
+        assert abs(peak / largest - 1) <= 0.05, f"{name}: planned {peak}, measured {largest}"
+        even_work = case.planned(bench.Sizes(layers=3)).work
+        _assert_same_work(name, even_work, [rank[index].work for rank in measured])
 
 
-def _same_work(name: str, planned: StepWork, counted: list[StepWork]) -> None:
-    """Compare what does not depend on routes: to the last byte; all ranks' experts in sum."""
+def _assert_same_work(name: str, planned: StepWork, counted: list[StepWork]) -> None:
+    """Compare the planned work of a rank with that of real ranks.
+
+    Work that does not depend on routes is exactly equal. The FLOPs of experts and the dispatched
+    rows are compared as the sum over all ranks, with a tolerance.
+    """
     world = len(counted)
-    of_experts = sum(one.flops("grouped") for one in counted)
-    # Of the same number of pairs a few go to other ranks than an even choice would send them to.
+    of_experts = sum(work.flops("grouped") for work in counted)
+    # The numbers of (token, expert) pairs are equal, but real routes spread them less evenly.
     assert planned.flops("grouped") * world == pytest.approx(of_experts, rel=0.02), name
-    for one in counted:
+    for work in counted:
         for kind in ("matmul", "attention"):
-            assert planned.flops(kind) == one.flops(kind) > 0, (name, kind)
+            assert planned.flops(kind) == work.flops(kind) > 0, (name, kind)
         for purpose in PURPOSES:
-            # All on one node, and each on a node of its own.
+            # All ranks on one node, then each rank on a node of its own.
             for node_size in (world, 1):
-                sent, real = planned.sent(purpose, node_size), one.sent(purpose, node_size)
+                sent, real = planned.sent(purpose, node_size), work.sent(purpose, node_size)
                 if purpose != "rows":
                     assert sent == real, (name, purpose)
-    sent_rows = [_sent_rows(one) for one in counted]
-    # A router that prefers some experts has more of a token's on one rank.
+    sent_rows = [_sent_rows(work) for work in counted]
+    # A real router prefers some experts, so more of a token's experts are on the same rank.
     assert _sent_rows(planned) * world == pytest.approx(sum(sent_rows), rel=0.1), name
 
 
 def _sent_rows(work: StepWork) -> int:
     return sum(
-        one.nbytes * number
+        collective.nbytes * number
         for stretch in work.stretches.values()
-        for one, number in stretch.collectives
-        if one.purpose == "rows"
+        for collective, number in stretch.collectives
+        if collective.purpose == "rows"
     )
 
 
@@ -197,8 +206,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_few_layers_tell_many(name: str) -> None:
-    """Of 7 layers 4 and 5 are run. Sums, parts and work are those of all 7 layers, to the byte."""
+def test_few_layers_are_extrapolated_to_many(name: str) -> None:
+    """Runs of 4 and 5 layers give the peak, its parts and the work of all 7, to the byte."""
     parallel, options, checkpointing = LAYOUTS[name]
     model = tiny(num_hidden_layers=7, **(SIZES["nf4"] if name == "nf4" else {}))
     few, whole = (
@@ -223,10 +232,10 @@ def test_few_layers_tell_many(name: str) -> None:
     assert set(few.peaks.values()) <= set(whole.peaks.values())
 
 
-def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of a block's experts are run. Peak and work are those of all, to the byte."""
+def test_three_experts_of_a_block_are_extrapolated_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak and work are equal, to the byte, to those of a plan that runs every expert."""
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
-    found = []
+    plans = []
     stock = torch_mlp.Block.split
 
     def split_in_all(block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter) -> Any:
@@ -235,10 +244,10 @@ def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for split in (fake.split_in_three, split_in_all):
         monkeypatch.setattr(fake, "split_in_three", split)
         parallel = ParallelConfig(experts_dtype="fp8")
-        found.append(
+        plans.append(
             plan_step(config, parallel, world_size=1, batch=Batch(96), lora_rank=4, like_gpu=False)
         )
-    few, whole = found
+    few, whole = plans
     assert few.peaks == whole.peaks
     for kind in ("matmul", "grouped", "attention"):
         assert few.work.flops(kind) == whole.work.flops(kind) > 0, kind
@@ -246,8 +255,11 @@ def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few.work.launches() == whole.work.launches()
 
 
-def test_choices_are_as_often_as_a_load_says() -> None:
-    """Of 4 experts one has all tokens and one half of them. No token has one twice."""
+def test_experts_are_drawn_as_often_as_the_load_says() -> None:
+    """In layer 0 of 4 experts, one gets every token, one gets half of them, two get a quarter.
+
+    No token gets the same expert twice.
+    """
     counts = torch.tensor([[40, 20, 10, 10], [20, 20, 20, 20]])
     load = ExpertLoad(counts, ("a", "b"), ep_size=2)
     choices = Choices.of_load(load, 2, 2)
@@ -264,21 +276,21 @@ def test_choices_are_as_often_as_a_load_says() -> None:
 
 
 def test_layers_that_differ_are_all_run() -> None:
-    """A dense layer among MoE layers makes no straight line."""
+    """With a dense layer among MoE layers, the sums do not grow linearly with the layers."""
     config = tiny(num_hidden_layers=6, mlp_only_layers=[0]).config
     assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
 
 
-def test_text_alone_for_a_model_with_a_tower() -> None:
-    """On several ranks a forward asks which ranks have pixels."""
+def test_a_step_on_text_of_a_model_with_a_tower() -> None:
+    """On several ranks the forward runs a collective that finds out which ranks have pixels."""
     config = tiny("qwen3_vl_moe").config
-    on_two, alone = (
+    of_two_ranks, of_one_rank = (
         plan_step(config, world_size=world, batch=Batch(16)).work.flops() for world in (2, 1)
     )
-    assert on_two == alone > 0
+    assert of_two_ranks == of_one_rank > 0
 
 
-def test_nothing_is_left_behind() -> None:
+def test_planning_leaves_no_global_state() -> None:
     stock = vars(collectives)["_all_gather"], torch.UntypedStorage.resize_, torch.get_rng_state()
     plan_step(tiny().config, world_size=1, batch=Batch(8), offload=True)
     with pytest.raises(ValueError, match=r"ep_size \(8\).*6 / 1 = 6"):
@@ -288,8 +300,8 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(torch.get_rng_state(), stock[2])
 
 
-def test_shrinking_keeps_what_helps_until_it_fits() -> None:
-    """Fused saves 10, fp8 nothing, attention alone 20. nf4 comes after fp8."""
+def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
+    """In `peak_of`, adamw_fused saves 10 and adapters on attention alone save 20 of 100."""
     asked: Asked = {
         "checkpointing": True,
         "optimizer": "adamw",
@@ -306,8 +318,8 @@ def test_shrinking_keeps_what_helps_until_it_fits() -> None:
         saved = 10 * (asked["optimizer"] == "adamw_fused") + 20 * (asked["lora_targets"] != "both")
         return 100 - saved
 
-    found = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
-    assert found == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
+    changes = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
+    assert changes == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
     assert [peak for _, peak in shrink(asked, 95, peak_of)] == [90]
     assert not list(shrink(asked, 100, peak_of))
     assert {change.name for change in CHANGES} <= asked.keys()
@@ -332,7 +344,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_command_says_what_would_make_it_fit(
+def test_the_command_names_options_that_make_the_step_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--gpus", "2", "--ep", "2", "--seq", "64", "--batch", "4", "--gpu-memory", "1e-4"]
@@ -346,9 +358,9 @@ def test_command_says_what_would_make_it_fit(
     assert f"{less.peak / 2**30:.3f} GiB" in out and f"in: {plan.where}" in out
 
 
-@pytest.mark.parametrize("given", [["--checkpointing"], ["--batch", "2"], ["--fused-head"]])
-def test_a_step_wants_a_length(
-    given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [["--checkpointing"], ["--batch", "2"], ["--fused-head"]])
+def test_options_of_a_step_need_seq(
+    options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["memory", str(folder), "--gpus", "2", *given]) == 2
-    assert f"{' '.join(given)} is an option of a training step" in capsys.readouterr().err
+    assert main(["memory", str(folder), "--gpus", "2", *options]) == 2
+    assert f"{' '.join(options)} is an option of a training step" in capsys.readouterr().err

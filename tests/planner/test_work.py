@@ -1,4 +1,4 @@
-"""The work of a step, by hand: operations, bytes, launches, and who sends what to whom."""
+"""The counted work of a step equals a count by hand: FLOPs, bytes, launches and traffic."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 
 
 def _small_step() -> list[Operator]:
-    """Make a product, look at it, pick two of its rows, write them over others, add in place."""
+    """Count a small step and return its operators: a product, a view, row copies, attention."""
     with WorkCounter() as work:
         work.begin("all")
         a, b = torch.ones(4, 3), torch.ones(3, 5)
@@ -31,38 +31,39 @@ def _small_step() -> list[Operator]:
         table.index_add_(0, torch.tensor([7, 9]), picked)
         F.scaled_dot_product_attention(*(torch.ones(1, 2, 6, 8),) * 3, is_causal=True)
     stretches = work.counted().stretches
-    return [one for one, number in stretches["all"].operators for _ in range(number)]
+    return [op for op, number in stretches["all"].operators for _ in range(number)]
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_by_hand(fake: bool) -> None:
-    """Of a tensor whose rows are picked or added to, only those rows count."""
+def test_operators_of_a_small_step_by_hand(fake: bool) -> None:
+    """For index_select and index_add_, only the selected rows count as read and written."""
     if fake:
         with fake_tensors():
-            ran = _small_step()
+            operators = _small_step()
     else:
-        ran = _small_step()
-    assert Operator("matmul", "float32", 2 * 4 * 3 * 5, 4 * (12 + 15 + 20)) in ran
-    moved = [one.nbytes for one in ran if one.kind == "memory"]
+        operators = _small_step()
+    assert Operator("matmul", "float32", 2 * 4 * 3 * 5, 4 * (12 + 15 + 20)) in operators
+    moved = [op.nbytes for op in operators if op.kind == "memory"]
     two_rows, ids = 4 * 2 * 5, 2 * 8
-    made = [4 * 12, 4 * 15, 4 * 500, 4 * 96]
+    constants = [4 * 12, 4 * 15, 4 * 500, 4 * 96]
     assert sorted(moved) == sorted(
         [
-            *made,
+            *constants,
             2 * two_rows + ids,  # index_select
-            2 * two_rows,  # copy_, which does not read what it writes
+            2 * two_rows,  # copy_ does not read its destination
             2 * two_rows,  # add_
             2 * two_rows + two_rows + ids,  # index_add_
         ]
     )
-    # Queries by keys, weights by values; half of either square.
-    (attention,) = (one for one in ran if one.kind == "attention")
+    # Two products, of queries and keys and of weights and values; causal: half of each.
+    (attention,) = (op for op in operators if op.kind == "attention")
     assert attention.flops == 2 * (2 * 2 * 6 * 6 * 8) // 2
 
 
 def test_attention_in_bf16_by_hand() -> None:
-    """Forward has 2 products of 6 x 6 x 8 per head and backward 5; causal attention computes half
-    of each. Backward also reads the log-sum-exp in fp32, and its products are in bf16 nevertheless.
+    """Forward has 2 products of 6 x 6 x 8 per head, backward has 5; causal attention halves each.
+
+    Backward is counted as bf16, although it also reads an fp32 tensor (the log-sum-exp).
     """
     with fake_tensors(), WorkCounter() as work:
         work.begin("all")
@@ -70,17 +71,18 @@ def test_attention_in_bf16_by_hand() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
         torch.addmm(torch.ones(4, 5), torch.ones(4, 3), torch.ones(3, 5))
     product = 2 * (2 * 6 * 6 * 8) // 2
-    operators = [one for one, _ in work.counted().stretches["all"].operators]
-    attention = [(one.dtype, one.flops) for one in operators if one.kind == "attention"]
+    operators = [op for op, _ in work.counted().stretches["all"].operators]
+    attention = [(op.dtype, op.flops) for op in operators if op.kind == "attention"]
     assert attention == [("bfloat16", 2 * product), ("bfloat16", 5 * product)]
-    matmul = [(one.dtype, one.flops) for one in operators if one.kind == "matmul"]
+    matmul = [(op.dtype, op.flops) for op in operators if op.kind == "matmul"]
     assert matmul == [("float32", 2 * 4 * 3 * 5)]
 
 
-def test_experts_are_counted_whole() -> None:
-    """Three matrices of H x F for each pair, once in forward and twice in backward, whether few
-    experts are run or all. Recomputed layers add one forward, and `recompute_activations` repeats
-    the two matrices of the first product.
+def test_flops_of_experts_by_hand() -> None:
+    """Each (token, expert) pair has three H x F products, once in forward and twice in backward.
+
+    `checkpointing` adds one forward. `recompute_activations` repeats the two matrices of the first
+    product (gate and up).
     """
     tokens, layers = 2 * 24, 2
     config = tiny(num_hidden_layers=layers).config
@@ -98,10 +100,10 @@ def test_experts_are_counted_whole() -> None:
 
 
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_adapters_of_experts_are_products_too(like_gpu: bool) -> None:
-    """Frozen experts run forward and back. Factors of rank r run forward, back, and for both
-    gradients. The kernels keep the first product of backward, which the gradients of both factors
-    need.
+def test_flops_of_adapters_on_experts_by_hand(like_gpu: bool) -> None:
+    """Frozen experts compute outputs and input gradients; factors also their own gradients.
+
+    The GPU kernels reuse one product of backward for the gradients of both factors.
     """
     tokens, layers, rank = 24, 2, 4
     config = tiny(num_hidden_layers=layers).config
@@ -113,26 +115,26 @@ def test_adapters_of_experts_are_products_too(like_gpu: bool) -> None:
     assert work.flops("grouped") == layers * 2 * pairs * (6 * hidden * inner + factors)
 
 
-def test_what_is_sent_by_hand() -> None:
-    """Eight ranks on two nodes, with groups inside a node and across nodes."""
+def test_bytes_on_the_links_by_hand() -> None:
+    """Eight ranks on two nodes of 4; `links` returns bytes of a rank inside and between nodes."""
     world, node = tuple(range(8)), 4
 
     def links(kind: str, ranks: tuple[int, ...], *by_rank: int) -> tuple[float, float]:
         return Collective(kind, "rows", ranks, ranks[1], 800, by_rank).links(node)
 
-    # 7/8 arrive inside the node; the other node's half comes by four links.
+    # A rank receives 7/8 inside its node. The other node's half, 400 bytes, uses four links.
     assert links("all_gather", world) == (700, 100)
     assert links("reduce_scatter", world) == (700, 100)
     assert links("all_reduce", world) == (1400, 200)
     assert links("all_gather", (0, 1, 2, 3)) == (600, 0)
     assert links("all_gather", (1, 5)) == (0, 400)
-    # Rank 1 keeps what is its own.
+    # The 20 bytes of rank 1 for itself are not sent.
     assert links("all_to_all", (0, 1, 4, 5), 1, 20, 300, 4000) == (1, 4300)
     assert links("all_gather", (2, 3)[:2]) == (400, 0)
 
 
-def test_layers_between_stand_for_many() -> None:
-    """The middle counts n - 4 times. Sums are those of n layers."""
+def test_middle_layers_are_counted_several_times() -> None:
+    """Of 9 layers, 4 run apart and one counts 5 times. The FLOPs are those of 9 layers."""
 
     def work(layers: int) -> StepWork:
         def stretch(flops: int) -> Stretch:
@@ -141,7 +143,8 @@ def test_layers_between_stand_for_many() -> None:
         of_layers = {f"forward, layer {i}": stretch(10 + (i == 0)) for i in range(layers)}
         return StepWork({**of_layers, "optimizer": stretch(100 * layers)})
 
-    found = work_at([work(4), work(5)], 9)
-    assert found.flops() == work(9).flops() == 9 * 10 + 1 + 900
-    assert found.stretches["forward, layer 2"].times == 5
-    assert "forward, layer 8" in found.stretches and "forward, layer 4" not in found.stretches
+    extrapolated = work_at([work(4), work(5)], 9)
+    assert extrapolated.flops() == work(9).flops() == 9 * 10 + 1 + 900
+    assert extrapolated.stretches["forward, layer 2"].times == 5
+    names = extrapolated.stretches.keys()
+    assert "forward, layer 8" in names and "forward, layer 4" not in names
