@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 import yaml
-from parse_accelerate.commands.launch import launch_command_parser
-from parse_accelerate.state import AcceleratorState
+from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
 from support import pages
 from transformers import HfArgumentParser
 
