@@ -41,7 +41,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
     Args:
         trainer: a trl.GRPOTrainer that was created with a patched model.
         mode: "R2" records the experts in the forward for old log-probabilities, and replays them in
-            the update. If the update would repeat that forward exactly, TRL skips that forward, and
+            the update's forward. If both forwards would be the same, TRL skips the first one, and
             no routes are replayed. "R3" replays the experts that the rollout engine chose, in both
             forwards. R3 needs vLLM in colocate mode with `enable_return_routed_experts`, because
             TRL's server does not send routes.
@@ -50,8 +50,8 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
     Raises:
         ValueError: the trainer is not a GRPOTrainer; `mode` is neither "R2" nor "R3"; the model is
-            not patched, or its routing cannot be replayed; R3 without such an engine. During
-            training: the engine returns no routes, or their numbers of tokens do not fit.
+            not patched, or its routing cannot be replayed; mode "R3" has no such engine. During
+            training: the engine returns no routes, or routes for other numbers of tokens.
     """
     if mode not in ("R2", "R3"):
         raise ValueError(f"mode={mode!r} is neither 'R2' nor 'R3'")
@@ -80,7 +80,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 class _ReplayingTrainer:
     """Wrappers of one trainer's methods.
 
-    `strict` checks every replayed expert id. The ids of an engine need this check.
+    With `strict`, every replayed expert id is checked. The ids of an engine need this check.
     """
 
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
@@ -89,10 +89,10 @@ class _ReplayingTrainer:
         self._first_adapter = next((x for _, x in adapter_layers(trainer.model)), None)
         # True while a generation batch is scored.
         self._scores = False
-        # The arrays of the engine, and the routes recorded so far, for this generation batch.
+        # For this generation batch: the engine's arrays of routes, and the routes recorded so far.
         self._engines: list[Any] | None = None
         self._kept: list[Routes] = []
-        # The routes of the micro-batch whose loss is computed now; the layers of all routes.
+        # The routes of the micro-batch whose loss is computed now, and the layers of all routes.
         self._current: Routes | None = None
         self._layers: tuple[int, ...] = ()
 
@@ -183,7 +183,10 @@ class _ReplayingTrainer:
 
 
 class _Replayed:
-    """The model, as TRL calls it for each part of a batch in turn; replays the part's routes."""
+    """Stands for the model, which TRL calls for one part of a batch after another.
+
+    Each call replays the routes of its part.
+    """
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
         self._model, self._replay, self._routes = model, replay, routes
@@ -197,7 +200,10 @@ class _Replayed:
 
 
 class _Recorded:
-    """The model, as TRL calls it for each part of a batch in turn; records the part's routes."""
+    """Stands for the model, which TRL calls for one part of a batch after another.
+
+    Each call appends the routes of its part to `recorded`.
+    """
 
     def __init__(self, model: Any, replay: RoutingReplay, recorded: list[Routes]) -> None:
         self._model, self._replay, self._kept = model, replay, recorded

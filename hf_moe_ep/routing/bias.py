@@ -72,7 +72,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         ((_, layer.correction),) = biases[experts]
         bias = layer.correction.tensor
         if bias.dtype.itemsize < torch.float32.itemsize:
-            # In bf16 rounding would lose a small rate that is added to a large bias.
+            # A bf16 bias that is much larger than the rate would be rounded to its old value.
             bias.data = bias.detach().float()
 
 
