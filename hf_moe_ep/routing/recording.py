@@ -28,7 +28,9 @@ class Recording(Session):
             num_experts=layers.num_experts,
         )
         self._forward: Forward | None = None
+        # The ids of the current forward, by decoder layer.
         self._chosen: dict[int, Tensor] = {}
+        # The CUDA event of the last copy to the host, and the number of forwards that have ended.
         self._copied: Any = None
         self._forwards = 0
 

@@ -1,4 +1,4 @@
-"""`Replaying`: replay routes, the recorded expert ids of each token in each layer.
+"""`Replaying`: replay routes, which are the expert ids of each token in each layer.
 
 While a router runs, `torch.topk` returns these ids. The router still computes its own scores, and
 from them the routing weights and the gradients.
