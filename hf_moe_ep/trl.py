@@ -86,7 +86,7 @@ class _ReplayingTrainer:
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
         self._trainer, self._strict = trainer, strict
         self.replay, self._state = replay, patched_state(trainer.model)
-        self._first_adapter = next((x for _, x in adapter_layers(trainer.model)), None)
+        self._first_adapter = next((layer for _, layer in adapter_layers(trainer.model)), None)
         # True while a generation batch is scored.
         self._scores = False
         # For this generation batch: the engine's arrays of routes, and the routes recorded so far.
@@ -142,19 +142,18 @@ class _ReplayingTrainer:
         **kwargs: Any,
     ) -> Any:
         """Wrap the log-probabilities: record or replay the routing of the policy's forwards."""
-        routed = model
+        called_model = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
-                routed = _Replayed(model, self.replay, self._current, self._strict)
+                called_model = _Replayed(model, self.replay, self._current, self._strict)
             elif self._scores and self._engines is not None:
                 prompts = attention_mask.shape[1] - logits_to_keep
                 masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
-                routed = _Replayed(
-                    model, self.replay, self._routes_from_engine(*masks), self._strict
-                )
+                routes = self._routes_from_engine(*masks)
+                called_model = _Replayed(model, self.replay, routes, self._strict)
             elif self._scores:
-                routed = _Recorded(model, self.replay, self._kept)
-        return original(routed, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+                called_model = _Recorded(model, self.replay, self._kept)
+        return original(called_model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _adapters_are_off(self) -> bool:
         """Return True if the policy is evaluated as its own reference."""

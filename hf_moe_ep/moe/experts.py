@@ -144,14 +144,14 @@ def local_weights(
     dtype = _compute_dtype(like)
     quantised = compute.quantisation is not None
     # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
-    casts = quantised or torch.is_autocast_enabled(like.device.type)
+    must_cast = quantised or torch.is_autocast_enabled(like.device.type)
 
     def local(name: str) -> Tensor | None:
         parameter = getattr(experts, name, None)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def cast(tensor: Tensor | None) -> Tensor | None:
-        return tensor.to(dtype) if casts and tensor is not None else tensor
+        return tensor.to(dtype) if must_cast and tensor is not None else tensor
 
     up_name, down_name = compute.parameters
     up, down = local(up_name), local(down_name)

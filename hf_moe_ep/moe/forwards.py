@@ -158,13 +158,13 @@ def _check_class(name: str, module: nn.Module) -> None:
         )
 
 
-def _check_forward(name: str, module: nn.Module, wanted: Callable[..., Any], when: str) -> None:
-    if wanted not in forward_functions(module):
+def _check_forward(name: str, module: nn.Module, expected: Callable[..., Any], when: str) -> None:
+    if expected not in forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
             f"{qualified_name(_find_innermost(module))}, which would compute without hf_moe_ep; "
             f"leave out this replacement (use_kernels=True, kernelize, a patcher), or wrap "
-            f"{qualified_name(wanted)} instead of replacing it"
+            f"{qualified_name(expected)} instead of replacing it"
         )
 
 

@@ -137,23 +137,23 @@ def _ep_forward(
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with WayHome() as chunks:
-        for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
+        for chunk in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
             # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)
-            rows_RH, weights_RK, expert_ids_RK = arriving.finish()
+            rows_RH, weights_RK, expert_ids_RK = chunk.finish()
             out_RH = run_experts(
                 experts,
                 layer.compute,
                 rows_RH,
                 expert_ids_RK,
                 weights_RK,
-                counts_L=arriving.counts_L,
+                counts_L=chunk.counts_L,
                 grad_scale=1.0 / layer.grad_divisor,
                 weights=weights,
             )
-            chunks.send(arriving, out_RH)
+            chunks.send(chunk, out_RH)
     return chunks.finish()
 
 

@@ -185,12 +185,12 @@ def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _guard(optimizer: Any, state: ModelState) -> None:
     """Make state dicts of an optimizer raise an error while experts are not in hub order."""
-    stock = _unwrap_optimizer(optimizer)
-    if getattr(stock, _GUARDED, None) is not state:
-        setattr(stock, _GUARDED, state)
+    unwrapped = _unwrap_optimizer(optimizer)
+    if getattr(unwrapped, _GUARDED, None) is not state:
+        setattr(unwrapped, _GUARDED, state)
         hook = NotInHubOrder(state)
-        stock.register_state_dict_pre_hook(hook)
-        stock.register_load_state_dict_pre_hook(hook)
+        unwrapped.register_state_dict_pre_hook(hook)
+        unwrapped.register_load_state_dict_pre_hook(hook)
 
 
 class NotInHubOrder(Ours):

@@ -1,12 +1,13 @@
 """`build_meshes`: create the device meshes of a model. Each mesh arranges the same ranks in a grid.
 
+    mesh        axes                           use
     dense       dp_replicate x fsdp            non-expert parameters are sharded over fsdp
     experts     dp_replicate x ep_fsdp x ep    experts are split over ep; the weights of each rank's
                                                experts are then sharded over ep_fsdp
-    sequences   data x sp                      the ranks of an sp group share a batch
+    sequence    data x sp                      the ranks of an sp group share a batch
 
-dp_replicate is the number of copies of the sharded model (HSDP). The product of the axes is the
-world size, so ep_fsdp = world / (dp_replicate x ep).
+dp_replicate is the number of copies of the sharded model (HSDP). The product of the axes of a mesh
+is the world size, so ep_fsdp = world / (dp_replicate x ep).
 
 In this example 8 ranks have ep_size 4. The ep axis is innermost, so the ranks of an ep group are
 consecutive, and usually on one node:

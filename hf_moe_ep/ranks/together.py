@@ -1,8 +1,8 @@
 """Run work on all ranks so that no rank waits forever for a rank that failed or never arrived.
 
 Three checks compare the ranks before they start. Two of them use the store, the key-value store of
-torch.distributed, instead of a collective. They raise an error if a rank does not arrive in time,
-where a collective would hang or fail.
+torch.distributed, instead of a collective: they raise an error if a rank does not arrive in time,
+but a collective would hang or fail.
 
 function               what it checks
 check_everyone_calls   all ranks call a function (by the store)
@@ -20,10 +20,11 @@ for_first   every rank    rank 0: the values of all          parts = for_first("
 `StillHere` is for a loop with collectives. A rank that leaves the loop early informs the other
 ranks.
 
-One all-reduce shows if any rank failed (8 bytes), or if values differ (`differing`: a hash and its
-complement, 64 bytes). Only then are errors or values gathered. Until then, the bytes that a rank
-receives do not depend on the number of ranks. `everyone` and `gather` always send all values to all
-ranks, padded to the longest value.
+An all-reduce of 8 bytes shows if any rank failed, and an all-reduce of 64 bytes (a hash and its
+complement) shows if values differ (`differing`). If a rank failed or values differ, the errors or
+values of all ranks are gathered. Otherwise the bytes that a rank receives do not depend on the
+number of ranks. But `everyone` and `gather` always send all values to all ranks, padded to the
+longest value.
 """
 
 from __future__ import annotations

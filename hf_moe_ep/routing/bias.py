@@ -135,13 +135,13 @@ Biases = dict[str, list[tuple[str, CorrectionBias]]]
 
 
 def _find_biases(parts: Parts) -> Biases:
-    """Find the correction biases in the block of each experts module."""
+    """Find the correction biases in the MoE block (router and experts) of each experts module."""
     biases: Biases = {}
     for name, bias in _correction_biases(parts.root):
-        in_block = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
-        if in_block:
-            # Blocks can be nested; the longest name is that of the innermost block.
-            biases.setdefault(max(in_block, key=len), []).append((name, bias))
+        same_block = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
+        if same_block:
+            # Blocks can be nested; the experts with the longest name are in the innermost block.
+            biases.setdefault(max(same_block, key=len), []).append((name, bias))
     return biases
 
 

@@ -85,14 +85,14 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
         _raise_at(is_live, ids, layers, "has no experts (-1), but on_missing='error' needs them")
     if not strict:
         return
-    wide = ids if ids.dtype.is_signed else ids.to(torch.int16)
-    outside = (wide >= layers.num_experts) | (wide < LIVE)
+    signed = ids if ids.dtype.is_signed else ids.to(torch.int16)
+    outside = (signed >= layers.num_experts) | (signed < LIVE)
     problem = f"has an id outside of the {layers.num_experts} experts (and not -1)"
     _raise_at(outside.any(-1), ids, layers, problem)
-    live = wide == LIVE
+    live = signed == LIVE
     is_mixed = live.any(-1) != live.all(-1)
     _raise_at(is_mixed, ids, layers, "has -1 for some of its experts, but not for all")
-    ordered = wide.sort(-1).values
+    ordered = signed.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != LIVE)
     _raise_at(twice.any(-1), ids, layers, "has an expert twice; all ids of padding must be -1")
 
