@@ -3,13 +3,14 @@
     replay_routing(trainer, "R2")      # before trainer.train()
 
     forward            mode "R2"           mode "R3"
-    rollout            -                   the routes are read from the engine's outputs
+    rollout            no routes           the routes are read from the engine's outputs
     old log-probs      recorded            replayed
     reference          not replayed        not replayed
     update             replayed            replayed
 
-A replayed forward sends each token to the experts that were recorded, or that the engine chose. The
-reference is another model, or the policy without its adapters.
+Routes are the experts of each token in each layer. A replayed forward sends each token to the
+experts that were recorded, or that the engine chose. The reference is another model, or the policy
+without its adapters.
 
 The routes are one more entry in TRL's dictionary of a generation batch, so TRL shuffles and splits
 the routes with the samples. `upstream/grpo.py` names the methods of a trainer that are replaced.

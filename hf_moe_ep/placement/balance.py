@@ -1,8 +1,9 @@
 """`balance_experts`: move experts between the ranks of an ep group so that their loads are even.
 
-In each layer, a rank gets idle experts together with busy experts, and the number of experts per
-rank does not change. The model computes the same results, because tokens are sent to the present
-ranks of their experts. Routers, counts, replays and files still number the experts as the hub does.
+The ranks of an ep group share the experts of each layer. A rank gets idle experts together with
+busy experts, and the number of experts per rank does not change. The model computes the same
+results, because tokens are sent to the present ranks of their experts. Routers, counts, replays and
+files still number the experts as the hub does.
 """
 
 from __future__ import annotations

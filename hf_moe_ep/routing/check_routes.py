@@ -1,7 +1,8 @@
 """Check that routes belong to this model, and that its routers could choose these experts.
 
-A choice is the K expert ids of one token in one layer. If all K ids are -1, the choice routes live:
-the router chooses during the replay.
+Routes are [B, S, L, K]: rows, tokens, layers, experts per token. A choice is the K expert ids of
+one token in one layer. If all K ids are -1, the choice routes live: the router chooses during the
+replay.
 """
 
 from __future__ import annotations

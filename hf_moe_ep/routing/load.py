@@ -31,8 +31,9 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 class ExpertLoad:
     """The tokens of each expert on all ranks together; `print(load)` prints a table.
 
-    The model has L layers with E experts each, and an ep group has D ranks. Ratios and entropies of
-    a layer without tokens are nan. A pair is a token and one of the experts that it chose.
+    The model has L layers with E experts each, which are split over the D ranks of an ep group.
+    Ratios and entropies of a layer without tokens are nan. A pair is a token and one of the experts
+    that the token chose.
 
     Attributes:
         counts: [L, E] int64 on the host, the number of pairs of each expert.

@@ -35,7 +35,8 @@ class Recording(Session):
         self._forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        # If only some ranks of an sp group record, their tensors differ, which is an error.
+        # If only some of the ranks that share a sequence record, their tensors differ, which is an
+        # error.
         return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
 
     def begin(self, forward: Forward) -> None:
@@ -63,7 +64,7 @@ class Recording(Session):
         return weights_TK
 
     def end(self, completed: bool) -> None:
-        """Gather the slices of an sp group, and start the copy to the host."""
+        """Gather the slices of the ranks that share a sequence, and start the copy to the host."""
         forward, self._forward = self._forward, None
         if forward is None or not completed:
             return

@@ -75,9 +75,9 @@ class RoutingReplay:
         """Record the experts of each token: `with replay.record() as routes: model(...)`.
 
         Each forward replaces `routes.ids` by its choices, [B, S, L, K], in uint8 for up to 256
-        experts, otherwise in int16. On every rank of an sp group the ids contain all tokens. The
-        tensor is on the host, and complete when the block ends. A recompute of a checkpointed layer
-        repeats the recorded choice.
+        experts, otherwise in int16. With sp_size > 1 the ids of each rank contain all tokens of the
+        sequences that this rank shares. The tensor is on the host, and complete when the block
+        ends. A recompute of a checkpointed layer repeats the recorded choice.
 
         Raises:
             ValueError: no forward ended in the block; another block is open; an experts module did

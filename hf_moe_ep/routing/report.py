@@ -18,8 +18,8 @@ class ReplayReport:
 
     Attributes:
         replayed: the number of (token, layer) pairs that had routes.
-        live: the number of (token, layer) pairs without routes, including the padding of a split
-            sequence.
+        live: the number of (token, layer) pairs without routes, including the padding of a sequence
+            that is split over ranks.
         pairs: by decoder layer, two numbers of (token, expert) pairs: the replayed pairs that the
             router itself would have chosen as well, and all replayed pairs.
     """

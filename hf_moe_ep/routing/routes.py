@@ -1,4 +1,6 @@
-"""`Routes`: the experts of each token of a batch, in each layer, [B, S, L, K].
+"""`Routes`: the experts of each token of a batch in each layer, a tensor [B, S, L, K].
+
+B is the number of rows of the batch, S of tokens per row, L of layers, and K of experts per token.
 
 Routes are recorded in a forward (`RoutingReplay.record`), or `Routes.from_engine` copies the arrays
 of an inference engine, one per sequence, into a padded batch:
