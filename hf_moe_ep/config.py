@@ -6,7 +6,7 @@
 `resolve_config` replaces a size of None by the value of its environment variable, or by 1. This
 file makes the checks that need neither a model nor ranks. `patch` compares the sizes with the
 model, and `ranks/mesh.py` compares them with the number of ranks. No other file reads environment
-variables, except for the switch of the progress bars (`cli/progress.py`).
+variables, except `cli/progress.py`, which reads the switch of the progress bars.
 """
 
 from __future__ import annotations

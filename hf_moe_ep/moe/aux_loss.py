@@ -260,7 +260,8 @@ class GlobalAuxLoss(Ours):
         file_globals[_FUNCTION].users.add(self)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # In one process stock's loss is correct, and torch.compile can compile the whole forward.
+        # In one process stock's loss is correct. torch.compile can then compile the whole forward,
+        # because `_begin` does not run.
         if self._world_size > 1 or self.state.config.aux_loss_per_layer:
             self._begin(model, kwargs)
 

@@ -9,8 +9,8 @@ counts only grow: each function that reads them stores the counts of its last re
 (`ModelState.counted`, see `routing/counts.py`) and subtracts them.
 
 A forward is counted if it leads to gradients: the model is in training mode, and gradients were
-enabled when the model was called. The layer itself cannot test if gradients are enabled, because a
-reentrant checkpoint disables them in its first run. A layer that runs while a backward runs is a
+enabled when the model was called. A test in the layer would not be enough, because a reentrant
+checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
 recompute, which is not counted a second time.
 
 Padding tokens are counted like other tokens, because the experts compute them. The tokens by which

@@ -98,9 +98,10 @@ def run_experts(
     grad_scale: float,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """Compute out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
+    """Compute the weighted sum of each row's experts on this rank, in the dtype of `rows_RH`.
 
-    `weights` is the result of `local_weights`, if the caller has already called that function.
+    `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of `local_weights`,
+    if the caller has already called that function.
     """
     compute_RH = rows_RH.to(_compute_dtype(rows_RH))
     weights = weights or local_weights(experts, compute, rows_RH)

@@ -22,12 +22,12 @@ shape [T, H].
     T  tokens of this rank              H  hidden
     E  experts                          L  experts of this rank
     K  experts per token (top-k)        D  ranks of the ep group
-    N  rows sent or kept                J  rows per token, at most min(K, D)
+    N  rows that are sent or stay       J  rows per token, at most min(K, D)
     R  rows received                    Y  cells of a [D, T] table, flattened
     A  (row, expert) pairs computed     M  pairs of one block (BLOCK_M of the kernels)
     F  hidden of an expert              G  2 F, gate above up
     I  inputs of a matrix               O  outputs of a matrix
-    P  rank of an adapter               C  blocks of columns, summed later
+    P  rank of an adapter               C  blocks of columns (partial sums)
     Q  attention heads                  W  width of a head
     V  nodes of the ep group            U  ranks of the ep group on one node
     Z  rows forwarded inside a node     X  any number

@@ -2,8 +2,8 @@
 
 In hub order, row e of a stacked tensor is expert e. Files, state dicts and other models need this
 order. `balance_experts` moves experts to other rows, which are called slots; a model whose experts
-have moved is called balanced. A block moves the experts of a balanced model back, while code in the
-block saves or loads them:
+have moved is called balanced. `experts_in_hub_order` moves the experts of a balanced model back for
+the code in its block, which saves or loads experts:
 
     with experts_in_hub_order(model, optimizer):
         ...                                 row e of a stacked tensor is expert e

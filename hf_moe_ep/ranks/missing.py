@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hf_moe_ep.upstream.process_groups import default_store
 
-# A rank reads until there was no new line for _QUIET seconds, and never longer than _LONGEST.
+# A rank reads until there was no new line for _QUIET seconds, but at most for _LONGEST seconds.
 _QUIET, _LONGEST = 3.0, 9.0
 # How many seconds a rank waits for an answer of the store.
 _STORE_TIMEOUT = 12.0

@@ -308,7 +308,8 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
         text = next(iter(failures.values())).text
         raise kind(text.removeprefix(f"{kind.__name__}: ")) from cause
     texts = {rank: failure.text for rank, failure in failures.items()}
-    if len(set(texts.values())) == 1 and cause is not None:  # DCP raises the same on every rank
+    # DCP raises the same error on every rank, which is then reported once.
+    if len(set(texts.values())) == 1 and cause is not None:
         texts = {min(texts): next(iter(texts.values()))}
     lines = "; ".join(
         text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in texts.items()
