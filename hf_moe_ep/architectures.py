@@ -267,7 +267,7 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     """Return the number of experts per token: `top_k` of a router, or a field of the text config.
 
     Raises:
-        ValueError: neither exists.
+        ValueError: no router has a `top_k`, and the config has no such field.
     """
     for name, module in model.named_modules():
         if plan.router and matches(plan.router, stock_name(name)):

@@ -44,7 +44,7 @@ class ParallelConfig:
             once the model is sharded: "nf4", the 4-bit codes of bitsandbytes (0.5625 bytes per
             parameter, scales included), or "fp8", e4m3 with one scale per 128 x 128 block (1.0002
             bytes). The experts are dequantised during the computation, one expert at a time, or one
-            tile at a time in the Triton kernels. None: the dtype in which they were loaded.
+            tile at a time in the Triton kernels. None: experts keep the dtype of the loaded model.
         experts_double_quant: with "nf4", quantise the scales as well (0.52 bytes per parameter).
         recompute_activations: save only the input of the experts for backward, and recompute all
             activations of size F (the hidden size of an expert). At Qwen3-30B's shape backward then

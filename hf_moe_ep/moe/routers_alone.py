@@ -1,4 +1,4 @@
-"""Run every router a second time, for a loss that trains the routers alone.
+"""Run every router a second time, for a loss that trains only the routers.
 
     hidden states --+-----------> router -> logits, weights, choice      the model's own run
                     +- detached -> router -> logits                      the logits of the loss

@@ -6,9 +6,9 @@ expert e is updated from c_e, the number of tokens of all ranks that chose exper
 
     b_e += rate * sign(mean(c) - c_e)
 
-"Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, algorithm
-1); DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses a rate of 0.001. DeepSeek-V3's additional
-weak loss per sequence is not implemented.
+This is algorithm 1 of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv
+2408.15664). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses a rate of 0.001. DeepSeek-V3's
+additional weak loss per sequence is not implemented.
 
     counts        [6, 2, 4, 4]      mean 4
     b changes by  -rate, +rate, 0, 0

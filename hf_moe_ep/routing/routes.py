@@ -73,8 +73,9 @@ class Routes:
             input_lengths: the number of tokens of each row, without padding.
             padded_to: the number of tokens of each row with padding, S.
             pad_side: "left" or "right", or the number of padding tokens before each row.
-            layers: the decoder layers of an array's entries. "all" means all decoder layers (the
-                entries of dense layers are not read), or all MoE layers, whichever number fits.
+            layers: the decoder layers of an array's entries. "all" means all decoder layers or all
+                MoE layers, depending on the number of entries. Entries of dense layers are not
+                read.
             starts: the index of each array's first token, if the engine left out a prefix that it
                 had cached; the tokens of this prefix route live.
 
