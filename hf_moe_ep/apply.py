@@ -3,7 +3,8 @@
     apply_ep_fsdp2(model)                  shards a model that stock's from_pretrained has loaded
     apply_ep_fsdp2(model, weights=folder)  shards a model on the meta device, then each rank reads
                                            its shards from the folder
-    from_pretrained(name, ep_size=8)       builds the model on the meta device, then does the same
+    from_pretrained(name, ep_size=8)       builds the model on the meta device and calls
+                                           apply_ep_fsdp2 with the folder of the weights
 
 Accelerate and the Trainer shard a patched model in `prepare`, so a script that uses them needs none
 of these calls. With `from_pretrained` such a script needs less memory.
@@ -70,7 +71,8 @@ def apply_ep_fsdp2(
             different models or settings, or share a GPU; weights are missing; the checkpoint is
             incomplete or does not fit the model; or `patch` raises a ValueError.
     """
-    # If ranks share a GPU, NCCL's collectives fail. default_device checks this, so it runs first.
+    # If ranks share a GPU, NCCL's collectives fail. default_device checks this, so this call comes
+    # before any collective.
     device = default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
@@ -135,8 +137,8 @@ def _prepare_to_read(
             f"weights={os.fspath(weights)!r} is for a model on the meta device, but every "
             f"parameter of this model has values; leave out weights= to train with these values"
         )
-    # If the user read the model's config from the folder, the config may declare quantized weights.
-    # This declaration is removed, because load_weights decodes the weights.
+    # The model's config, if it was read from the folder, may declare quantized weights. This
+    # declaration is removed, because load_weights decodes the weights.
     model_config = getattr(without_adapters(model), "config", None)
     forget_quantization(model_config, os.fspath(weights))
 
@@ -163,12 +165,13 @@ def from_pretrained(
         model_class: a model class of transformers; None uses the class that the config names.
         config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
         peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
-            adapters, and initial values that are computed from the weights, need a model that
-            stock's from_pretrained has loaded.
+            adapters, and initial values that are computed from the weights, are only possible for a
+            model that stock's from_pretrained has loaded.
         mp_policy: as in `apply_ep_fsdp2`.
         offload_policy: as in `apply_ep_fsdp2`.
         options: as in transformers' `from_pretrained`: `dtype` (default: the checkpoint's dtype),
-            `attn_implementation`, `revision`, `token`, `cache_dir`, ..., and fields of the config.
+            `attn_implementation`, `revision`, `token`, `cache_dir`, ..., and fields of the model's
+            config.
 
     Raises:
         ValueError: as in `apply_ep_fsdp2`.

@@ -9,9 +9,9 @@ No other file searches a model for its modules:
     parts.tower                 the vision tower and the module whose forward runs it, or None
 
 Modules are found by the names that they had before anything wrapped them. A model that PEFT,
-torch.compile or activation checkpointing has wrapped therefore has the same parts. A `Parts` is out
-of date after another module was wrapped or an embedding was replaced, so sharding finds the parts
-again.
+torch.compile or activation checkpointing has wrapped therefore has the same parts. If a module is
+wrapped or an embedding is replaced later, the `Parts` are out of date, so sharding calls
+`find_parts` again.
 """
 
 from __future__ import annotations
@@ -77,18 +77,19 @@ class Parts:
     Attributes:
         plan: the plan of the model's architecture.
         config: the config of the model's language model (its text config).
-        root: the model whose forward runs in every case. In a PeftModel this is the inner model,
-            because some callers bypass the forward of the PeftModel.
-        layers: the decoder layers, in order, including the wrappers that checkpoint them.
+        root: the model whose forward always runs. In a PeftModel this is the inner model, because
+            some callers bypass the forward of the PeftModel.
+        layers: the decoder layers, in order. If a wrapper checkpoints a layer, this is the wrapper.
         experts: the experts modules of all MoE layers, by name, in order, without wrappers.
-        adapted_experts: the same modules including PEFT's wrappers, by the index of their decoder
-            layer, which may have several experts modules. Each module is one FSDP2 unit.
-        attention: the modules of decoder layers that call transformers' attention interface.
+        adapted_experts: the experts modules with PEFT's wrappers, by the index of their decoder
+            layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
+            parameters together.
+        attention: the modules in decoder layers that call transformers' attention interface.
         final_norm: the norm in front of the head; empty if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
         tied: True if head and embedding share a parameter.
         tower: a vision tower whose blocks are FSDP2 units; None if the model has no such tower.
-        encoders: the encoders of a model without such a tower; None if there are no encoders.
+        encoders: the encoders of a model whose `tower` is None; None if there are no encoders.
     """
 
     plan: ModelPlan
@@ -133,7 +134,7 @@ class Differences:
 
 
 def differences(model_type: str) -> Differences:
-    """Read the file of `model_patches` for an architecture, if there is one."""
+    """Return the changes of an architecture's file in `model_patches`, or none without a file."""
     name = f"hf_moe_ep.model_patches.{model_type}"
     if not model_type.isidentifier() or importlib.util.find_spec(name) is None:
         return Differences()
@@ -208,7 +209,8 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
-        # One shared parameter is enough: PEFT's modules_to_save adds an untied copy to a tied head.
+        # One shared parameter makes them tied: PEFT's modules_to_save adds an untied copy to a
+        # tied head.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
         encoders=_find_encoders(model, named, plan),
@@ -231,8 +233,8 @@ def _check_given_plan(model: nn.Module, named: _Named, plan: ModelPlan, config: 
     if len(layers) != expected:
         raise ValueError(
             f"layers='{plan.layers}' of the plan matches {len(layers)} modules of this {kind}, but "
-            f"its config says num_hidden_layers = {expected}; write a pattern that matches the "
-            f"decoder layers alone, for example with ModelPlan(prefix=...)"
+            f"its config says num_hidden_layers = {expected}; write a pattern that matches only "
+            f"the decoder layers, for example with ModelPlan(prefix=...)"
         )
     for name, experts in _find_experts(model, named, plan).items():
         if not any(name.startswith(f"{layer}.") for layer in layers):
@@ -265,7 +267,7 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     """Return the number of experts per token: `top_k` of a router, or a field of the text config.
 
     Raises:
-        ValueError: neither exists.
+        ValueError: no router has a `top_k`, and the config has no such field.
     """
     for name, module in model.named_modules():
         if plan.router and matches(plan.router, stock_name(name)):
@@ -282,12 +284,14 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
 
 
 class _Named:
-    """The modules of a model by their stock names. A wrapper has the name of the wrapped module.
+    """The modules of a model by their stock names, the names before anything wrapped the modules.
 
-    Attributes:
-        outermost: the outermost wrapper of each module, or the module if it has no wrapper.
-        unadapted: the same, but PEFT's wrappers are skipped; a checkpoint wrapper is not skipped.
-        stock: the modules without any wrapper.
+    Each attribute maps every stock name to one module:
+
+        outermost: the outermost wrapper of the module, or the module if it has no wrapper.
+        unadapted: the outermost wrapper that is not PEFT's (a checkpoint wrapper, for example), or
+            the module if it has no such wrapper.
+        stock: the module itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -321,25 +325,26 @@ class _Named:
         return f"it has {', '.join(near)}" if near else f"its modules are {', '.join(starred)}"
 
     def shortest_matching(self, pattern: str) -> list[str]:
-        """Return the matching name with the fewest components, in a list that may be empty."""
+        """Return a list with the matching name that has the fewest components, or an empty list."""
         return sorted(self.matching(pattern), key=lambda name: name.count("."))[:1]
 
 
 def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str, nn.Module]:
     experts = {name: named.stock[name] for name in named.matching(plan.experts)}
-    others = [name for name, module in experts.items() if not is_experts_module(module)]
-    if others:
+    unsupported = [name for name, module in experts.items() if not is_experts_module(module)]
+    if unsupported:
         derived = "" if plan.origin == "given" else "derived "
         raise ValueError(
             f"the {derived}plan says experts='{plan.experts}', but these modules of this "
             f"{type(model).__name__} do not use transformers' experts interface "
-            f"(use_experts_implementation): {', '.join(others)}; correct ModelPlan(experts=...)"
+            f"(use_experts_implementation): {', '.join(unsupported)}; correct "
+            f"ModelPlan(experts=...)"
         )
     return experts
 
 
 def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
-    """Return the attention modules; a derived plan may also match modules of other kinds."""
+    """Return the attention modules, without other modules that match a derived plan's pattern."""
     modules = (named.stock[name] for name in named.matching(plan.attention))
     return tuple(m for m in modules if plan.origin == "given" or is_attention(m))
 

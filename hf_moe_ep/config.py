@@ -4,9 +4,9 @@
     HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of the script
 
 `resolve_config` replaces a size of None by the value of its environment variable, or by 1. This
-file makes only the checks that need neither a model nor ranks. `patch` compares the sizes with the
-model, and `ranks/mesh.py` compares them with the number of ranks. Environment variables are read in
-this file alone, apart from the switch of the progress bars (`cli/progress.py`).
+file makes the checks that need neither a model nor ranks. `patch` compares the sizes with the
+model, and `ranks/mesh.py` compares them with the number of ranks. No other file reads environment
+variables, except `cli/progress.py`, which reads the switch of the progress bars.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class ParallelConfig:
             once the model is sharded: "nf4", the 4-bit codes of bitsandbytes (0.5625 bytes per
             parameter, scales included), or "fp8", e4m3 with one scale per 128 x 128 block (1.0002
             bytes). The experts are dequantised during the computation, one expert at a time, or one
-            tile at a time in the Triton kernels. None: the dtype in which they were loaded.
+            tile at a time in the Triton kernels. None: experts keep the dtype of the loaded model.
         experts_double_quant: with "nf4", quantise the scales as well (0.52 bytes per parameter).
         recompute_activations: save only the input of the experts for backward, and recompute all
             activations of size F (the hidden size of an expert). At Qwen3-30B's shape backward then
             needs 4.2 kB per token and layer instead of 28.8 kB, and one more matrix product.
         dispatcher: how tokens reach the ranks of their experts. "all_to_all" runs everywhere and
             sends a token at most once to each rank. "hierarchical" is for an ep group on several
-            nodes: it sends a token at most once to each node, which passes it on to its ranks (on a
-            single node it is the same as "all_to_all"). "deepep" calls the kernels of DeepEP,
-            which must be installed (NVIDIA GPUs, bf16).
+            nodes: it sends a token at most once to each node, where one rank forwards the token to
+            other ranks of the node (on a single node "hierarchical" is the same as "all_to_all").
+            "deepep" calls the kernels of DeepEP, which must be installed (NVIDIA GPUs, bf16).
         node_size: the number of consecutive ranks that "hierarchical" treats as one node. Every ep
             group must have equally many ranks on each of its nodes. None: LOCAL_WORLD_SIZE, which
             the launcher sets.
@@ -66,22 +66,24 @@ class ParallelConfig:
             token is one row, however many of its experts are on that rank. If a rank would receive
             more, all ranks of the ep group raise an error before they allocate memory. None: no
             limit, so a rank may receive up to ep_size times the tokens of one rank.
-        ep_outside: if True, consecutive ranks form an ep_fsdp group instead of an ep group.
+        ep_outside: if True, consecutive ranks form an ep_fsdp group instead of an ep group. The
+            ranks of an ep_fsdp group have shards of the same experts.
         expert_shard_dim: the dimension along which FSDP2 shards the expert weights: 0, 1 or "auto".
-            "auto" takes 0 if the size of dimension 0 (the experts of a rank) is divisible by the
-            size of the ep_fsdp group; otherwise 1 if the size of dimension 1 is; otherwise 0.
+            "auto" takes the first dimension whose size is divisible by the size of the ep_fsdp
+            group: dimension 0 (the experts of a rank), or 1. If neither is divisible, it takes 0.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
-        bias_update_rate: the amount by which each optimizer step moves the correction biases of the
-            routers, in favour of experts that received few tokens (`update_router_bias`).
-            DeepSeek-V3 uses 0.001. With Accelerate or the Trainer the update is automatic. None:
-            the biases stay as they are, as in stock.
+        bias_update_rate: the amount by which each optimizer step moves the routers' correction
+            biases, which are added to the scores when experts are chosen. The update favours
+            experts that received few tokens (`update_router_bias`). DeepSeek-V3 uses 0.001. With
+            Accelerate or the Trainer the update is automatic. None: the biases do not change, as in
+            stock.
         aux_loss_per_layer: if True, the router's load-balancing loss is the mean of the layers'
-            losses, and its gradient reaches the routers alone. If False, it is stock's loss, which
+            losses, and only the routers get a gradient from it. If False, it is stock's loss, which
             adds up the loads of all layers first, and whose gradient also reaches the layers in
             front of a router. Both losses need `output_router_logits=True` in the model's config,
             as in stock.
-        gather_logits: with sp_size > 1, return the logits of the whole sequence also from a forward
-            with a loss. If False, `outputs.logits` of such a forward is None.
+        gather_logits: with sp_size > 1, a forward that computes a loss also returns the logits of
+            the whole sequence. If False, `outputs.logits` of such a forward is None.
 
     Raises:
         ValueError: a value that is invalid for every model and every number of ranks.

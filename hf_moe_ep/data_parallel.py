@@ -1,6 +1,8 @@
-"""Public functions for your own training loop: the token count of all ranks, the batch of a rank.
+"""Public functions for your own training loop.
 
-They are `global_token_count`, `data_parallel_size` and `data_parallel_rank`.
+`global_token_count` counts the tokens of all ranks. `data_parallel_size` and `data_parallel_rank`
+say into how many batches a step is split, and which batch this rank has. With sp_size > 1 the
+sp_size ranks of an sp group share a batch.
 """
 
 from __future__ import annotations

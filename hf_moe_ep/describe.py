@@ -129,13 +129,13 @@ def _balance(state: ModelState) -> list[str]:
     """Return the line about the methods that balance the load of the experts, if any is used."""
     methods = []
     if (rate := state.config.bias_update_rate) is not None:
-        layers = sum(layer.correction is not None for layer in state.moe_layers)
-        methods.append(f"biases of {layers} routers move by {rate:g} after each optimizer step")
+        num_biases = sum(layer.correction is not None for layer in state.moe_layers)
+        methods.append(f"biases of {num_biases} routers move by {rate:g} after each optimizer step")
     if state.config.aux_loss_per_layer:
         weight = state.plan.aux_loss_coef
         methods.append(f"mean of the layers' aux losses times {weight}, trains only routers")
-    if placed := sum(layer.placement is not None for layer in state.moe_layers):
-        methods.append(f"experts of {placed} layers were moved by balance_experts")
+    if num_moved := sum(layer.placement is not None for layer in state.moe_layers):
+        methods.append(f"experts of {num_moved} layers were moved by balance_experts")
     return [f"  balance    {'; '.join(methods)}"] if methods else []
 
 

@@ -1,8 +1,9 @@
 """The interface between a MoE layer and the dispatchers of `moe/dispatch/`.
 
-A dispatcher plans how the tokens of one layer are sent between the ranks of an ep group. The state
-of a model refers to its dispatcher, so this file must not import `state.py`. The interface of one
-planned exchange is in `moe/dispatch/async_exchange.py`.
+A dispatcher plans how the tokens of one layer are sent between the ranks of an ep group, which
+share the experts of the layer. `state.py` imports this file, because the state of a model contains
+a dispatcher; this file must therefore not import `state.py`. The interface of one planned exchange
+is in `moe/dispatch/async_exchange.py`.
 """
 
 from __future__ import annotations

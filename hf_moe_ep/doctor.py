@@ -1,8 +1,8 @@
 """`examine`: check whether training can run here. The checks are in four sections:
 
     packages   the installed versions, and the ranges that this package allows
-    wraps      whether the functions of Accelerate, transformers and PEFT exist that patch() wraps;
-               a feature whose function is missing does not work
+    wraps      the functions of Accelerate, transformers and PEFT that patch() wraps: do they exist?
+               If a function is missing, the feature that wraps it does not work
     machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which code each part of a step runs
     launch     how this process was started, or how the next `accelerate launch` starts processes
 
@@ -35,8 +35,9 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# The effect of a missing optional package. If such a package is installed but unsuitable or broken,
-# the mark is FAIL if transformers or torch import it (_IMPORTED_BY_OTHERS), otherwise "--".
+# The report's text about each optional package that is missing. A package that is installed, but
+# unsuitable or broken, has the mark FAIL if transformers or torch import it (_IMPORTED_BY_OTHERS),
+# otherwise "--".
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
@@ -176,7 +177,7 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Return which code experts_backend="auto" runs: the Triton kernels or the torch path."""
+    """Report which code experts_backend="auto" runs: the Triton kernels or the torch path."""
     from hf_moe_ep.moe.experts import why_no_kernels
 
     name = "Triton kernels"
@@ -252,7 +253,7 @@ def _launch() -> list[Finding]:
 
 
 def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) -> Finding:
-    """Return how a patched model runs under the launcher of this process."""
+    """Report how a patched model runs in this process, which a launcher has started."""
     name = "this launch"
     with_fsdp = variables.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not by_accelerate:
@@ -270,7 +271,7 @@ def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) 
 
 
 def _next_launch() -> Finding:
-    """Return how a patched model would run with the default config of `accelerate launch`."""
+    """Report how a patched model would run with the default config of `accelerate launch`."""
     name = "next launch"
     default_config, error = _attempt(default_launch_config)
     if error:
@@ -291,7 +292,7 @@ def _next_launch() -> Finding:
 
 
 def _launch_problem(config: Mapping[str, Any]) -> str:
-    """Return why a patched model would refuse this launch config; "" if it would not."""
+    """Return why a patched model would refuse this launch config, or "" if it would run."""
     kind = str(config.get("distributed_type"))
     version = (config.get("fsdp_config") or {}).get("fsdp_version", 1)
     if kind == "FSDP" and int(version) != 2:

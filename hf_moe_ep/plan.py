@@ -17,6 +17,8 @@ from functools import cache
 class VisionPlan:
     """The patterns that find a vision tower whose blocks are FSDP2 units.
 
+    An FSDP2 unit is a module whose parameters FSDP2 shards and all-gathers together.
+
     Attributes:
         tower: the whole tower.
         blocks: the blocks of the tower; each one is an FSDP2 unit.
@@ -57,7 +59,7 @@ class ModelPlan:
         prefix: a string that is added in front of `layers`, `experts`, `router`, `attention` and
             `final_norm`. A model with a vision tower needs "language_model." if modules of the
             tower match the same patterns.
-        layers: the decoder layers; each one is an FSDP2 unit.
+        layers: the decoder layers; each one is an FSDP2 unit (`VisionPlan` explains the term).
         experts: the modules with the stacked expert weights; each one is an FSDP2 unit on the
             ep_fsdp axis of the mesh.
         router: the modules that choose the experts of a token; empty if no separate module does.
@@ -68,8 +70,8 @@ class ModelPlan:
             unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.
-        sequence_parallel: True if sp_size > 1 was tested against stock. An architecture with
-            `mixers` never has it.
+        sequence_parallel: True if sp_size > 1 was tested against stock; always False for an
+            architecture with `mixers`.
         num_experts: the name of the text config's field that holds the number of experts per
             layer; None if there is no such field.
         expert_weights: the parameters of an experts module that are stacked over experts (dim 0).
@@ -82,8 +84,9 @@ class ModelPlan:
         encoders: the modules outside of the decoder that compute embeddings of pictures or sound:
             towers and projectors. Each module is one FSDP2 unit, which is all-gathered as a whole
             if any rank has input for the module.
-        origin: "given" for a plan that the user wrote, "derived" for one from derive.py. If a file
-            of `model_patches/` changed a derived plan, its name is added. `describe` prints it.
+        origin: "given" for a plan that the user wrote, "derived" for a plan from derive.py. If a
+            file of `model_patches/` changed a derived plan, the file's name is added. `describe`
+            prints the origin.
     """
 
     model_type: str

@@ -5,8 +5,8 @@ module. A deep copy of the model therefore copies the state as well, and no stat
 
 The table lists all state that outlives a function call or that other code can see. A test reads the
 source and fails if a row is missing. NAMES are the attributes, functions, classes or keywords to
-search for in FILE. The last column says what they contain, and how long. "(The) same" refers to the
-row above.
+search for in FILE. The last column says what they contain, and for how long. "(The) same" refers to
+the row above.
 
     file | names | content, and lifetime
     -- set by patch on a model, until unpatch --
@@ -15,42 +15,42 @@ row above.
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
-    upstream/experts_interface.py | _experts_implementation_internal register | in a copied config
+    upstream/experts_interface.py | _experts_implementation_internal register | names our forward
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | the number of forwards so far
     placement/move.py | placement | positions of the experts, from the first balance_experts on
-    placement/hub_order.py | guards_state_dicts | until unpatch
-    placement/hub_order.py | optimizers_in_order | during a block of experts_in_hub_order
-    placement/hub_order.py | _hf_moe_ep_guarded | on parameters of experts and their optimizers
+    placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
+    placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order
+    placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
-    moe/counting.py | leads_to_gradients | during a forward
+    moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
-    integrations/shared_batches.py | sums_losses gather_logits | during training; a prediction
+    integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     -- for one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
-    vision/encoders.py | gathered in_graph | units of encoders, from the encoders to the decoder
-    vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, in the decoder
+    vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
+    vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
     moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
-    moe/aux_loss.py | forward learns undivided returned | of a forward, which marks its logits
+    moe/aux_loss.py | forward learns undivided returned | the losses of a forward, on marked logits
     moe/routers_alone.py | _recorded | logits of the second run of the routers, during a forward
-    moe/dispatch/async_exchange.py | received_grads needs | gradients outside of autograd's edges
+    moe/dispatch/async_exchange.py | received_grads needs | gradients that autograd does not pass on
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
-    upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward has ended
+    upstream/sharded_models.py | _training_state | FSDP2's, of a module whose backward has ended
     integrations/optimizers.py | setattr | `step` of an optimizer that Accelerate prepared
     integrations/optimizers.py | _hf_moe_ep_followed | models whose biases that step updates
     -- of the process --
@@ -63,8 +63,8 @@ row above.
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
-    ops/self_check.py | check_both_sizes check_once warn_once | if the kernels work here
-    ops/sum_check.py | check_sums_once | if compiled sums are correct here
+    ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
+    ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
@@ -148,14 +148,15 @@ class ModelState:
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None
-    # The counts at the last reset of each reader (routing/counts.py), by the reader's name.
+    # The counts at the last reset of each reader, such as `expert_load` (routing/counts.py).
     counted: dict[str, Tensor] = field(default_factory=dict)
     # True if losses computed with num_items_in_batch are summed over data ranks; False if such a
     # loss is the mean of one rank.
     sums_losses: bool = True
     # True while the Trainer predicts: logits are gathered whatever config.gather_logits says.
     gather_logits: bool = False
-    # The FSDP2 units that compute embeddings of pictures and sound. Set by sharding.
+    # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
+    # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
     # Set by sharding with ep_size > 1.
     dispatcher: Dispatcher | None = None
@@ -165,16 +166,18 @@ class ModelState:
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.
     saver: Saver | None = None
-    # True if state dicts are refused while the experts are not in hub order.
+    # True if hooks refuse state dicts while the experts are not in hub order. In hub order, row e
+    # of a stacked tensor is expert e, as in files.
     guards_state_dicts: bool = False
-    # The optimizers whose state is in hub order, inside `experts_in_hub_order`; None outside.
+    # In a block of `experts_in_hub_order`: the optimizers that the block has put into hub order.
+    # None outside of a block.
     optimizers_in_order: list[Any] | None = None
     # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # Calls `patch` with this model's config and plan, to patch a reference model.
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
-    # The meshes of a policy in the state of its reference model, or the other way round. The two
-    # models share their process groups if their layouts are the same.
+    # For a policy and its reference model: the meshes of the other model, once it is sharded. The
+    # two models share their process groups if their layouts are the same.
     meshes_beside: Meshes | None = None
     # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
@@ -256,8 +259,8 @@ class Compute:
         transposed: True if the module stores the transposes of its matrices.
         backend: "torch" or "triton".
         reason: why the backend is "torch"; empty if the backend is "triton".
-        required: True if the user chose "triton". Tensors that the kernels cannot take are then an
-            error; otherwise PyTorch computes them.
+        required: True if the user chose "triton". Tensors that the kernels do not support then
+            raise an error; otherwise PyTorch computes them.
         recompute: True if backward recomputes the pre-activations.
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
     """
@@ -278,9 +281,10 @@ class Compute:
 
 @dataclass
 class CorrectionBias:
-    """The bias that a router adds to its scores to choose experts, but not to weigh them.
+    """A bias that a router adds to its scores when it chooses experts.
 
-    Sharding replaces the tensor, so the tensor is looked up by name.
+    The routing weights are computed from the scores without this bias. Sharding replaces the
+    tensor, so the tensor is looked up by name.
 
     Attributes:
         owner, name: the module that owns the tensor, and the name of the tensor in that module.
@@ -312,8 +316,8 @@ class MoELayer:
         grad_divisor: our backward divides the gradients of the experts by this number
             (`sharding/options.py`).
         correction: the bias of the router, if `bias_update_rate` is set.
-        placement: [E] int64, the position of each expert in the stacked tensors; None if experts
-            are in hub order.
+        placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
+            e is expert e).
     """
 
     index: int
@@ -351,7 +355,7 @@ class RoutingSession:
         return RouteSource.LIVE
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors, by name, that must be equal on all ranks of an sp group."""
+        """Return the tensors, by name, that must be equal on all ranks that share a sequence."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

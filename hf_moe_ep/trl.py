@@ -3,13 +3,14 @@
     replay_routing(trainer, "R2")      # before trainer.train()
 
     forward            mode "R2"           mode "R3"
-    rollout            -                   the routes are read from the engine's outputs
+    rollout            no routes           the routes are read from the engine's outputs
     old log-probs      recorded            replayed
     reference          not replayed        not replayed
     update             replayed            replayed
 
-A replayed forward sends each token to the experts that were recorded, or that the engine chose. The
-reference is another model, or the policy without its adapters.
+Routes are the experts of each token in each layer. A replayed forward sends each token to the
+experts that were recorded, or that the engine chose. The reference is another model, or the policy
+without its adapters.
 
 The routes are one more entry in TRL's dictionary of a generation batch, so TRL shuffles and splits
 the routes with the samples. `upstream/grpo.py` names the methods of a trainer that are replaced.
@@ -41,7 +42,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
     Args:
         trainer: a trl.GRPOTrainer that was created with a patched model.
         mode: "R2" records the experts in the forward for old log-probabilities, and replays them in
-            the update. If the update would repeat that forward exactly, TRL skips that forward, and
+            the update's forward. If both forwards would be the same, TRL skips the first one, and
             no routes are replayed. "R3" replays the experts that the rollout engine chose, in both
             forwards. R3 needs vLLM in colocate mode with `enable_return_routed_experts`, because
             TRL's server does not send routes.
@@ -50,8 +51,8 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
     Raises:
         ValueError: the trainer is not a GRPOTrainer; `mode` is neither "R2" nor "R3"; the model is
-            not patched, or its routing cannot be replayed; R3 without such an engine. During
-            training: the engine returns no routes, or their numbers of tokens do not fit.
+            not patched, or its routing cannot be replayed; mode "R3" has no such engine. During
+            training: the engine returns no routes, or routes for other numbers of tokens.
     """
     if mode not in ("R2", "R3"):
         raise ValueError(f"mode={mode!r} is neither 'R2' nor 'R3'")
@@ -80,19 +81,19 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 class _ReplayingTrainer:
     """Wrappers of one trainer's methods.
 
-    `strict` checks every replayed expert id. The ids of an engine need this check.
+    With `strict`, every replayed expert id is checked. The ids of an engine need this check.
     """
 
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
         self._trainer, self._strict = trainer, strict
         self.replay, self._state = replay, patched_state(trainer.model)
-        self._first_adapter = next((x for _, x in adapter_layers(trainer.model)), None)
+        self._first_adapter = next((layer for _, layer in adapter_layers(trainer.model)), None)
         # True while a generation batch is scored.
         self._scores = False
-        # The arrays of the engine, and the routes recorded so far, for this generation batch.
+        # For this generation batch: the engine's arrays of routes, and the routes recorded so far.
         self._engines: list[Any] | None = None
         self._kept: list[Routes] = []
-        # The routes of the micro-batch whose loss is computed now; the layers of all routes.
+        # The routes of the micro-batch whose loss is computed now, and the layers of all routes.
         self._current: Routes | None = None
         self._layers: tuple[int, ...] = ()
 
@@ -142,19 +143,18 @@ class _ReplayingTrainer:
         **kwargs: Any,
     ) -> Any:
         """Wrap the log-probabilities: record or replay the routing of the policy's forwards."""
-        routed = model
+        called_model = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
-                routed = _Replayed(model, self.replay, self._current, self._strict)
+                called_model = _Replayed(model, self.replay, self._current, self._strict)
             elif self._scores and self._engines is not None:
                 prompts = attention_mask.shape[1] - logits_to_keep
                 masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
-                routed = _Replayed(
-                    model, self.replay, self._routes_from_engine(*masks), self._strict
-                )
+                routes = self._routes_from_engine(*masks)
+                called_model = _Replayed(model, self.replay, routes, self._strict)
             elif self._scores:
-                routed = _Recorded(model, self.replay, self._kept)
-        return original(routed, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+                called_model = _Recorded(model, self.replay, self._kept)
+        return original(called_model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _adapters_are_off(self) -> bool:
         """Return True if the policy is evaluated as its own reference."""
@@ -183,7 +183,10 @@ class _ReplayingTrainer:
 
 
 class _Replayed:
-    """The model, as TRL calls it for each part of a batch in turn; replays the part's routes."""
+    """Stands for the model, which TRL calls for one part of a batch after another.
+
+    Each call replays the routes of its part.
+    """
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
         self._model, self._replay, self._routes = model, replay, routes
@@ -197,7 +200,10 @@ class _Replayed:
 
 
 class _Recorded:
-    """The model, as TRL calls it for each part of a batch in turn; records the part's routes."""
+    """Stands for the model, which TRL calls for one part of a batch after another.
+
+    Each call appends the routes of its part to `recorded`.
+    """
 
     def __init__(self, model: Any, replay: RoutingReplay, recorded: list[Routes]) -> None:
         self._model, self._replay, self._kept = model, replay, recorded

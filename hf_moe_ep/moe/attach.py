@@ -1,12 +1,12 @@
 """Attach the MoE layers: choose how each layer is computed, and make transformers call our forward.
 
-every experts module    gets its own copy of the config, which selects our forward in transformers'
+every experts module    gets a copy of the config, which selects our forward in transformers'
                         experts interface, and a `MoELayer`, its record in the model's state
 the root                gets pre-forward hooks: `KeepForwards` restores or refuses replaced
-                        forwards, `ForwardGuard` refuses to train an unsharded model, and
-                        `ForwardBegins` (with the forward hook `ForwardEnds`) decides whether the
-                        tokens of a forward are counted
-the causal LM           gets the hooks of the global aux loss (`aux_loss.py`)
+                        forwards, `ForwardGuard` refuses a model that needs sharding but is not
+                        sharded, and `ForwardBegins` (with the forward hook `ForwardEnds`) decides
+                        whether the tokens of a forward are counted
+the causal LM           gets the hooks of the aux loss over all ranks (`aux_loss.py`)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The router's load-balancing loss over the global batch.
+"""Compute the router's load-balancing loss over the global batch.
 
 The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as in transformers'
-`load_balancing_loss_func`:
+`load_balancing_loss_func`. Both means are over the tokens of all layers:
 
-    aux = E * sum_e  f_e * P_e        f_e: (token, expert) pairs of e per token, without gradient
-                                      P_e: mean router probability of e; both over all layers
+    aux = E * sum_e  f_e * P_e        f_e: the share of tokens that chose expert e, a constant
+                                      P_e: the mean router probability of e, with a gradient
 
 `aux_loss_per_layer=True` computes the loss of each layer and returns their mean, which has the same
 scale (the paper adds up the losses of the layers: multiply its coefficient by the number of
@@ -15,14 +15,15 @@ balances only the sum over layers, so the imbalance of one layer can hide that o
     layer 0: 6, 2           8, 8: even, no gradient        6, 2
     layer 1: 2, 6                                          2, 6
 
-Stock code computes the loss of each rank alone. A mean of products is not the product of means, so
-the mean loss of N ranks differs from the loss of one process with the same batch. The Trainer
-moreover multiplies the loss by the number of processes, so stock's aux loss is N times too strong.
+In stock code each rank computes the loss of its own tokens. A mean of products is not the product
+of means, so the mean loss of N ranks differs from the loss of one process with the same batch. The
+Trainer also multiplies the loss by the number of processes, so stock's aux loss is N times too
+strong.
 
-Here the pairs, the probabilities and the numbers of tokens are summed over ranks. Let P_re be the
-part of P_e that the tokens of rank r contribute, so `sum_r P_re = P_e`. Then `E sum_e f_e P_re` is
-the term of rank r. The terms of all ranks add up to the loss of one process, and each rank computes
-the gradient of its own term:
+Here each expert's (token, expert) pairs and probabilities, and the number of tokens, are summed
+over ranks. Let P_re be the part of P_e that the tokens of rank r contribute, so `sum_r P_re = P_e`.
+Then `E sum_e f_e P_re` is the term of rank r. The terms of all ranks add up to the loss of one
+process, and each rank computes the gradient of its own term:
 
     outputs.aux_loss    value: aux, on every rank; gradient: W times the rank's own term, because
                         data parallelism averages gradients over the W ranks
@@ -43,9 +44,9 @@ by an `AuxLossSwitch`, once per file. One forward passes these steps:
 
 The mark is an attribute of the logits. After an interrupted forward, neither another model nor the
 next forward can therefore use a mark that is not its own. The coefficient in the config is never
-changed. Liger binds another forward to the model for its fused linear cross-entropy; the file of
-such a forward gets a switch as well. It would be simpler to add "our loss minus stock's loss" after
-the forward, but stock's loss is 0/0 on a rank whose batch is all padding.
+changed. For its fused linear cross-entropy, Liger binds another forward to the model; the file that
+defines such a forward gets a switch as well. It would be simpler to add "our loss minus stock's
+loss" after the forward, but stock's loss is 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def global_aux_loss(
 ) -> Tensor:
     """Compute the loss of the module docstring from this rank's logits (T, E) of every layer.
 
-    The positional arguments are those of transformers' `load_balancing_loss_func`. With a
-    `sequence` the logits belong to this rank's slice, but the mask to the whole sequence.
+    The positional arguments are those of transformers' `load_balancing_loss_func`. If `sequence` is
+    given (sp_size > 1), the logits are those of this rank's slice, but `attention_mask` is that of
+    the whole sequence.
     """
     if sequence is not None:
         if attention_mask is None:
@@ -154,10 +156,11 @@ class _Forward:
 
     Attributes:
         aux_loss: the hook of the model, which computes the loss.
-        divisor: the number by which the loss is divided before the model adds it to its own loss.
+        divisor: the number by which the aux loss is divided before the model adds it to the loss.
         sequence: how the batch was split, with `sp_size` > 1.
-        learns: True if the loss has a gradient; None until the loss is computed.
-        undivided, returned: the loss, and the divided loss that the switch has returned.
+        learns: True if the aux loss has a gradient; None until the aux loss is computed.
+        undivided, returned: the aux loss, and the divided aux loss that the switch has returned;
+            None if `divisor` is 1.
     """
 
     aux_loss: GlobalAuxLoss
@@ -257,7 +260,8 @@ class GlobalAuxLoss(Ours):
         file_globals[_FUNCTION].users.add(self)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # In one process stock's loss is correct, and torch.compile can compile the whole forward.
+        # In one process stock's loss is correct. torch.compile can then compile the whole forward,
+        # because `_begin` does not run.
         if self._world_size > 1 or self.state.config.aux_loss_per_layer:
             self._begin(model, kwargs)
 
@@ -294,10 +298,10 @@ class GlobalAuxLoss(Ours):
         self, forward: _Forward, router_logits: tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Compute the loss that `load_balancing_loss_func` returns to the model's forward."""
-        alone = self.routers_alone
-        if alone is not None and alone.is_recording:
-            router_logits = tuple(map(alone.second_logits, router_logits))
-            alone.end()
+        second_runs = self.routers_alone
+        if second_runs is not None and second_runs.is_recording:
+            router_logits = tuple(map(second_runs.second_logits, router_logits))
+            second_runs.end()
         forward.learns = any(logits.requires_grad for logits in router_logits)
         loss = global_aux_loss(
             router_logits,
@@ -342,7 +346,7 @@ class MarkLogits(Ours):
 
 
 class FinishAuxLoss(Ours):
-    """Forward hook of the causal LM, called even after an error: undoes the mark and division."""
+    """Forward hook of the causal LM: undoes the mark and the division, even after an error."""
 
     def __init__(self, aux_loss: GlobalAuxLoss) -> None:
         self.aux_loss = aux_loss
@@ -363,8 +367,8 @@ class FinishAuxLoss(Ours):
         if forward.learns is None and isinstance(getattr(output, "aux_loss", None), Tensor):
             raise ValueError(
                 f"the forward of {type(model).__name__} did not compute its aux loss from the "
-                f"router_logits that its decoder returned, so the loss would be that of each rank "
-                f"alone; leave out output_router_logits=True"
+                f"router_logits that its decoder returned, so each rank would compute the loss of "
+                f"its own tokens; leave out output_router_logits=True"
             )
         return _plain_output(output, forward)
 

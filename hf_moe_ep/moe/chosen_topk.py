@@ -3,15 +3,15 @@
     with ChosenTopK(num_experts, next_ids):     # next_ids() -> expert_ids_TK, or None
         model(...)
 
-A stock router computes scores, takes the top k of them, and turns these values into routing
-weights. Inside the block topk returns the indices of `next_ids` and the current scores at these
-indices. Every kind of router therefore computes the weights (and gradients) of the given experts.
+A stock router computes scores, takes the top k scores, and turns them into routing weights. Inside
+the block topk returns the indices of `next_ids` and the current scores at these indices. Every kind
+of router therefore computes the weights (and gradients) of the given experts.
 
-Only a call that can be the router's is replaced: the number of scores must be the number of
-experts, and the number of choices that of `next_ids`. All other calls of topk, and all calls while
-`next_ids` returns None, run torch's own topk. The caller keeps track of the layer that runs. It may
-pass a function `decide`, which receives the given ids and a function that computes torch's own
-choice, and returns the ids to use.
+A call of topk is replaced only if it may be a router's call: its scores must be as many as the
+experts, and its choices as many as the ids of `next_ids`. All other calls, and all calls while
+`next_ids` returns None, run torch's own topk. The caller keeps track of the layer that runs. The
+caller may also pass a function `decide`. It receives the ids of `next_ids` and a function that
+computes torch's own choice, and returns the ids to use.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ChosenTopK(TorchFunctionMode):
 class _GatherScores(torch.autograd.Function):
     """Compute `scores.gather(-1, ids)`, but save only the indices for backward, as topk does.
 
-    Checkpointing requires that both runs save the same number of tensors.
+    Checkpointing requires that a layer's first run and its recompute save equally many tensors.
     """
 
     @staticmethod

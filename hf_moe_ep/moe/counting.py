@@ -4,17 +4,17 @@
                            training forwards so far
 
 Each rank counts its own tokens before they are dispatched, so the sum over all ranks contains every
-token once (the ranks of an sp group have different slices). Counting needs no host sync. The counts
-only grow: each reader stores the counts of its last reading (`ModelState.counted`, see
-`routing/counts.py`) and subtracts them.
+token once (the ranks that share a sequence have different slices). Counting needs no host sync. The
+counts only grow: each function that reads them stores the counts of its last reset
+(`ModelState.counted`, see `routing/counts.py`) and subtracts them.
 
-Each forward that leads to gradients is counted once: in training mode, with gradients enabled where
-the model was called, and not while a backward runs, because that forward is a recompute. It is not
-enough that the layer itself tests if gradients are enabled: a reentrant checkpoint disables them in
-its first run.
+A forward is counted if it leads to gradients: the model is in training mode, and gradients were
+enabled when the model was called. A test in the layer would not be enough, because a reentrant
+checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
+recompute, which is not counted a second time.
 
-Padding tokens are counted like other tokens, because the experts compute them. The same holds for
-the tokens by which sequence parallelism (sp) pads a sequence to a multiple of sp_size.
+Padding tokens are counted like other tokens, because the experts compute them. The tokens by which
+sequence parallelism (sp) pads a sequence to a multiple of sp_size are counted as well.
 """
 
 from __future__ import annotations

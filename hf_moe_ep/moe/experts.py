@@ -1,19 +1,19 @@
 """Compute the experts of this rank on rows of hidden states.
 
 The weights are the stacked parameters of the stock module, `[L, 2F, H]` and `[L, H, F]` or their
-transposes. FSDP2 has already all-gathered the weights of all experts of this rank. Quantised
-weights are bytes with scales (`ops/quantised.py`).
+transposes (`moe/layer.py` explains the letters). FSDP2 has already all-gathered the weights of all
+experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py`).
 
 `grad_scale` is 1 / world size. FSDP2 divides the gradients of all other parameters by the world
-size, but only sums the gradients of experts, which the dispatch has already summed over an ep
-group. The experts' gradients are therefore multiplied by `grad_scale` where they are computed, in
-`ops/torch_mlp.py` and `ops/triton_mlp.py` (under fp16 a part of the division follows the reduction,
-see `sharding/options.py`).
+size. Experts' gradients are sums over the tokens of an ep group, which FSDP2 adds up over ep_fsdp
+without a division. They are therefore multiplied by `grad_scale` where they are computed, in
+`ops/torch_mlp.py` and `ops/triton_mlp.py`. (Under fp16, `grad_scale` is only a part of the factor;
+see `sharding/options.py`.)
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
 formula, it runs the module's own gate on numbers and compares the results with those of the known
-formulas. A gate that only resembles a known gate is therefore refused, and a known gate with a new
-name is accepted.
+formulas. A known gate with a new name is therefore accepted, and another gate is refused, even if
+it resembles a known gate.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def run_experts(
     grad_scale: float,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """Compute out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
+    """Compute the weighted sum of each row's experts on this rank, in the dtype of `rows_RH`.
 
-    `weights` is the result of `local_weights`, if the caller has already called that function.
+    `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of `local_weights`,
+    if the caller has already called that function.
     """
     compute_RH = rows_RH.to(_compute_dtype(rows_RH))
     weights = weights or local_weights(experts, compute, rows_RH)
@@ -123,7 +124,7 @@ def run_experts(
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
     # its own with weight 1. The gradients of the norm's parameters are not scaled here, because
-    # the layer's FSDP2 unit, which owns these parameters, averages gradients.
+    # FSDP2 shards these parameters with the decoder layer and averages their gradients.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)
@@ -143,15 +144,15 @@ def local_weights(
     """
     dtype = _compute_dtype(like)
     quantised = compute.quantisation is not None
-    # FSDP2 does not cast the unit of quantised weights, so its other tensors are cast here.
-    casts = quantised or torch.is_autocast_enabled(like.device.type)
+    # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
+    must_cast = quantised or torch.is_autocast_enabled(like.device.type)
 
     def local(name: str) -> Tensor | None:
         parameter = getattr(experts, name, None)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def cast(tensor: Tensor | None) -> Tensor | None:
-        return tensor.to(dtype) if casts and tensor is not None else tensor
+        return tensor.to(dtype) if must_cast and tensor is not None else tensor
 
     up_name, down_name = compute.parameters
     up, down = local(up_name), local(down_name)
@@ -182,7 +183,7 @@ def local_weights(
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
-    """Return the dtype in which F.linear would compute; autocast does not cast for our operator."""
+    """Return the dtype in which F.linear would compute; autocast does not cast for `expert_mlp`."""
     device = rows_RH.device.type
     if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
         return rows_RH.dtype
@@ -193,9 +194,9 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
     """Find the formula that gives the same results as the module's own gate."""
     alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
-    # The values are shuffled by a stride (197 and 512 have no common divisor), because a random
-    # order would use up random numbers of the user. They are on the CPU even if the model is
-    # patched under torch.device("meta").
+    # The values are shuffled by a stride (197 and 512 have no common divisor). A random order would
+    # advance the user's random generator. The device is the CPU even if the model is patched under
+    # torch.device("meta").
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     try:
@@ -280,11 +281,14 @@ def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> s
 
 
 def why_no_kernels(*, interpreted_too: bool = False) -> str:
-    """Return the reason why no Triton kernel can run on this machine, or "" if kernels can run."""
+    """Return the reason why no Triton kernel can run on this machine, or "" if kernels can run.
+
+    If `interpreted_too`, it is enough that Triton's interpreter can run kernels.
+    """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interpreted_too:
-        # Imported only on request, because without a GPU only Triton's interpreter can run kernels.
+        # Only the question about the interpreter needs this import.
         from hf_moe_ep.ops import triton_mlp
 
         if triton_mlp.interpreted():
@@ -296,7 +300,11 @@ def why_no_kernels(*, interpreted_too: bool = False) -> str:
 
 
 def _backend(compute: Compute, rows_RH: Tensor) -> str:
-    """Return the backend for these rows: "torch" if Triton does not support the device or dtype."""
+    """Return the backend for these rows, as `expert_mlp` takes it.
+
+    It is "torch" if the kernels do not support the device or dtype of the rows. Otherwise it is
+    "triton" if the user requires the kernels, and "auto" if not.
+    """
     if compute.backend == "torch":
         return "torch"
     from hf_moe_ep.ops import triton_mlp

@@ -1,15 +1,17 @@
 """Check that the forwards on which expert parallelism relies are not replaced.
 
-    experts       our forward, or transformers' experts interface, which calls ours
-    MoE block     the forward of the module that contains the experts and has to call them
-    attention     with sp_size > 1: transformers' attention interface, which calls ours
+    module        the forward that it must have
+    experts       our forward, or transformers' experts interface, which calls our forward
+    MoE block     the forward of its class, which calls the experts that the block contains
+    attention     with sp_size > 1: transformers' attention interface, which calls our attention
 
 Liger (`use_liger_kernel=True`) binds its own forward to experts modules, before or after `patch`.
-Liger's forward does not know experts on other ranks, so ours is restored; Liger's norms, rotary
-embedding and fused linear cross-entropy stay. Any other replacement would compute with shards, or
-without this package, and raises an error at the first forward. A function that wraps the forward of
-its module is allowed if this package can find the wrapped forward: in `__wrapped__`, which
-`functools.wraps` sets, or among the objects that the function holds.
+Liger's forward does not know experts on other ranks, so our forward is restored; Liger's norms,
+rotary embedding and fused linear cross-entropy stay. Any other replacement would compute with
+shards, or without this package. It therefore raises an error in `patch` or at the next forward. A
+function that wraps the forward of its module is allowed if this package can find the wrapped
+forward: in `__wrapped__`, which `functools.wraps` sets, or among the objects that the function
+holds.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ def _list_relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.M
 def _check_class(name: str, module: nn.Module) -> None:
     """Raise ValueError if another file has replaced the forward of a module's class.
 
-    A class that replaces the whole module is allowed: its forward is defined in its own file.
+    A class of another file is allowed if it replaces the whole module: such a class defines its own
+    forward.
     """
     owner, function = class_with_forward(module)
     if function.__module__ != owner.__module__:
@@ -155,13 +158,13 @@ def _check_class(name: str, module: nn.Module) -> None:
         )
 
 
-def _check_forward(name: str, module: nn.Module, wanted: Callable[..., Any], when: str) -> None:
-    if wanted not in forward_functions(module):
+def _check_forward(name: str, module: nn.Module, expected: Callable[..., Any], when: str) -> None:
+    if expected not in forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
             f"{qualified_name(_find_innermost(module))}, which would compute without hf_moe_ep; "
             f"leave out this replacement (use_kernels=True, kernelize, a patcher), or wrap "
-            f"{qualified_name(wanted)} instead of replacing it"
+            f"{qualified_name(expected)} instead of replacing it"
         )
 
 

@@ -5,8 +5,9 @@ the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result 
 of each token's experts. Without expert parallelism (ep) every rank has all experts, and the tokens
 go straight into them. With ep each rank has E / ep_size of the experts:
 
-    route      the stock router has chosen; a recompute repeats the choice of its first run. If
-               `balance_experts` has moved experts, each expert id is replaced by the expert's slot
+    route      the stock router has chosen; when a checkpointed layer is recomputed, it repeats the
+               choice of its first run. If `balance_experts` has moved experts, each expert id is
+               replaced by the expert's slot, its row in the stacked weights of all ranks
     dispatch   each token is sent to every rank that has one of its experts
     experts    each rank computes its experts on the rows that it received
     combine    the results are sent back and added up, one row per token
@@ -14,18 +15,19 @@ go straight into them. With ep each rank has E / ep_size of the experts:
 The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is sent while the experts
 compute the previous chunk.
 
-Shape legend of the package. The letters are suffixes of names: `x_TH` has the shape [T, H].
+This legend of shapes holds for the whole package. Its letters are suffixes of names: `x_TH` has the
+shape [T, H].
 
     B  batch                            S  sequence
     T  tokens of this rank              H  hidden
     E  experts                          L  experts of this rank
     K  experts per token (top-k)        D  ranks of the ep group
-    N  rows sent or kept                J  rows per token, at most min(K, D)
+    N  rows that are sent or stay       J  rows per token, at most min(K, D)
     R  rows received                    Y  cells of a [D, T] table, flattened
     A  (row, expert) pairs computed     M  pairs of one block (BLOCK_M of the kernels)
     F  hidden of an expert              G  2 F, gate above up
     I  inputs of a matrix               O  outputs of a matrix
-    P  rank of an adapter               C  blocks of columns, summed later
+    P  rank of an adapter               C  blocks of columns (partial sums)
     Q  attention heads                  W  width of a head
     V  nodes of the ep group            U  ranks of the ep group on one node
     Z  rows forwarded inside a node     X  any number
@@ -54,8 +56,8 @@ from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_m
 
 
 class ForwardGuard(Ours):
-    """Pre-forward hook of the root: checks that a model that needs sharding is sharded, counts the
-    forwards, and wraps the checkpointing functions of this forward.
+    """Pre-forward hook of the root: refuses a model that needs sharding but is not sharded, counts
+    the forwards, and wraps the checkpointing functions of this forward.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -95,10 +97,10 @@ def moe_forward(
         )
     if meshes is not None and meshes.ep_size > 1:
         return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
-    # The root's hook has called check_ready too. A compiled forward relies on that call.
+    # A compiled forward relies on the root's hook (ForwardGuard), which calls check_ready as well.
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
-        top_k_weights = _weights_of_first_run(layer, top_k_weights)
+        top_k_weights = _choose_weights(layer, top_k_weights)
     assert layer.compute is not None
     count_choice(layer, experts.training, top_k_index)
     return run_experts(
@@ -123,11 +125,11 @@ def _ep_forward(
     """
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
-    weights_TK = _weights_of_first_run(layer, weights_TK)
+    weights_TK = _choose_weights(layer, weights_TK)
     assert meshes is not None and layer.compute is not None
     count_choice(layer, experts.training, expert_ids_TK)
-    # Selective checkpointing compares the operators of both runs, and a recompute plans nothing.
-    # The operators of the planning are therefore hidden.
+    # Selective checkpointing compares the operators of a layer's first run and of its recompute.
+    # Only the first run plans exchanges, so the operators of the planning are hidden.
     hide_operators = nullcontext() if state.frame is None else hidden_from_modes()
     with hide_operators:
         slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
@@ -135,23 +137,23 @@ def _ep_forward(
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with WayHome() as chunks:
-        for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
-            # The autograd nodes of the weights are made before `finish`. Backward therefore runs
+        for chunk in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
+            # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)
-            rows_RH, weights_RK, expert_ids_RK = arriving.finish()
+            rows_RH, weights_RK, expert_ids_RK = chunk.finish()
             out_RH = run_experts(
                 experts,
                 layer.compute,
                 rows_RH,
                 expert_ids_RK,
                 weights_RK,
-                counts_L=arriving.counts_L,
+                counts_L=chunk.counts_L,
                 grad_scale=1.0 / layer.grad_divisor,
                 weights=weights,
             )
-            chunks.send(arriving, out_RH)
+            chunks.send(chunk, out_RH)
     return chunks.finish()
 
 
@@ -190,8 +192,8 @@ def _plan_exchanges(
     return exchanges
 
 
-def _weights_of_first_run(layer: MoELayer, weights_TK: Tensor) -> Tensor:
-    """Return the routing weights of the router, or in a recompute the weights of the first run."""
+def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
+    """Return the router's weights; in a recompute, replaced by the weights that a replay stored."""
     frame: Frame | None = layer.model.frame
     if frame is None or not frame.replaying:
         return weights_TK
@@ -206,7 +208,7 @@ def _make_header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: T
         training=training,
         grad=torch.is_grad_enabled(),
         checkpointed=layer.model.frame is not None,
-        # A forward that runs during a backward is a recompute.
+        # If a backward is running, this forward is a recompute.
         recompute=backward_is_running(),
         top_k=expert_ids_TK.shape[1],
         itemsize=x_TH.element_size(),

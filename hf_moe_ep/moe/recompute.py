@@ -15,12 +15,12 @@ With ep_size 1 no rows are exchanged, and the router of a recompute chooses agai
 While routes are recorded or replayed (`routing/`), the frame stores the expert ids even with
 ep_size 1, because backward may run after the `record` or `replay` block has ended.
 
-Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. Only
-the first run plans exchanges, and only a recompute compares expert ids with stored ones. The
-operators of both are hidden from it (`hidden_from_modes`).
+Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. But
+only the first run plans exchanges, and only a recompute compares expert ids with the stored ids.
+Selective checkpointing must not see the operators of these two steps (`hidden_from_modes`).
 
-A layer that is checkpointed in another way gets no frame: all ranks exchange the token counts again
-in its recompute.
+A layer that is checkpointed by another function gets no frame, so all ranks exchange the token
+counts again in its recompute.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Routed:
     Attributes:
         expert_ids_TK: the experts that the router chose.
         exchanges: the exchange of each chunk of tokens; None if no rows are exchanged.
-        num_topks: the number of topk calls by which the router chooses; read only if `exchanges` is
-            None.
+        num_topks: the number of topk calls that the router makes; read only if `exchanges` is None.
     """
 
     layer: int
@@ -114,7 +113,11 @@ class Frame:
         self._weights[layer] = weights_TK, given_T1
 
     def weights(self, layer: int, weights_TK: Tensor) -> Tensor:
-        """Return the routing weights of a recompute: stored weights, else those of the router."""
+        """Return the routing weights of a recompute.
+
+        A token for which `keep_weights` has stored weights gets these; any other token keeps its
+        row of `weights_TK`, the router's weights.
+        """
         if layer not in self._weights:
             return weights_TK
         stored_TK, given_T1 = self._weights[layer]
@@ -123,10 +126,11 @@ class Frame:
     def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Exchange]:
         """Return the stored exchanges of the next layer.
 
-        Raises:
-            RuntimeError: another layer or another number of tokens was expected.
+        If the expert ids differ from the stored ids, `assert_later` stops the program later.
 
-        Other expert ids than the stored ones stop the program later (`assert_later`).
+        Raises:
+            RuntimeError: at this point the first run reached another layer, or the same layer with
+                another number of tokens.
         """
         assert self._next is not None
         routed = self._next_layer()
@@ -135,20 +139,20 @@ class Frame:
             or routed.layer != layer
             or routed.expert_ids_TK.shape != expert_ids_TK.shape
         ):
-            was = "no layer"
+            expected = "no layer"
             if routed is not None:
-                was = f"MoE layer {routed.layer} with {tuple(routed.expert_ids_TK.shape)}"
+                expected = f"MoE layer {routed.layer} with {tuple(routed.expert_ids_TK.shape)}"
             raise RuntimeError(
                 f"the recompute of a checkpointed function reached MoE layer {layer} with expert "
-                f"ids {tuple(expert_ids_TK.shape)}, but at this point forward ran {was}. A "
+                f"ids {tuple(expert_ids_TK.shape)}, but at this point forward ran {expected}. A "
                 "checkpointed function must run the same layers on the same tokens in each call"
             )
         assert routed.exchanges is not None
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
             return routed.exchanges
-        # The check does not wait for the next exchange of counts. An optimizer step that uses wrong
-        # gradients could run before that exchange.
+        # This check is not a part of the next exchange of counts, because an optimizer step with
+        # wrong gradients could run before that exchange.
         assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward. The "
@@ -165,7 +169,8 @@ class Frame:
     def _next_ids(self) -> Tensor | None:
         """Return the stored expert ids of the next layer.
 
-        Return None after the last layer, and inside a checkpoint within this one.
+        Return None after the last layer, and while a checkpointed function inside this function
+        runs, because that function has its own frame.
         """
         routed = self._next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
@@ -173,8 +178,8 @@ class Frame:
     def _count_replaced(self, expert_ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
         """Count a topk call that returns stored ids, and return these ids.
 
-        A layer without exchanges does not call `take`. Its last topk call therefore moves on to the
-        next layer.
+        A layer without exchanges does not call `take`, so the last topk call of such a layer moves
+        on to the next layer.
         """
         routed = self._next_layer()
         assert self._next is not None and routed is not None

@@ -1,7 +1,7 @@
-"""`balanced`: assign equally many experts to each rank of an ep group, with a low maximum load.
+"""`balanced`: assign the E experts of a layer to the D ranks of an ep group, E / D to each rank.
 
-Two algorithms assign the experts, and the assignment whose busiest rank has the lower load is used.
-Both start with the busiest experts:
+The busiest rank is to have a low load. Two algorithms assign the experts, and the assignment whose
+busiest rank has the lower load is used. Both algorithms start with the busiest experts:
 
     one at a time   assign each expert to the rank with the lowest load that still has room
     in rounds       assign one expert to each rank per round: the busiest expert of the round to the
@@ -20,10 +20,11 @@ Let s be the greatest difference between the first and the last expert of any ro
 
     busiest rank <= mean + (1 - 1 / D) * s
 
-because if one rank has load M, the other D - 1 ranks have at least M - s. The bound is reached if
-all experts but one are idle. In 300,000 random cases, assigning one at a time was mostly better and
-never worse, but no bound is proved for it. No assignment can have a busiest rank below the mean, or
-below the load of the busiest expert together with the E / D - 1 idlest experts.
+because if one rank has load M, each of the other D - 1 ranks has at least M - s. The bound is
+reached if only one expert has tokens. Assigning one at a time can be better: for loads 12 4 4 4 0 0
+on 2 ranks, the busiest rank has 12, and with rounds 16. But no bound is proved for this algorithm.
+In any assignment, the busiest rank has at least the mean, and at least the load of the busiest
+expert and the E / D - 1 idlest experts together.
 
 The result depends only on the counts, which are equal on all ranks, so no communication is needed.
 If loads are equal, the expert or rank with the smaller number comes first.
@@ -36,13 +37,15 @@ from fractions import Fraction
 
 
 def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = None) -> list[int]:
-    """Choose a slot for each expert; rank r owns the E / D slots from r * E / D on.
+    """Choose a slot (a row of the stacked tensors) for each expert.
+
+    Rank r owns the E / D slots from r * E / D on.
 
     Args:
         load_E: the tokens of each expert.
         ranks: the number of ranks D of the ep group, a divisor of E.
-        now_E: the present slots of the experts (default: hub order). An expert that stays on its
-            rank keeps its slot, and ranks are numbered so that many experts stay.
+        now_E: the present slots of the experts (default: hub order, slot e for expert e). An expert
+            that stays on its rank keeps its slot, and ranks are numbered so that many experts stay.
 
     Returns:
         The new slot of each expert, or the present slots if neither assignment lowers the load of
@@ -52,15 +55,15 @@ def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = No
     candidates = (_one_at_a_time(load_E, ranks), _in_rounds(load_E, ranks))
     best = min(candidates, key=lambda ranks_E: busiest(load_E, ranks_E, ranks))
     local = len(load_E) // ranks
-    before = [slot // local for slot in slots_E]
-    if busiest(load_E, best, ranks) >= busiest(load_E, before, ranks):
+    old_ranks_E = [slot // local for slot in slots_E]
+    if busiest(load_E, best, ranks) >= busiest(load_E, old_ranks_E, ranks):
         return slots_E
-    return _choose_slots(_renumber_ranks(best, before, ranks), slots_E, ranks)
+    return _choose_slots(_renumber_ranks(best, old_ranks_E, ranks), slots_E, ranks)
 
 
 def busiest(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
     """Return the tokens of the busiest rank, if expert e is on rank `ranks_E[e]`."""
-    return max(_sums(load_E, ranks_E, ranks))
+    return max(_loads_of_ranks(load_E, ranks_E, ranks))
 
 
 def bound(load_E: Sequence[int], ranks: int) -> Fraction:
@@ -70,7 +73,7 @@ def bound(load_E: Sequence[int], ranks: int) -> Fraction:
     return Fraction(sum(load_E), ranks) + Fraction(ranks - 1, ranks) * spread
 
 
-def _sums(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> list[int]:
+def _loads_of_ranks(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> list[int]:
     sums = [0] * ranks
     for load, rank in zip(load_E, ranks_E, strict=True):
         sums[rank] += load
@@ -107,35 +110,35 @@ def _in_rounds(load_E: Sequence[int], ranks: int) -> list[int]:
     return ranks_E
 
 
-def _renumber_ranks(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
-    """Renumber the ranks of an assignment so that many experts stay on their ranks `before_E`."""
+def _renumber_ranks(ranks_E: list[int], old_ranks_E: list[int], ranks: int) -> list[int]:
+    """Renumber the ranks of an assignment so that many experts stay on `old_ranks_E`."""
     num_common = [[0] * ranks for _ in range(ranks)]
-    for assigned, before in zip(ranks_E, before_E, strict=True):
-        num_common[assigned][before] += 1
+    for assigned, old in zip(ranks_E, old_ranks_E, strict=True):
+        num_common[assigned][old] += 1
     pairs = sorted(
-        ((assigned, before) for assigned in range(ranks) for before in range(ranks)),
+        ((assigned, old) for assigned in range(ranks) for old in range(ranks)),
         key=lambda pair: (-num_common[pair[0]][pair[1]], pair),
     )
     new_number: dict[int, int] = {}
-    for assigned, before in pairs:
-        if assigned not in new_number and before not in new_number.values():
-            new_number[assigned] = before
+    for assigned, old in pairs:
+        if assigned not in new_number and old not in new_number.values():
+            new_number[assigned] = old
     return [new_number[assigned] for assigned in ranks_E]
 
 
-def _choose_slots(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
+def _choose_slots(ranks_E: list[int], old_slots_E: list[int], ranks: int) -> list[int]:
     """Choose a slot on rank `ranks_E[e]` for each expert e.
 
-    An expert whose slot `before_E[e]` is on that rank keeps the slot.
+    An expert whose slot `old_slots_E[e]` is on that rank keeps the slot.
     """
     local = len(ranks_E) // ranks
-    stays = [rank == slot // local for rank, slot in zip(ranks_E, before_E, strict=True)]
-    taken = {slot for slot, stay in zip(before_E, stays, strict=True) if stay}
+    stays = [rank == slot // local for rank, slot in zip(ranks_E, old_slots_E, strict=True)]
+    taken = {slot for slot, stay in zip(old_slots_E, stays, strict=True) if stay}
     free = [
         [slot for slot in range(rank * local, (rank + 1) * local) if slot not in taken]
         for rank in range(ranks)
     ]
     return [
         slot if stay else free[rank].pop(0)
-        for rank, slot, stay in zip(ranks_E, before_E, stays, strict=True)
+        for rank, slot, stay in zip(ranks_E, old_slots_E, stays, strict=True)
     ]

@@ -1,8 +1,9 @@
 """`balance_experts`: move experts between the ranks of an ep group so that their loads are even.
 
-In each layer, a rank gets idle experts together with busy experts, and the number of experts per
-rank does not change. The model computes the same results: tokens are sent to the present ranks of
-their experts. Routers, counts, replays and files keep the numbers of the experts.
+The ranks of an ep group share the experts of each layer. A rank gets idle experts together with
+busy experts, and the number of experts per rank does not change. The model computes the same
+results, because tokens are sent to the present ranks of their experts. Routers, counts, replays and
+files still number the experts as the hub does.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def balance_experts(
     Call this function between two steps. The weights (also quantised weights), biases, adapters,
     gradients and optimizer state of the moved experts are sent to their new ranks, tensor by
     tensor. Results change only in rounding, because sums have another order. Files are saved in hub
-    order, as if no expert had moved, and loading sends values to the present ranks of their
-    experts. If your own code combines the shards of this model with the shards of a copy, for
-    example in an average of weights, then balance the copy by the same load, or run that code
-    inside `experts_in_hub_order`.
+    order (row e of a stacked tensor is expert e), as if no expert had moved, and loading sends
+    values to the present ranks of their experts. If your own code combines the shards of this model
+    with the shards of a copy, for example in an average of weights, then balance the copy by the
+    same load, or run that code inside `experts_in_hub_order`.
 
     Args:
         model: patched and sharded, with ep_size > 1.
@@ -61,8 +62,8 @@ def balance_experts(
             times the mean load of the ranks.
 
     Returns:
-        The same counts with the new slots of the experts; its `rank_max_over_mean` shows how even
-        the loads of the ranks are with these slots.
+        `load` with the new slots of the experts, the rows in which they are now; its
+        `rank_max_over_mean` shows how even the loads of the ranks are with these slots.
 
     Raises:
         ValueError: on every rank, before anything is moved: the model has no ep group of several
@@ -95,11 +96,11 @@ def balance_experts(
     ranks = state.meshes.ep_size
     for layer_tensors in tensors:
         layer = layer_tensors.layer
-        now_E = slots_of(layer.placement, state.num_experts)
+        old_slots_E = slots_of(layer.placement, state.num_experts)
         load_E: list[int] = load.counts[layer.index].tolist()
-        if not _is_uneven(load_E, now_E, ranks, threshold):
+        if not _is_uneven(load_E, old_slots_E, ranks, threshold):
             continue
-        slots_E = balanced(load_E, ranks, now_E)
+        slots_E = balanced(load_E, ranks, old_slots_E)
         in_hub_order = slots_E == sorted(slots_E)
         placement = None if in_hub_order else torch.tensor(slots_E, device=state.device)
         move_experts(layer_tensors, placement, state.meshes, optimizers)

@@ -1,8 +1,9 @@
 """Restore hub order temporarily, for code that saves or loads experts.
 
 In hub order, row e of a stacked tensor is expert e. Files, state dicts and other models need this
-order. `balance_experts` moves experts to other rows, which are called slots. Code that saves or
-loads a balanced model therefore runs in a block in which the experts are moved back:
+order. `balance_experts` moves experts to other rows, which are called slots; a model whose experts
+have moved is called balanced. `experts_in_hub_order` moves the experts of a balanced model back for
+the code in its block, which saves or loads experts:
 
     with experts_in_hub_order(model, optimizer):
         ...                                 row e of a stacked tensor is expert e
@@ -50,8 +51,9 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     Accelerate's `save_state`, `load_state` and `get_state_dict` restore hub order themselves.
 
     Args:
-        model: patched or not; nothing happens if no experts were moved.
-        optimizers: the optimizers whose state is read or replaced in the block; None is skipped.
+        model: patched or not. The block does nothing if no experts were moved.
+        optimizers: the optimizers whose state is read or replaced in the block; an optimizer of
+            None is skipped.
 
     Raises:
         ValueError: this block is inside another block of the same model, and the outer block was
@@ -137,7 +139,7 @@ def guard_state_dicts(
     tensors: Iterable[ExpertTensors],
     optimizers: Iterable[Any],
 ) -> None:
-    """Make state dicts of the model and its optimizers raise an error while experts are moved.
+    """Make state dicts of the model and its optimizers raise an error outside of hub order.
 
     An optimizer that is created later gets its hooks at its first step.
     """
@@ -183,12 +185,12 @@ def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _guard(optimizer: Any, state: ModelState) -> None:
     """Make state dicts of an optimizer raise an error while experts are not in hub order."""
-    stock = _unwrap_optimizer(optimizer)
-    if getattr(stock, _GUARDED, None) is not state:
-        setattr(stock, _GUARDED, state)
+    unwrapped = _unwrap_optimizer(optimizer)
+    if getattr(unwrapped, _GUARDED, None) is not state:
+        setattr(unwrapped, _GUARDED, state)
         hook = NotInHubOrder(state)
-        stock.register_state_dict_pre_hook(hook)
-        stock.register_load_state_dict_pre_hook(hook)
+        unwrapped.register_state_dict_pre_hook(hook)
+        unwrapped.register_load_state_dict_pre_hook(hook)
 
 
 class NotInHubOrder(Ours):

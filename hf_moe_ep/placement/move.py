@@ -1,8 +1,8 @@
 """Move experts to other slots: send their bytes to the ranks that own the new slots.
 
-A stacked tensor [E, ..] is sharded over (ep_fsdp, ep); replicas have equal shards. A slot is one
-row of the tensor. Rank (f, d), with ep_fsdp rank f and ep rank d, has a shard of the slots of ep
-rank d. `sharding/shard.py` chooses the dim of this shard:
+A slot is one row of a stacked tensor [E, ..]; in hub order, expert e is in slot e. The tensor is
+sharded over (ep_fsdp, ep), and replicas have equal shards. Rank (f, d), with ep_fsdp rank f and ep
+rank d, has a shard of the slots of ep rank d. `sharding/shard.py` chooses the dim of this shard:
 
     ep_fsdp shards columns    rank (f, d) has some columns of every slot of ep rank d, and sends
                               them to the rank with the same f that owns the new slot
@@ -207,8 +207,8 @@ def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) ->
     """Send the rows of this rank to their new slots, and store the rows that this rank receives."""
     group = _group_of(meshes)
     positions, this_rank = _positions(tensor, group), dist.get_rank(group)
-    # Entries are (rank of the other side, new slot, local row). Sorting gives the same order of
-    # rows on both sides: by rank, as an all-to-all requires, and then by new slot.
+    # Entries are (the other rank, new slot, local row). After sorting, sender and receiver have the
+    # same order of rows: by rank, as an all-to-all requires, and then by new slot.
     outgoing = sorted(
         (positions[new].rank, new, positions[old].row)
         for old, new in moves
@@ -223,7 +223,7 @@ def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) ->
     # Rows are moved as bytes, because some dtypes can neither be indexed nor sent.
     row_bytes = local.element_size() * math.prod(local.shape[1:])
     rows_LX = local.view(torch.uint8).view(len(local), row_bytes)
-    # Parameters that FSDP2 offloads are on the host, but their process groups are not.
+    # Parameters that FSDP2 offloads are on the host, but the all-to-all needs them on the device.
     device = torch.device(tensor.device_mesh.device_type)
     sent_NX = rows_LX.index_select(0, _local_rows(outgoing, local.device)).to(device)
     received_RX = sent_NX.new_empty(len(incoming), row_bytes)
@@ -269,11 +269,11 @@ def _positions(tensor: DTensor, group: dist.ProcessGroup) -> list[_Position]:
     fsdp, ep = names.index(EP_FSDP), names.index(EP)
     placement = tensor.placements[fsdp]
     shards_slots = not isinstance(placement, Replicate) and placement.dim == 0  # type: ignore[attr-defined]
-    slots = tensor.shape[0] // mesh.size(ep)
+    slots_per_rank = tensor.shape[0] // mesh.size(ep)
     num_shards = mesh.size(fsdp) if shards_slots else 1
-    slots_per_shard = -(-slots // num_shards)
+    slots_per_shard = -(-slots_per_rank // num_shards)
     positions = []
-    for ep_rank, slot in product(range(mesh.size(ep)), range(slots)):
+    for ep_rank, slot in product(range(mesh.size(ep)), range(slots_per_rank)):
         owner = list(coordinate)
         owner[ep] = ep_rank
         if shards_slots:

@@ -1,8 +1,9 @@
 """`Saver` and `SaveHandle`: save a checkpoint in the background, in one thread on every rank.
 
 Collectives of two threads on one process group would mix, so the save threads have a gloo group of
-their own. They write a copy that training does not change. `wait()` raises the error of a save. The
-error is also logged when it happens, because a script may not call `wait()` for its last save.
+their own. The threads write a copy of the model, which training does not change. `wait()` raises
+the error of a save. The error is also logged when it happens, because a script may not call
+`wait()` for its last save.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 start_gathering      start an all-gather of a few counts; `wait` is a host sync
 gather_counts        all-gather a few counts, with a host sync
 start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
-swap_slices          all-to-all of equal parts (sequence parallelism)
-all_gather           all-gather of equal parts (sequence parallelism)
-sum_over_ranks       all-reduce a value that needs no gradient
-max_over_ranks       the same with a maximum
+swap_slices          send a part to each rank by an all-to-all (sequence parallelism)
+all_gather           all-gather parts of equal size (sequence parallelism)
+sum_over_ranks       all-reduce a value that needs no gradient, to its sum
+max_over_ranks       all-reduce a value that needs no gradient, to its maximum
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
-a rank did not start the exchange within the timeout of the process group. That error names neither
-the layer nor the rank, so `start_gathering` and `start_all_to_all` raise a new one that names both.
-The other functions leave gloo's error as it is.
+a rank did not start the exchange within the timeout of the process group. Gloo's error names
+neither the layer nor the rank. `start_gathering` and `start_all_to_all` therefore raise an error
+that names layer and rank. The other functions leave gloo's error as it is.
 
 NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
 collective and the name of the process group. torch's flight recorder also records which collective

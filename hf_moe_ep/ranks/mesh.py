@@ -1,10 +1,15 @@
-"""`build_meshes`: create the device meshes of a model. They are two views of the same ranks.
+"""`build_meshes`: create the device meshes of a model. Each mesh arranges the same ranks in a grid.
 
-In the dense view, world = dp_replicate x fsdp; non-expert parameters are sharded over fsdp. In the
-expert view, world = dp_replicate x ep_fsdp x ep, so ep_fsdp = world / (dp_replicate x ep); experts
-are split over ep, and the weights of each rank's experts are then sharded over ep_fsdp.
+    mesh        axes                           use
+    dense       dp_replicate x fsdp            non-expert parameters are sharded over fsdp
+    experts     dp_replicate x ep_fsdp x ep    experts are split over ep; the weights of each rank's
+                                               experts are then sharded over ep_fsdp
+    sequence    data x sp                      the ranks of an sp group share a batch
 
-For example 8 ranks with ep_size 4. The ep axis is innermost, so the ranks of an ep group are
+dp_replicate is the number of copies of the sharded model (HSDP). The product of the axes of a mesh
+is the world size, so ep_fsdp = world / (dp_replicate x ep).
+
+In this example 8 ranks have ep_size 4. The ep axis is innermost, so the ranks of an ep group are
 consecutive, and usually on one node:
 
                  ep 0  ep 1  ep 2  ep 3
@@ -12,15 +17,16 @@ consecutive, and usually on one node:
     ep_fsdp 1      4     5     6     7        ep_fsdp groups  {0 4} {1 5} {2 6} {3 7}
 
 With 128 experts, rank 5 holds half (ep_fsdp 1) of each matrix of the experts 32..63 (ep 1). The
-ranks of an sp group are consecutive and share their batches, so there are world / sp different
-batches.
+ranks of an sp group are consecutive as well. There are world / sp different batches.
 
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
 
-With dispatcher "hierarchical" an ep group on several nodes becomes a grid. On nodes of 2 ranks, the
-ep group {0 1 2 3} has the groups {0 1} {2 3}, each inside a node, and the groups {0 2} {1 3}, each
-of ranks with the same local index on their nodes.
+With dispatcher "hierarchical" an ep group on several nodes becomes a grid of nodes x ranks. On
+nodes of 2 ranks, the ep group {0 1 2 3} has these groups:
+
+    inside a node    {0 1} {2 3}
+    between nodes    {0 2} {1 3}      the ranks of a group have the same local index on their nodes
 
 Expert weights are sharded over two axes. A sum over both axes, such as a gradient norm, uses one
 process group of ep_fsdp x ep ranks. Our own clipping uses this group (`sharding/clip.py`), and so
@@ -149,17 +155,19 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
     check_world(ep, replicate, world_size, sp)
     ep_fsdp = world_size // (replicate * ep)
     ranks = torch.arange(world_size)
-    # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice its mesh.
+    # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice a mesh of it.
     if config.ep_outside and ep > 1:
         ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
     else:
         ranks = ranks.view(replicate, ep_fsdp, ep)
-    of_all = _group_of_all(device)
-    of_one = of_all if of_all is not None and world_size == 1 else _group_of_one()
-    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, of_one, of_all)
+    world_group = _group_of_all(device)
+    own_group = world_group if world_group is not None and world_size == 1 else _group_of_one()
+    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, own_group, world_group)
     in_order = torch.arange(world_size)
-    dense = _grid(in_order.view(replicate, -1), (DP_REPLICATE, FSDP), device, of_one, of_all)
-    sequence = _grid(in_order.view(-1, sp), (DATA, SP), device, of_one, of_all)
+    dense = _grid(
+        in_order.view(replicate, -1), (DP_REPLICATE, FSDP), device, own_group, world_group
+    )
+    sequence = _grid(in_order.view(-1, sp), (DATA, SP), device, own_group, world_group)
     flat_experts = flatten_axes(experts, (EP_FSDP, EP))
     every_mesh = [experts, dense, sequence, *([flat_experts] if flat_experts else [])]
     hsdp = replicate > 1
@@ -188,7 +196,8 @@ def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
     """Create a group of all ranks if the device is the CPU; otherwise return None.
 
     Without this group, a DeviceMesh over all ranks would use the default group, which the user has
-    created. With gloo that group has two worker threads (upstream/gloo.py says why this is unsafe).
+    created. With gloo the default group has two worker threads (upstream/gloo.py says why two
+    threads are unsafe).
     """
     if device.type != "cpu":
         return None
@@ -199,8 +208,8 @@ def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
 def _group_of_one() -> dist.ProcessGroup:
     """Create a group of this rank alone, without communication.
 
-    All axes of size 1 use this group. Without it, torch would create a group for each rank of the
-    world, on every rank. In a world of one rank this is the default group.
+    All axes of size 1 use this group; otherwise torch would create, on every rank, a group for each
+    rank of the world. In a world of one rank, the default group is returned.
     """
     if dist.get_world_size() == 1:
         assert dist.group.WORLD is not None
@@ -215,20 +224,19 @@ def _grid(
     ranks: torch.Tensor,
     names: tuple[str, ...],
     device: torch.device,
-    of_one: dist.ProcessGroup,
-    of_all: dist.ProcessGroup | None,
+    own_group: dist.ProcessGroup,
+    world_group: dist.ProcessGroup | None,
 ) -> DeviceMesh:
     """Create a mesh of all ranks with one axis per name; `ranks` has one dim per axis.
 
-    Axes of size 1 use the group `of_one`. If one axis has all ranks, it uses the group `of_all`,
-    unless `of_all` is None.
+    Axes of size 1 use `own_group`. An axis with all ranks uses `world_group`, unless this is None.
     """
     wide = tuple(name for name, size in zip(names, ranks.shape, strict=True) if size > 1)
     if len(wide) == len(names):
         return DeviceMesh(device.type, ranks, mesh_dim_names=names)
-    groups = dict.fromkeys(names, of_one)
-    if len(wide) == 1 and of_all is not None:
-        groups |= {wide[0]: of_all}
+    groups = dict.fromkeys(names, own_group)
+    if len(wide) == 1 and world_group is not None:
+        groups |= {wide[0]: world_group}
     elif wide:
         wide_mesh = DeviceMesh(device.type, ranks.squeeze(), mesh_dim_names=wide)
         groups |= {name: wide_mesh.get_group(name) for name in wide}
@@ -242,7 +250,7 @@ def _grid_of_nodes(
 ) -> DeviceMesh | None:
     """Create the mesh of nodes x ranks of each ep group; `ep_groups` is [groups, ranks of a group].
 
-    Return None if each node has only one rank of an ep group, or all of its ranks.
+    Return None if each node has only one rank of an ep group, or all ranks of an ep group.
     """
     in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
     if in_node in (1, ep):

@@ -1,12 +1,13 @@
 """`name_missing_ranks`: find out which ranks did not take part in a collective that failed.
 
 The error of a backend names a socket, or no rank at all. So each rank whose collective failed
-appends a line to one key of the store, and then reads the lines of the other ranks for a while. A
-rank without a line stopped, died, or is late. For example, if rank 3 of four ranks died:
+appends a line to one key of the store, the key-value store of torch.distributed, and then reads the
+lines of the other ranks for a while. A rank without a line stopped, died, or is late. For example,
+rank 3 of four ranks died in MoE layer 7. Each line begins with the rank that wrote it:
 
-    0 MoE layer 3 of forward 12 (..): counts
-    2 MoE layer 3 of forward 12 (..): counts
-    1 MoE layer 3 of forward 12 (..): counts
+    0 MoE layer 7 of forward 12 (..): counts
+    2 MoE layer 7 of forward 12 (..): counts
+    1 MoE layer 7 of forward 12 (..): counts
 
 Ranks 0, 1 and 2 each raise "rank 3 stopped, or never reached this layer ..".
 
@@ -23,16 +24,16 @@ import torch.distributed as dist
 
 from hf_moe_ep.upstream.process_groups import default_store
 
-# A rank reads until there was no new line for _QUIET seconds, and never longer than _LONGEST.
+# A rank reads until there was no new line for _QUIET seconds, but at most for _LONGEST seconds.
 _QUIET, _LONGEST = 3.0, 9.0
 # How many seconds a rank waits for an answer of the store.
 _STORE_TIMEOUT = 12.0
 
 
 def name_missing_ranks(failed: str, group: dist.ProcessGroup | None) -> str:
-    """Name the ranks of `group` that did not reach a collective, as the subject of an error.
+    """Return the ranks of `group` that did not reach a collective, as the subject of a sentence.
 
-    `failed` describes the collective. If `group` is None, it is the default group.
+    `failed` describes the collective. If `group` is None, the default group is meant.
     """
     answers: list[str] = []
 

@@ -1,26 +1,30 @@
 """Run work on all ranks so that no rank waits forever for a rank that failed or never arrived.
 
-Three checks compare the ranks before they start:
+Three checks compare the ranks before they start. Two of them use the store, the key-value store of
+torch.distributed, instead of a collective: they raise an error if a rank does not arrive in time,
+but a collective would hang or fail.
 
-check_everyone_calls   all ranks call a function. This check uses the store, so it raises an error
-                       after five minutes where the first collective would hang
+function               what it checks
+check_everyone_calls   all ranks call a function (by the store)
 check_alike            all ranks pass the same arguments
-check_own_gpu          no two ranks compute on the same GPU, because NCCL's first collective would
-                       fail. This check uses the store as well
+check_own_gpu          no two ranks compute on the same GPU, as NCCL requires (by the store)
 
 Four functions run a part of the work on each rank. If one rank fails, all ranks raise its error:
 
-together    every rank works and keeps its value    folder, model = together("loading", build)
-everyone    every rank works, all get all values    sizes = everyone("counting", count)
-on_first    rank 0 works, all get its value         newest = on_first("looking", find)
-for_first   every rank works, rank 0 gets all       parts = for_first("hashing", read)
+function    who works     what is returned                   example
+together    every rank    each rank: its own value           model = together("loading", build)
+everyone    every rank    each rank: the values of all       sizes = everyone("counting", count)
+on_first    rank 0        each rank: the value of rank 0     newest = on_first("looking", find)
+for_first   every rank    rank 0: the values of all          parts = for_first("hashing", read)
 
-`StillHere` is for a loop with collectives: a rank that leaves the loop early informs the others.
+`StillHere` is for a loop with collectives. A rank that leaves the loop early informs the other
+ranks.
 
-While no rank fails and all values agree, the bytes that a rank receives do not depend on the number
-of ranks: one all-reduce shows if any rank failed (8 bytes) or if values differ (`differing`: a hash
-and its complement, 64 bytes). Errors or values are gathered only in these cases. `everyone` and
-`gather` always send all values to all ranks, padded to the longest value.
+An all-reduce of 8 bytes shows if any rank failed, and an all-reduce of 64 bytes (a hash and its
+complement) shows if values differ (`differing`). If a rank failed or values differ, the errors or
+values of all ranks are gathered. Otherwise the bytes that a rank receives do not depend on the
+number of ranks. But `everyone` and `gather` always send all values to all ranks, padded to the
+longest value.
 """
 
 from __future__ import annotations
@@ -64,8 +68,8 @@ def check_everyone_calls(
         alone: how long rank 0 waits for the first other rank. None: `patience`.
 
     Raises:
-        RuntimeError: on the ranks that called, if others did not, for example because the call is
-            inside `if is_main_process:`.
+        RuntimeError: on each rank that called the function, if any other rank did not, for example
+            because the call is inside `if is_main_process:`.
     """
     if not is_distributed():
         return
@@ -154,7 +158,8 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
     cause: BaseException | None = None
     try:
         value = part()
-    # Every error is caught, because the other ranks would wait. DCP's error is not an Exception.
+    # Every error is caught, because the other ranks would wait. CheckpointException, the error of
+    # torch.distributed.checkpoint (DCP), is not an Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
         user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
         failure, cause = _Failure(one_line(error), user_error), error
@@ -244,8 +249,9 @@ def _highest(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class StillHere:
     """Detects that a rank leaves a loop with collectives early.
 
-    Each rank calls `check` in each round, and after its last round `end` or `leave`. Each call is
-    one small all-reduce, so the `leave` of a rank meets the next `check` or `end` of the others.
+    Each rank calls `check` in each round. A rank that has finished all rounds calls `end`, and a
+    rank that stops earlier calls `leave`. Each call is one small all-reduce, so the `leave` of one
+    rank meets the next `check` or `end` of the other ranks.
     """
 
     def __init__(self, what: str, device: torch.device) -> None:
@@ -297,12 +303,13 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
     kinds = {failure.user_error for failure in failures.values()}
     kind = kinds.pop()
     # If only some ranks lack a package, a RuntimeError names these ranks.
-    everywhere = kind is ValueError or len(failures) == len(by_rank)
-    if kind is not None and not kinds and everywhere:
+    concerns_all = kind is ValueError or len(failures) == len(by_rank)
+    if kind is not None and not kinds and concerns_all:
         text = next(iter(failures.values())).text
         raise kind(text.removeprefix(f"{kind.__name__}: ")) from cause
     texts = {rank: failure.text for rank, failure in failures.items()}
-    if len(set(texts.values())) == 1 and cause is not None:  # DCP raises the same on every rank
+    # DCP raises the same error on every rank, which is then reported once.
+    if len(set(texts.values())) == 1 and cause is not None:
         texts = {min(texts): next(iter(texts.values()))}
     lines = "; ".join(
         text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in texts.items()
@@ -354,7 +361,7 @@ def is_distributed() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the class and text of an error; for DCP's error, of the errors of all its ranks."""
+    """Return the class and text of an error; DCP's error has a class and text for each rank."""
     if isinstance(error, CheckpointException):
         errors = [
             f"rank {rank}: {type(cause).__name__}: {cause}"

@@ -6,9 +6,9 @@ expert e is updated from c_e, the number of tokens of all ranks that chose exper
 
     b_e += rate * sign(mean(c) - c_e)
 
-"Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, algorithm
-1); DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses a rate of 0.001. DeepSeek-V3's additional
-weak loss per sequence is not implemented.
+This is algorithm 1 of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv
+2408.15664). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses a rate of 0.001. DeepSeek-V3's
+additional weak loss per sequence is not implemented.
 
     counts        [6, 2, 4, 4]      mean 4
     b changes by  -rate, +rate, 0, 0
@@ -72,7 +72,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         ((_, layer.correction),) = biases[experts]
         bias = layer.correction.tensor
         if bias.dtype.itemsize < torch.float32.itemsize:
-            # In bf16 rounding would lose a small rate that is added to a large bias.
+            # A bf16 bias that is much larger than the rate would be rounded to its old value.
             bias.data = bias.detach().float()
 
 
@@ -135,13 +135,13 @@ Biases = dict[str, list[tuple[str, CorrectionBias]]]
 
 
 def _find_biases(parts: Parts) -> Biases:
-    """Find the correction biases in the block of each experts module."""
+    """Find the correction biases in the MoE block (router and experts) of each experts module."""
     biases: Biases = {}
     for name, bias in _correction_biases(parts.root):
-        in_block = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
-        if in_block:
-            # Blocks can be nested; the longest name is that of the innermost block.
-            biases.setdefault(max(in_block, key=len), []).append((name, bias))
+        same_block = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
+        if same_block:
+            # Blocks can be nested; the experts with the longest name are in the innermost block.
+            biases.setdefault(max(same_block, key=len), []).append((name, bias))
     return biases
 
 

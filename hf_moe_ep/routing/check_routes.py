@@ -1,7 +1,8 @@
 """Check that routes belong to this model, and that its routers could choose these experts.
 
-A choice is the K expert ids of one token in one layer. If all its ids are -1, it routes live: the
-router chooses.
+Routes are [B, S, L, K]: rows, tokens, layers, experts per token. A choice is the K expert ids of
+one token in one layer. If all K ids are -1, the choice routes live: the router chooses during the
+replay.
 """
 
 from __future__ import annotations
@@ -50,21 +51,22 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
     return ids, weights
 
 
-def _indices_of_layers(names: tuple[int, ...], layers: RoutedLayers) -> list[int]:
-    """Return the index of each routed layer in the routes; `names` are the layers of the routes."""
-    # Layers 0, 1, .. as many as there are MoE layers: an engine has numbered the MoE layers alone.
-    if names == tuple(range(len(names))) and len(names) == len(layers.with_experts):
+def _indices_of_layers(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
+    """Return the index of each routed layer in the routes; `given` has the layers of the routes."""
+    # If the layers of the routes are 0, 1, .. and as many as the MoE layers of the model, an engine
+    # has numbered only the MoE layers.
+    if given == tuple(range(len(given))) and len(given) == len(layers.with_experts):
         return [layers.with_experts.index(key) for key in layers.keys]
-    missing = [key for key in layers.keys if key not in names]
-    unknown = [key for key in names if not 0 <= key < layers.num_layers]
+    missing = [key for key in layers.keys if key not in given]
+    unknown = [key for key in given if not 0 <= key < layers.num_layers]
     if missing or unknown:
         raise ValueError(
-            f"routes have L={len(names)} layers ({_shorten(names)}), and this {layers.model_type} "
+            f"routes have L={len(given)} layers ({_shorten(given)}), and this {layers.model_type} "
             f"has {layers.num_layers} decoder layers, {len(layers.with_experts)} of them with "
             f"experts ({_shorten(layers.keys)}): pass routes of all decoder layers, or of all "
             f"layers with experts"
         )
-    return [names.index(key) for key in layers.keys]
+    return [given.index(key) for key in layers.keys]
 
 
 def _shorten(numbers: tuple[int, ...]) -> str:
@@ -73,7 +75,7 @@ def _shorten(numbers: tuple[int, ...]) -> str:
 
 
 def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bool) -> None:
-    """Check every choice. Without `strict`, only `allow_live=False` is checked.
+    """Check every choice. Without `strict`, check only that no choice routes live if it must not.
 
     Raises:
         ValueError: an id is out of range; a choice has -1 for some of its experts but not for all;
@@ -84,14 +86,14 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
         _raise_at(is_live, ids, layers, "has no experts (-1), but on_missing='error' needs them")
     if not strict:
         return
-    wide = ids if ids.dtype.is_signed else ids.to(torch.int16)
-    outside = (wide >= layers.num_experts) | (wide < LIVE)
-    limits = f"has an id outside of the {layers.num_experts} experts (and not -1)"
-    _raise_at(outside.any(-1), ids, layers, limits)
-    live = wide == LIVE
+    signed = ids if ids.dtype.is_signed else ids.to(torch.int16)
+    outside = (signed >= layers.num_experts) | (signed < LIVE)
+    problem = f"has an id outside of the {layers.num_experts} experts (and not -1)"
+    _raise_at(outside.any(-1), ids, layers, problem)
+    live = signed == LIVE
     is_mixed = live.any(-1) != live.all(-1)
     _raise_at(is_mixed, ids, layers, "has -1 for some of its experts, but not for all")
-    ordered = wide.sort(-1).values
+    ordered = signed.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != LIVE)
     _raise_at(twice.any(-1), ids, layers, "has an expert twice; all ids of padding must be -1")
 

@@ -1,7 +1,8 @@
-"""Read the counts of `moe/counting.py`, summed over all ranks, since a reader's last reset.
+"""Read how often experts were chosen since a reader's last reset, summed over all ranks.
 
-The counts of a rank only grow. Each reader has a zero: a copy of the counts at its last reset. Its
-result is (counts - zero), summed over all ranks by one all-reduce.
+The counts of a rank (`moe/counting.py`) only grow. A reader is a function that reads them, such as
+`expert_load`, and has a name. Each reader has a zero: a copy of the counts at its last reset. The
+reader gets (counts - zero), summed over all ranks by one all-reduce.
 """
 
 from __future__ import annotations

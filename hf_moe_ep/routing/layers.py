@@ -73,7 +73,8 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         ValueError: the routing of this architecture cannot be replayed; the message says why.
     """
     plan = state.plan
-    # A wrapper and its wrapped module have the same stock name; the wrapped module comes last.
+    # A wrapper and the module in it have the same stock name (the name without wrappers).
+    # named_modules yields the module after its wrapper, so this dict contains the module.
     named = {stock_name(name): module for name, module in root.named_modules()}
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
@@ -121,7 +122,7 @@ def _chooses_by_topk(
 ) -> bool:
     """Return True if a router calls topk and chooses only among the experts.
 
-    Some routers choose among num_experts + 1 classes, of which one means "no expert".
+    Some routers choose among num_experts + 1 classes: the experts, and "no expert".
     """
     if not calls(router, "topk"):
         return False

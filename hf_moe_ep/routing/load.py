@@ -4,7 +4,8 @@ An example with 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks togeth
 
     counts           [7, 5, 3, 1]        mean 4
     busiest / mean   7 / 4 = 1.75        1 if all experts have equally many tokens
-    busiest rank     (7 + 5) / 8 = 1.5   the same for ep ranks; each owns 2 experts
+    busiest rank     (7 + 5) / 8 = 1.5   the busiest ep rank / the mean of the ep ranks; each of
+                                         the two ranks owns 2 experts
     dead             0                   the number of experts that no token chose
     entropy          1.212 nats          entropy of the experts' shares; ln 4 = 1.386 if all shares
                                          are equal
@@ -30,15 +31,17 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 class ExpertLoad:
     """The tokens of each expert on all ranks together; `print(load)` prints a table.
 
-    The model has L layers with E experts each, and an ep group has D ranks. Ratios and entropies of
-    a layer without tokens are nan. A pair is a token and one of the experts that it chose.
+    The model has L layers with E experts each, which are split over the D ranks of an ep group.
+    Ratios and entropies of a layer without tokens are nan. A pair is a token and one of the experts
+    that the token chose.
 
     Attributes:
         counts: [L, E] int64 on the host, the number of pairs of each expert.
         layers: names of the L experts modules, in the model's order.
         ep_size: D; rank r of an ep group owns the E / D experts from r * E / D on.
-        slots: [L, E] int64, if `balance_experts` has moved experts: rank r then owns the experts
-            whose slots are the E / D numbers from r * E / D on. None in hub order.
+        slots: [L, E] int64, the slot of each expert, if `balance_experts` has moved experts: rank r
+            then owns the experts whose slots are the E / D numbers from r * E / D on. None in hub
+            order, where expert e has slot e.
     """
 
     counts: Tensor
@@ -154,7 +157,10 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
 
 
 def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
-    """Return the load since the last reset of this reader; raises as `expert_load` does."""
+    """Return the load since the last reset of `reader`; raises as `expert_load` does.
+
+    `reader` is the name of a caller, which resets only its own counts.
+    """
     check_counts(state, "expert_load")
     if state.meshes is not None:
         check_everyone_calls("expert_load", alone=ALONE)
@@ -181,11 +187,11 @@ def slots_of_layers(state: ModelState) -> Tensor | None:
 
 
 def check_counts(state: ModelState, what: str) -> None:
-    """Raise ValueError if the model's own loop computes the experts: it counts no tokens."""
+    """Raise ValueError if the experts run in the model's own loop, which counts no tokens."""
     if state.config.experts_backend == "eager":
         raise ValueError(
-            f"{what} has no counts: with experts_backend='eager' the model's own loop computes the "
-            f"experts, and it counts no tokens; patch with experts_backend='torch' or 'auto'"
+            f"{what} has no counts: with experts_backend='eager' the experts run in the model's "
+            f"own loop, which counts no tokens; patch with experts_backend='torch' or 'auto'"
         )
 
 

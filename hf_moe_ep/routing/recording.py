@@ -28,12 +28,15 @@ class Recording(Session):
             num_experts=layers.num_experts,
         )
         self._forward: Forward | None = None
+        # The ids of the current forward, by decoder layer.
         self._chosen: dict[int, Tensor] = {}
+        # The CUDA event of the last copy to the host, and the number of forwards that have ended.
         self._copied: Any = None
         self._forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        # If only some ranks of an sp group record, their tensors differ, which is an error.
+        # If only some of the ranks that share a sequence record, their tensors differ, which is an
+        # error.
         return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
 
     def begin(self, forward: Forward) -> None:
@@ -61,7 +64,7 @@ class Recording(Session):
         return weights_TK
 
     def end(self, completed: bool) -> None:
-        """Gather the slices of an sp group, and start the copy to the host."""
+        """Gather the slices of the ranks that share a sequence, and start the copy to the host."""
         forward, self._forward = self._forward, None
         if forward is None or not completed:
             return

@@ -44,8 +44,8 @@ class RoutingReplay:
 
     The model may be sharded, prepared by Accelerate or wrapped by PEFT. Outside of the blocks the
     model is not changed. Backward may run inside or after a block: a recompute of a checkpointed
-    layer uses the routes of the layer's first run. (If the model is checkpointed by another
-    function than those of transformers and torch, backward must run inside the block.)
+    layer uses the routes of the layer's first run. (This holds for the checkpointing functions
+    of transformers and torch. With another function, backward must run inside the block.)
     """
 
     def __init__(self, model: nn.Module, *, on_missing: str = "live") -> None:
@@ -75,9 +75,9 @@ class RoutingReplay:
         """Record the experts of each token: `with replay.record() as routes: model(...)`.
 
         Each forward replaces `routes.ids` by its choices, [B, S, L, K], in uint8 for up to 256
-        experts, otherwise in int16. On every rank of an sp group the ids contain all tokens. The
-        tensor is on the host, and complete when the block ends. A recompute of a checkpointed layer
-        repeats the recorded choice.
+        experts, otherwise in int16. With sp_size > 1 the ids of each rank contain all tokens of the
+        sequences that this rank shares. The tensor is on the host, and complete when the block
+        ends. A recompute of a checkpointed layer repeats the recorded choice.
 
         Raises:
             ValueError: no forward ended in the block; another block is open; an experts module did
@@ -95,21 +95,21 @@ class RoutingReplay:
         Args:
             routes: the routes of the batch with which the model is called: whole sequences, with
                 the same padding. With sp_size > 1 every rank of an sp group passes the same routes.
-                A rank that has no routes (it has no sample, and runs a batch that does not count)
-                passes None, while other ranks replay their routes.
+                A rank without a sample runs a batch that does not count, and passes None while
+                other ranks replay their routes.
             strict: check every id on entry; otherwise only the shapes.
 
-        Without ep and sp, wrong routes raise an error on entry. With ep or sp, all ranks of a group
-        raise an error when they next compare their routes, in a forward; they also raise an error
-        if only some ranks of the group replay. (With DeepEP ranks are not compared, so the other
-        ranks raise an error at DeepEP's time-out.)
+        With ep_size and sp_size 1, wrong routes raise an error on entry. Otherwise the ranks of a
+        group compare their routes in the next forward, and all of them raise an error if any rank
+        has wrong routes, or if only some ranks replay. (With DeepEP ranks are not compared, so the
+        other ranks raise an error at DeepEP's time-out.)
 
         Raises:
             ValueError: the model was unpatched or compiled in the meantime; the routes belong to
                 another model or batch, or have another K or L; with `strict`, an id is out of
                 range, or the K ids of a token contain an expert twice, or -1 and an expert; the
-                routes have weights, but layers are checkpointed and `experts_backend="eager"`
-                computes the experts, whose recompute cannot use these weights.
+                routes have weights, but layers are checkpointed and `experts_backend` is "eager":
+                its recompute cannot use these weights.
         """
         session = Replaying(self._state, self._layers, _adapters_off_test(self._root))
         try:

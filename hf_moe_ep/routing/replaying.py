@@ -1,4 +1,8 @@
-"""`Replaying`: replay routes. topk returns their ids; the router keeps its scores and gradients."""
+"""`Replaying`: replay routes, which are the expert ids of each token in each layer.
+
+While a router runs, `torch.topk` returns these ids. The router still computes its own scores, and
+from them the routing weights and the gradients.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +39,11 @@ class Replaying(Session):
         # The routes of this rank in the current forward, by layer.
         self._ids_LTK: Tensor | None = None
         self._weights_LTK: Tensor | None = None
-        # In the current layer: the mode that replaces topk, the number of calls that it replaced,
-        # the experts that the last call returned, the experts that the router would have chosen,
-        # and a mask of the tokens that have routes.
+        # In the current layer: the mode that replaces topk, and the number of replaced calls.
         self._mode: ChosenTopK | None = None
         self._num_topks = 0
+        # In the current layer: the ids that the last call of topk returned, the ids that the router
+        # would have chosen, and a mask of the tokens that have routes.
         self._replayed_TK: Tensor | None = None
         self._live_TK: Tensor | None = None
         self._given_T1: Tensor | None = None
@@ -49,9 +53,9 @@ class Replaying(Session):
         self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
 
     def refuse(self, error: ValueError) -> None:
-        """Raise `error`, or store it if ranks compare their routes in a forward.
+        """Raise `error`. If ranks compare their routes in a forward, store `error` instead.
 
-        After that comparison every rank raises an error.
+        After the comparison every rank raises an error.
         """
         if not ranks_compare_routes(self._state):
             raise error
@@ -128,7 +132,10 @@ class Replaying(Session):
             mode.__exit__(None, None, None)
 
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Check that these are the replayed experts; return the weights of the routes, if any."""
+        """Check that the experts receive the replayed ids, and return the routing weights to use.
+
+        These are the weights of the routes, or `weights_TK` if the routes have no weights.
+        """
         self.leave()
         if not self._must_replay():
             return weights_TK
@@ -165,8 +172,8 @@ class Replaying(Session):
                 f"tokens of the routes (its experts got ids {list(ids_TK.shape)}), so its routes "
                 f"cannot be replayed"
             )
-        computes = self._state.config.experts_backend != "eager"
-        if self._weights_LTK is None or self._state.frame is None or computes:
+        reads_stored_weights = self._state.config.experts_backend != "eager"
+        if self._weights_LTK is None or self._state.frame is None or reads_stored_weights:
             return None
         return ValueError(
             f"weights of routes cannot be replayed if layers are checkpointed and "
@@ -205,13 +212,13 @@ class Replaying(Session):
 
 
 def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
-    """Take this rank's part of the sequences, and make the layers the first dim."""
+    """Take this rank's part of the sequences, padded with `fill`; layers become the first dim."""
     if forward.part is not None:
         x_BSLK = forward.part.take(x_BSLK, 1, fill=fill)
     return x_BSLK.flatten(0, 1).movedim(1, 0).contiguous()
 
 
 def ranks_compare_routes(state: ModelState) -> bool:
-    """Return True if ranks compare their routes, or their sources of routes, in a forward."""
+    """Return True if ranks compare their routes, or their `RouteSource`s, in a forward."""
     meshes = state.meshes
     return meshes is not None and (meshes.ep_size > 1 or meshes.sp_size > 1)

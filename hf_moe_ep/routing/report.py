@@ -17,10 +17,11 @@ class ReplayReport:
     """The report of one `replay` block on this rank.
 
     Attributes:
-        replayed: (token, layer) pairs that had routes.
-        live: (token, layer) pairs without routes, including the padding of a split sequence.
-        pairs: by decoder layer, two numbers: the replayed (token, expert) pairs that the live
-            router would have chosen as well, and all replayed pairs.
+        replayed: the number of (token, layer) pairs that had routes.
+        live: the number of (token, layer) pairs without routes, including the padding of a sequence
+            that is split over ranks.
+        pairs: by decoder layer, two numbers of (token, expert) pairs: the replayed pairs that the
+            router itself would have chosen as well, and all replayed pairs.
     """
 
     replayed: int
@@ -29,7 +30,7 @@ class ReplayReport:
 
     @property
     def agreement(self) -> float:
-        """The share of replayed (token, expert) pairs that the live router would choose as well.
+        """The share of replayed (token, expert) pairs that the router itself would have chosen.
 
         It is NaN if nothing was replayed.
         """
@@ -63,9 +64,9 @@ class Counts:
         self._rows = 0
 
     def add(self, layer: int, ids_TK: Tensor, live_TK: Tensor, given_T1: Tensor) -> None:
-        """Count a layer's tokens with routes, and their experts that the live router chose too.
+        """Count a layer's tokens with routes, and the replayed ids that the router chose as well.
 
-        `given_T1` is the mask of the tokens with routes, `live_TK` the live router's choice.
+        `given_T1` is the mask of the tokens with routes, `live_TK` the router's own choice.
         """
         agrees_TK = (ids_TK.unsqueeze(2) == live_TK.unsqueeze(1)).any(2)
         counts = torch.stack([given_T1.sum(), (agrees_TK & given_T1).sum()])
@@ -75,7 +76,7 @@ class Counts:
 
     def report(self) -> ReplayReport:
         """Copy the counts to the host and return the report."""
-        counts = {layer: both.tolist() for layer, both in self._given_and_agreed.items()}
+        counts = {layer: sums.tolist() for layer, sums in self._given_and_agreed.items()}
         replayed = sum(given for given, _ in counts.values())
         pairs = {
             layer: (counts[layer][1], counts[layer][0] * self._top_k) if layer in counts else (0, 0)

@@ -1,4 +1,6 @@
-"""`Routes`: the experts of each token of a batch, in each layer, [B, S, L, K].
+"""`Routes`: the experts of each token of a batch in each layer, a tensor [B, S, L, K].
+
+B is the number of rows of the batch, S of tokens per row, L of layers, and K of experts per token.
 
 Routes are recorded in a forward (`RoutingReplay.record`), or `Routes.from_engine` copies the arrays
 of an inference engine, one per sequence, into a padded batch:
@@ -27,12 +29,12 @@ class Routes:
     """The experts of every token of one batch.
 
     Attributes:
-        ids: [B, S, L, K], integers. If all K ids of a token and layer are -1, the router chooses
-            ("routes live"). B and S are those of the `input_ids` with which the model is called.
-            From pinned CPU memory the ids are copied without a host sync.
-        layers: the decoder layer of each of the L entries.
-        weights: [B, S, L, K], which replace the router's weights of tokens that have ids; None
-            keeps the router's own weights, which are differentiable.
+        ids: [B, S, L, K], integers. If all K ids of a token in a layer are -1, the router chooses
+            ("routes live"). The `input_ids` with which the model is called are [B, S]. From pinned
+            CPU memory the ids are copied without a host sync.
+        layers: the index of the decoder layer of each of the L entries.
+        weights: [B, S, L, K], routing weights for the tokens that have ids; None keeps the
+            router's own weights, which are differentiable.
         num_experts: the number of experts of the model that chose the routes, if known.
     """
 
@@ -71,10 +73,11 @@ class Routes:
             input_lengths: the number of tokens of each row, without padding.
             padded_to: the number of tokens of each row with padding, S.
             pad_side: "left" or "right", or the number of padding tokens before each row.
-            layers: the decoder layers of an array's entries. "all" means all decoder layers (the
-                entries of dense layers are not read), or all MoE layers, whichever number fits.
-            starts: the token of each array's first row, if the engine left out a prefix that it had
-                cached; the tokens of this prefix route live.
+            layers: the decoder layers of an array's entries. "all" means all decoder layers or all
+                MoE layers, depending on the number of entries. Entries of dense layers are not
+                read.
+            starts: the index of each array's first token, if the engine left out a prefix that it
+                had cached; the tokens of this prefix route live.
 
         Raises:
             ValueError: the numbers of rows, layers or tokens do not fit; the message has both
@@ -131,13 +134,13 @@ class Routes:
                 f"{lengths} tokens"
             )
 
-        def packed(x: Tensor) -> Tensor:
+        def pack_rows(x: Tensor) -> Tensor:
             rows = zip(x, lengths, strict=True)
             left = pad_side == "left"
             return torch.cat([r[sequence - n :] if left else r[:n] for r, n in rows]).unsqueeze(0)
 
-        weights = None if self.weights is None else packed(self.weights)
-        return replace(self, ids=packed(self.ids), weights=weights)
+        weights = None if self.weights is None else pack_rows(self.weights)
+        return replace(self, ids=pack_rows(self.ids), weights=weights)
 
     def to(self, device: torch.device | str) -> Routes:
         """Copy the routes to another device, without a host sync if their memory is pinned."""

@@ -6,8 +6,8 @@
                    router and its experts; after `enter` topk may be replaced
     the experts    `at_experts` before their forward, with the choice that they receive
 
-A session ignores a recompute in backward, because the `Frame` of the checkpointed layer repeats the
-choice.
+A session ignores the recompute of a checkpointed layer in backward, because the layer's `Frame`
+(moe/recompute.py) repeats the choice of its first run.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Begin(_Hook):
         if tokens is None:
             tokens = arguments.get("inputs_embeds")
         if tokens is None:
-            return  # without both, the model itself raises an error
+            return  # without input_ids and inputs_embeds, the model itself raises an error
         batch, sequence = tokens.shape[:2]
         self._session.begin(Forward(batch, sequence, arguments.get(SLICE), tokens.device))
 
