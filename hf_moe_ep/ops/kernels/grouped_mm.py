@@ -4,7 +4,8 @@ The rows are sorted by expert.
 
     grouped_mm   the down projection (with its bias) and the gradient of the rows; the second
                  product of an adapter adds a few steps to the same sum
-    thin_mm      the first product of an adapter times its scale; can gather its rows
+    thin_mm      the first product of an adapter, times the scale of the adapter; its rows may be
+                 gathered by their numbers
 
 The matrix is read through its strides, so neither forward nor backward copies a weight.
 """
@@ -94,9 +95,10 @@ def grouped_mm(
     *,
     back: bool = False,
 ) -> Tensor:
-    """Return out_AO in the dtype of `rows_AI`, which is contiguous. Matrices may have any strides.
+    """Return out_AO in the dtype of `rows_AI`.
 
-    With `back` the rows are gradients of up's output; otherwise the rows are inputs of down.
+    `rows_AI` must be contiguous; the matrices may have any strides. With `back` the rows are
+    gradients of up's output; otherwise they are inputs of down.
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
@@ -115,7 +117,7 @@ def thin_mm(
 ) -> Tensor:
     """Return out_AP = scale * rows @ matrix. With `gather` the kernel reads the row of each pair.
 
-    Each row is contiguous. The stride between gathered rows is free.
+    Each row must be contiguous. With `gather`, the stride between rows may have any value.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
     block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
@@ -162,7 +164,10 @@ def _launch(
 
 
 def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
-    """Return True if TMA can load both tensors: aligned, contiguous rows, whole steps along I."""
+    """Return True if TMA can load both tensors.
+
+    This needs aligned and contiguous rows, and a size I that consists of whole steps.
+    """
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
         for x in (rows, matrix_LIO)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
+# Pairs that one program counts and places, and how many of them it loads at a time.
 _BLOCK = 512
 _CHUNK = 64
 
@@ -152,12 +153,15 @@ def _place_kernel(
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the largest possible number of tiles; each expert can have a tile that is not full."""
+    """Return the largest possible number of tiles. One tile of each expert may be partly full."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
-    """Sort the pairs of `ids_RK` by expert. `num_sorted` of them, at least one, have an expert."""
+    """Sort the pairs of `ids_RK` by expert.
+
+    `num_sorted` pairs, at least one, have an expert here; the others get no position.
+    """
     num_pairs = ids_RK.numel()
     device = ids_RK.device
     num_blocks = triton.cdiv(num_pairs, _BLOCK)

@@ -1,12 +1,12 @@
-"""Gather rows, multiply them by their expert's gate and up matrices, apply the gate: one kernel.
+"""One kernel gathers rows, multiplies them by their expert's gate and up matrices, and gates them.
 
     pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored if `keep_pre`
     act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
 The second product of an adapter adds a few steps to the same sum; `LowRows` holds the result of the
 first product. Gate and up are one product, twice as wide as act. If gate and up are concatenated in
-the weight, a block has the same columns of both halves. If gate and up are interleaved, a block has
-pairs of columns, which are split after the sum.
+the weight, a block has the same columns of the gate half and of the up half. If gate and up are
+interleaved, a block has pairs of neighbouring columns, which are split after the sum.
 """
 
 from __future__ import annotations
