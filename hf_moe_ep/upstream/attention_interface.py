@@ -18,8 +18,8 @@ from hf_moe_ep.upstream.experts_interface import EXPERTS_IMPLEMENTATION
 
 # The attribute of our copy of a config that holds the stock config.
 _STOCK_CONFIG = "_hf_moe_ep_stock"
-# The interface has no function "eager". With this implementation a module calls the function of
-# the second name, which is defined in the module's own file.
+# The interface has no function for the implementation "eager". A module with this implementation
+# calls `eager_attention_forward` of the file that defines the module.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
 
 
@@ -27,8 +27,8 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     """Return a copy of `config`, for attention modules only, that selects `wrap(stock function)`.
 
     The result of `wrap` is registered under a new name for attention. The name is also registered
-    for masks, because transformers silently builds no mask for a name without a mask function. If
-    stock's name contains "flash", so does ours, because transformers searches names for "flash".
+    for masks, because transformers silently builds no mask for a name without a mask function. Our
+    name contains stock's name, because transformers searches names for "flash".
 
     Args:
         config: the config of the attention modules.

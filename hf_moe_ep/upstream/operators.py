@@ -39,11 +39,11 @@ _MOVE_NOTHING = {
     "new_empty_strided",
     "resize_",
 }
-# Operators that read a part of their first tensor, as large as their result. The other tensors are
-# indices, which they read as a whole.
+# Operators that read only a part of their first tensor. The part is as large as the result. The
+# other tensors are indices, which are read as a whole.
 _GATHER = {"embedding", "gather", "index", "index_select", "take"}
-# Operators that change a part of their first tensor. The part is as large as the largest of the
-# other tensors, which has the new values.
+# Operators that change only a part of their first tensor. The part is as large as the tensor of the
+# new values, which is the largest of the other tensors.
 _SCATTER = {
     "_index_put_impl_",
     "index_add_",
@@ -83,7 +83,8 @@ def operator_name(operator: Any) -> str:
 def is_made_of_others(operator: Any) -> bool:
     """Return True if an operator only calls other operators, as `matmul` calls `mm`.
 
-    Dispatch modes usually see `mm`. Inside an operator of torch.library they see `matmul` instead.
+    Dispatch modes usually see `mm`. They see `matmul` instead if an operator of torch.library calls
+    it.
     """
     is_composite: bool = operator.namespace == "aten" and operator._can_decompose()
     return is_composite
@@ -124,7 +125,7 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     name = operator_name(operator)
     argument_ids = {id(x) for x in tensors_in((args, kwargs))}
     results = [x for x in tensors_in(out) if id(x) not in argument_ids]
-    changed = _changed(operator, args, kwargs)
+    changed = _changed_arguments(operator, args, kwargs)
     if (
         operator.namespace == "prim"
         or name in _MOVE_NOTHING
@@ -166,7 +167,7 @@ def collective_of(operator: Any) -> str | None:
 
 
 def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
-    """Count the bytes of an all-gather's result, or of the input of another collective."""
+    """Count the payload bytes of a collective: the result of an all-gather, otherwise the input."""
     _, argument = _COLLECTIVES[operator_name(operator)]
     return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
 
@@ -191,7 +192,9 @@ def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-def _changed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _changed_arguments(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
     """Collect the arguments of an operator that it changes in place."""
     changed = []
     for index, argument in enumerate(operator._schema.arguments):
