@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep.lora.computed import Stack, stacked_factors
+from hf_moe_ep.lora.computed import Conversion, stacked_factors
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import Meshes
@@ -47,15 +47,14 @@ class ParameterEntry:
     Attributes:
         parameter: the parameter.
         owners: (module, name of the parameter in this module); a tied parameter has several owners.
-        stack: the function that makes experts dim 0 of an adapter's factor, None for other
-            parameters.
+        stack: for an adapter's factor, the function that makes experts its dim 0; else None.
         over_ep: True if dim 0 counts experts, which are split over ep.
         compute: the `Compute` of the experts module if the parameter is to be quantised, else None.
     """
 
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    stack: Stack | None
+    stack: Conversion | None
     over_ep: bool
     compute: Compute | None = None
 
@@ -77,7 +76,7 @@ ParameterEntries = dict[nn.Parameter, ParameterEntry]
 def find_entries(
     model: nn.Module, experts: Iterable[nn.Module], plan: ModelPlan, options: ShardOptions
 ) -> ParameterEntries:
-    """Create the entries of all parameters to materialize; `experts` are the experts modules."""
+    """Create an entry for each parameter to materialize. `experts` are the experts modules."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -115,10 +114,10 @@ def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]
 
 
 def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
-    """Run the steps of the module docstring for one parameter.
+    """Run the steps of the module docstring for one parameter, and return its replacements.
 
-    Returns the parameters that replace it. A quantised parameter is replaced by its bytes and by
-    its scales, any other parameter by a single one.
+    The bytes and the scales replace a quantised parameter. A single parameter replaces any other
+    parameter.
     """
     value = entry.parameter.detach()
     if entry.parameter not in options.empty_params:
@@ -140,7 +139,10 @@ def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) ->
 
 
 def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
-    """Quantise a value if its entry says so. Returns the tensors by the suffix of their name."""
+    """Quantise a value if its entry says so, and return the tensors by the suffixes of their names.
+
+    Without quantisation the only suffix is "".
+    """
     if entry.compute is None or entry.quantisation is None:
         return {"": value}
     value_LOI = value.transpose(1, 2) if entry.compute.transposed else value
@@ -178,8 +180,8 @@ def broadcast_correction_biases(
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
-    Every rank keeps the whole bias in its own dtype, like a correction bias that is a buffer. A
-    bias rounded to bf16 would change the routers' choice of experts.
+    Every rank keeps the whole bias in the dtype of the bias, as if the bias were a buffer. Rounding
+    to bf16 would change the routers' choice of experts.
     """
     new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

@@ -134,9 +134,9 @@ def begin_with_root(model: nn.Module) -> None:
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     """Reset an FSDP2 unit whose backward has ended (a pre-forward hook of the unit).
 
-    This is needed for reentrant checkpointing with two forwards before one backward. The hook does
-    nothing unless a forward runs during a backward; such a forward is a recompute. The state of a
-    nested unit stays PRE_BACKWARD until the whole backward ends. When the unit's second forward is
+    This is needed for reentrant checkpointing with two forwards before one backward. The hook acts
+    only if a forward runs during a backward; such a forward is a recompute. The state of a nested
+    unit stays PRE_BACKWARD until the whole backward ends. When the other of the two forwards is
     recomputed, FSDP2 concludes from this state that the unit is prepared for backward, registers no
     hooks and never reduces the gradients of the unit
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). In torch 2.13 this happens to stock

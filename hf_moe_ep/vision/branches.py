@@ -6,8 +6,8 @@ sets, or the ranks with pictures wait forever. Before the decoder runs, the rank
 how many of them have picture tokens. If any rank has some, every rank without them runs the second
 set on an empty tensor: it takes part in every exchange, and its gradients are exact zeros.
 
-The decision is stored as an attribute of the tensor of token types. Every layer receives this
-tensor, also in a recompute in backward.
+The decision is stored as an attribute of the tensor of token types, which has a number for the kind
+of each token: text or picture. Every layer receives this tensor, also in a recompute in backward.
 """
 
 from __future__ import annotations
