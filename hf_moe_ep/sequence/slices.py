@@ -60,7 +60,7 @@ class Slice:
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
     def take_shared(self, whole: Tensor, dim: int) -> Tensor:
-        """Return the slice of a tensor that all layers receive; reuse the last slice if possible."""
+        """Return the slice of a tensor that all layers receive, and reuse it if possible."""
         if whole.requires_grad:  # each recompute in backward needs a graph of its own
             return self.take(whole, dim)
         if id(whole) not in self._shared:
