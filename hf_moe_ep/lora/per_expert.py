@@ -8,7 +8,8 @@ PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts)
 (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). PEFT nests one wrapper per parameter, in
 the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
 the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
-the shapes identify it: gate_up maps H to 2F, down maps F to H, and no sizes fit both. Servers that
+the shapes identify it: gate_up maps H to 2F, and down maps F to H, which fits in one order only.
+Servers that
 read only single experts ignore such files silently (vllm-project/vllm#41384,
 sgl-project/sglang#27381). For E = 2 and r = 1, let gate_up_proj have A = [a0; a1] and
 B = [[g0, g1], [u0, u1]]. These servers then need

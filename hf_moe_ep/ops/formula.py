@@ -66,7 +66,7 @@ class ExpertFormula:
 
 
 def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
-    """Return gate_AF and up_AF as views; without a gate both are `pre_AG` itself."""
+    """Return gate_AF and up_AF as views. Without a gate, gate_AF and up_AF are `pre_AG` itself."""
     if not formula.gated:
         return pre_AG, pre_AG
     if formula.interleaved:

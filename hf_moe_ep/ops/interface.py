@@ -2,7 +2,7 @@
 
     ExpertWeights    the stacked matrices, biases and adapters of the experts on this rank
     LowRank          the two factors of an adapter
-    LowRows          the arguments with which a Triton kernel adds the second product of an adapter
+    LowRows          the two factors of an adapter's second product, which a Triton kernel adds
     Routing          the (row, expert) pairs, sorted by expert
     ExpertGrads      gradients of the experts' tensors, which several backward passes may add to
     PostponedGrads   a function that computes these gradients after the backward of `expert_mlp`
@@ -55,14 +55,14 @@ WEIGHT_NAMES = (
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter, which adds `scale * b_LOP @ a_LPI` to the experts' matrices; P is its rank."""
+    """An adapter of rank P, which adds `scale * b_LOP @ a_LPI` to the experts' matrices."""
 
     a_LPI: Tensor
     b_LOP: Tensor
     scale: float
 
     def transposed(self) -> LowRank:
-        """Return the adapter of the transposed matrix, by which backward multiplies gradients."""
+        """Return the adapter of the transposed matrices, which backward multiplies gradients by."""
         return LowRank(self.b_LOP.transpose(1, 2), self.a_LPI.transpose(1, 2), self.scale)
 
 
@@ -215,7 +215,7 @@ class ExpertGrads:
 
 @dataclass
 class PostponedGrads:
-    """The experts' gradients of an `expert_mlp` call, which are computed after its backward.
+    """The gradients of the experts that are computed after the backward of an `expert_mlp` call.
 
     The backward sets `finish`; `finish(grads)` computes the gradients and adds them to `grads`.
     Calls for other chunks of rows with the same weights share `sums`.

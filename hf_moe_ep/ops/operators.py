@@ -288,7 +288,7 @@ def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tens
 
 _forward_op.register_autograd(_autograd_backward, setup_context=save)
 
-# By operator, the Python function that it runs. The planner calls the function to count its steps.
+# The Python function that each operator runs. The planner calls it to count the operator's steps.
 STEPS_INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.hf_moe_ep.expert_mlp.default: _forward,
     torch.ops.hf_moe_ep.expert_mlp_backward.default: _backward,

@@ -171,7 +171,10 @@ def warn_once(device: torch.device, reason: str) -> None:
 
 
 def _shortened(size: int) -> int:
-    """Return a small size that is divisible by the same powers of two and block sizes as `size`."""
+    """Return a small size that is divisible by the same powers of two, up to 256, as `size`.
+
+    All block sizes are powers of two up to 256.
+    """
     return 256 + size % 256
 
 

@@ -38,7 +38,7 @@ class Slice:
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
-        # The position ids of the whole sequence. Flash attention finds packed documents in them.
+        # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}

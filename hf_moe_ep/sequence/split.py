@@ -149,7 +149,7 @@ class TakeSlice(Ours):
         if not args:
             raise ValueError(
                 f"sp_size={part.size} slices the first argument of {type(layer).__name__}, but the "
-                f"layer was called with keywords alone; call it as layer(hidden_states, ...)"
+                f"layer was called with keywords only; call it as layer(hidden_states, ...)"
             )
         part.positions = kwargs.get("position_ids")
         hidden, *others = self.arguments.slice_positional(args, part)

@@ -149,7 +149,7 @@ def check_packed(model: nn.Module, options: ShardOptions) -> None:
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
-    """Raise if one FSDP2 unit has trainable parameters of several dtypes, which it cannot shard."""
+    """Raise if trainable parameters of a unit have several dtypes; FSDP2 needs a single dtype."""
     dtypes = {
         str(p.dtype)
         for p in parameters

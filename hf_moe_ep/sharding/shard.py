@@ -36,10 +36,10 @@ becomes a unit first. It ignores all parameters of the experts except this weigh
 become units.
 
 Frozen experts that `ParallelConfig.experts_dtype` quantises become bytes and scales when they get
-their initial values. FSDP2 all-gathers both without a cast.
+their initial values. FSDP2 all-gathers bytes and scales without a cast.
 
 Every parameter and buffer starts with the value of rank 0 (`values.py`). A unit is sharded before
-the next one gets its values, so a device never holds more than one unsharded unit. Parameters that
+the next unit gets its values, so a device holds at most one unsharded unit. Parameters that
 are on the meta device on every rank stay there, and are read from a checkpoint later
 (`checkpoints/hub/read.py`).
 """

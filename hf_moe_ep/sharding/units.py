@@ -62,7 +62,8 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
 def keep_last_layer(units: Units, root: nn.Module) -> None:
     """Keep the last layer gathered after forward, because backward begins with that layer.
 
-    The head and the root stay gathered as well. All of them are resharded in two cases:
+    The head and the root stay gathered as well. The last layer, the head and the root are resharded
+    in two cases:
 
     - After a forward without gradients. Otherwise `model.parameters()` would return the gathered
       parameters, whose changes FSDP2 does not see. For example, adapters that PEFT freezes for a

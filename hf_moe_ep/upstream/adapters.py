@@ -276,7 +276,7 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
 
 
 def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
-    """Group `active_updates` by the `id` of their parameters, all of which must be in `tensors`."""
+    """Group `active_updates` by the `id` of the parameter; all parameters must be in `tensors`."""
     updates: dict[int, list[LowRank]] = {}
     for update in active_updates(model):
         updates.setdefault(id(update.parameter), []).append(update)

@@ -33,10 +33,11 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     Args:
         config: the config of the attention modules.
         wrap: takes the stock function and returns ours.
-        frames: True for a vision tower. Our name then always contains "flash", so that transformers
-            passes the boundaries of the frames to the function. Without "flash" transformers would
-            split the rows at the boundaries itself, but a rank has only a slice of the rows. `wrap`
-            also gets the argument `varlen`, which is True if stock's function is flash attention.
+        frames: True for a vision tower. (A frame is a picture, or one picture of a video.) Our name
+            then always contains "flash", so that transformers passes the boundaries of the frames
+            to the function. Without "flash" transformers would split the rows at the boundaries
+            itself, but a rank has only a slice of the rows. `wrap` also gets the argument `varlen`,
+            which is True if stock's function is flash attention.
     """
     stock = config._attn_implementation
     kind = "flash_frames_" if frames else ""

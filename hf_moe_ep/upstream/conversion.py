@@ -1,6 +1,6 @@
 """Convert a model's tensors to those of a hub checkpoint, and match keys of old checkpoints.
 
-The conversions and renamings are those of transformers. The private names come from
+transformers defines the conversions and renamings. The private names come from
 core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls; `WeightRenaming`,
 `PrefixChange`, `rename_source_key`) and conversion_mapping.py.
 """

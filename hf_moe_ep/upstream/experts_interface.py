@@ -20,7 +20,7 @@ EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
-    """Register `forward` under the name EXPERTS_IMPLEMENTATION, with which a config selects it."""
+    """Register `forward`. A config selects it by the name EXPERTS_IMPLEMENTATION."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
 
 

@@ -70,7 +70,7 @@ def _with_one_worker(stock: Any) -> Any:
 
 
 def _devices(stock: Any) -> list[Any]:
-    """Return the network devices that torch would use: those of GLOO_SOCKET_IFNAME, if set."""
+    """Return the network devices of GLOO_SOCKET_IFNAME or, if it is not set, torch's default."""
     interfaces = gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]

@@ -1,7 +1,7 @@
 """Versions of other packages: the allowed ranges, and the installed versions.
 
-The ranges are defined in setup.cfg alone. They are read from the metadata of the installed
-hf_moe_ep. Examples of problems:
+The ranges are defined only in setup.cfg, and read from the metadata of the installed hf_moe_ep.
+Examples of problems:
 
     transformers 5.10.0, allowed >=5.16.1,<6   too old
     transformers 6.1.0                         too new

@@ -43,7 +43,7 @@ class MarkTextOnlyRanks(ShardedOnly):
         has_pictures = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
             has_pictures = has_pictures + kinds_BS.any()
-        # This is a host sync. Stock code has one in every layer.
+        # This is a host sync. Stock code has a host sync in every layer.
         counts = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
         has_own, ranks_with_pictures = counts.tolist()
         if has_own or ranks_with_pictures == 0:

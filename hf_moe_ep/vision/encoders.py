@@ -162,7 +162,7 @@ def encode_before_generate(
 
 
 def _gather_encoders(state: ModelState) -> list[FSDPModule]:
-    """Gather all encoders, and return those that were sharded. Every rank calls this function."""
+    """Gather all encoders on every rank, and return the encoders that were sharded before."""
     sharded = [unit for unit in state.encoders if not is_gathered(unit)]
     for unit in sharded:
         unit.unshard()

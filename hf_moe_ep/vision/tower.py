@@ -98,7 +98,7 @@ class TowerOnce(ShardedOnly):
         stock: Callable[[dict[str, Any]], Any],
         model_kwargs: dict[str, Any],
     ) -> Any:
-        """Call `stock`, with which `generate` runs the tower, so that all ranks run it as often."""
+        """Call `stock`, with which `generate` runs the tower; every rank runs it equally often."""
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return stock(model_kwargs)

@@ -70,7 +70,7 @@ class Blocks:
     def __post_init__(self) -> None:
         without_tma = [self.up, self.down, self.dgated, self.outer, self.thin, self.thin_outer]
         if any(block is not None and block.tma for block in [*without_tma, self.up_adapted]):
-            raise ValueError("tma=True is implemented for `rows` alone; leave it out elsewhere")
+            raise ValueError("only `rows` supports tma=True; leave tma out of the other blocks")
 
 
 # Number of terms of the shortest sum that tensor cores compute.

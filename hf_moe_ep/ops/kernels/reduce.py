@@ -4,7 +4,8 @@
     weight_grads   out_RK[r, k] = sum over columns of partial[column, slots[r, k]]
     segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
-A pair without an expert here has the slot A, one past the last row. No kernel reads that row.
+The slot of a pair is its position among the A sorted pairs. A pair without an expert here has the
+slot A, one past the last row, and no kernel reads that row.
 """
 
 from __future__ import annotations

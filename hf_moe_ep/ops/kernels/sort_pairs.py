@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
-# Pairs that one program counts and places, and how many of them it loads at a time.
+# A program counts or places _BLOCK pairs, and loads _CHUNK pairs, blocks or tiles at a time.
 _BLOCK = 512
 _CHUNK = 64
 
