@@ -2,6 +2,7 @@
 
 The kernels of each pass in their order (`kernels/` defines them; dgated is the backward through
 down and gate):
+
     forward    sort_pairs -> up (gather, two products, gate) -> grouped_mm (down) -> combine
     backward   dgated -> grouped_mm, combine (gradient of the rows) -> outer x 2 (of the matrices)
 

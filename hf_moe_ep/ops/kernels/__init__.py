@@ -11,8 +11,8 @@ Three files hold functions that these kernels call: `gate` (the formula of the g
 loop of a product) and `dequantise`. `choose_blocks` in `blocks` selects the tile sizes of all
 kernels from a table; `triton_mlp.py` calls it.
 
-A tile is the block of the output that one program of a kernel computes: BLOCK_M pairs of one expert
-times BLOCK_N columns.
+A tile is up to BLOCK_M consecutive pairs of one expert. One program of a kernel computes a block of
+BLOCK_N columns for one tile.
 
 In a kernel's body the comment after a load gives the shape of the loaded block: M rows of the
 output, N columns, K elements of a step along the sum, P elements of a step along an adapter's rank.

@@ -6,8 +6,8 @@ a row of the table by the GPU's generation, the bytes of the dtype and the mean 
 expert. `benchmarks/compile_kernels.py` compiles the kernels for all rows of the table ahead of time
 and checks their registers, shared memory and loops.
 
-    m                     rows of a tile (the block of the output that one program computes), the
-                          same in all kernels of a call
+    m                     rows of a tile (up to m consecutive pairs of one expert), the same in all
+                          kernels of a call
     Block(n, k, ...)      columns, step along the sum, warps, pipeline stages; `registers` limits
                           the registers of a thread, so that two programs fit on a multiprocessor;
                           `tma` loads blocks through TMA descriptors, only in `rows`
