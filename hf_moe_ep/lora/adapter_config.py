@@ -15,8 +15,8 @@ Examples for an adapter with r 8, lora_alpha 16 and two experts, which adapts q_
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
 match layers without experts. No name can be added if target_modules is a regular expression, or if
 layers_to_transform or exclude_modules limits it (the last two lines). The names of all modules that
-the file adapts then replace target_modules. If single experts are converted whose gate and up have
-different lora_A, the rank doubles, and an entry of alpha_pattern keeps the scale.
+the file adapts then replace target_modules. In a conversion to stacked experts, the rank doubles if
+gate and up have different lora_A, and an entry of alpha_pattern keeps the scale.
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
 key that matches decides. A conversion first renames the keys. Then it adds an entry at the front
@@ -72,8 +72,8 @@ def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) ->
 def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
     """Return the patterns of experts' names in all architectures that the adapter can belong to.
 
-    If the config names the architecture, the list has one pattern. Only architectures are known
-    whose stacked parameter consists of gate and up.
+    If the config names the architecture, the list has one pattern. All known architectures have one
+    stacked parameter that consists of gate and up.
 
     Raises:
         ValueError: the config names another architecture.
@@ -163,7 +163,7 @@ def _move_experts_to_parameters(
 
 
 def _needs_full_names(config: Mapping[str, Any]) -> bool:
-    """Return True if names cannot be added to target_modules, but must replace its entries."""
+    """Return True if target_modules cannot be extended, but must be replaced by full names."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 

@@ -8,9 +8,9 @@ PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts)
 (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). PEFT nests one wrapper per parameter, in
 the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
 the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
-the shapes identify it: gate_up maps H to 2F, and down maps F to H, which fits in one order only.
-Servers that
-read only single experts ignore such files silently (vllm-project/vllm#41384,
+the shapes of the two wrappers identify it: gate_up maps H to 2F, and down maps F to H.
+
+Servers that read only single experts ignore such files silently (vllm-project/vllm#41384,
 sgl-project/sglang#27381). For E = 2 and r = 1, let gate_up_proj have A = [a0; a1] and
 B = [[g0, g1], [u0, u1]]. These servers then need
 
@@ -53,8 +53,8 @@ from hf_moe_ep.lora.names import (
 )
 from hf_moe_ep.plan import matches
 
-# A function that loads the tensor with a name, and a function that loads with it and yields the
-# converted tensors with their names.
+# `Read` loads a tensor by its name. `Tensors` takes a `Read`, and yields the names and values of
+# the converted tensors.
 Read = Callable[[str], Tensor]
 Tensors = Callable[[Read], Iterator[tuple[str, Tensor]]]
 

@@ -1,4 +1,4 @@
-"""`on_its_device` launches kernels on the device of their tensors, not on the current device."""
+"""`on_its_device` launches kernels on the device of their tensors, also if another is current."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ from hf_moe_ep.ops.sum_check import (
 
 # Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
 _BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
-# The largest allowed error of exact fp32 products, in multiples of epsilon: they round at every
-# addition. ROUNDINGS is the limit for all other products. Products in TF32, which has the mantissa
-# of fp16, have far larger errors than this limit.
+# The largest allowed error of exact fp32 products, in multiples of epsilon. These products round at
+# every addition; ROUNDINGS is the limit for all other products. Products in TF32, which has the
+# mantissa of fp16, have far larger errors than this limit.
 _ROUNDINGS_OF_FP32 = 64
 
 
@@ -135,9 +135,9 @@ def self_check(
 def check_both_sizes(kind: Kind) -> str:
     """Check the kernels of a kind with few and with many rows per expert; see `self_check`.
 
-    The number of rows changes during a run, and Triton builds other kernels for many rows than for
-    few. If only one of the two were checked now, a rank would later build the kernels for the other
-    one while all other ranks wait for this rank in a collective.
+    The number of rows changes during a run, and Triton builds different kernels for few and for
+    many rows. If only one set of kernels were checked now, a rank could have to build the second
+    set later, while all other ranks wait for this rank in a collective.
     """
     return check_once(kind) or check_once(replace(kind, few=not kind.few))
 

@@ -82,7 +82,7 @@ def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
 def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
     """Check that integer tensors are equal, and that float tensors are close.
 
-    Two elements may differ by `limit` times the largest element of torch's tensor.
+    An element may differ by at most `limit` times the largest element of torch's tensor.
 
     Raises:
         RuntimeError: the difference is larger. The message has the tensor's name and `fix`.

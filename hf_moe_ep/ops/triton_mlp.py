@@ -17,7 +17,7 @@ products is a low_AP, so the products are thin: one of their sizes is the rank.
 
 Quantised matrices are dequantised tile by tile inside the kernels that multiply by them, in forward
 and backward (`kernels/dequantise.py`). Nested scales, which are quantised themselves, are
-dequantised before the launches, because there is only one scale per 64 values.
+dequantised before the launches. This is cheap, because there is only one scale per 64 values.
 
 The gradient of the rows is computed before the gradients of the weights, because other ranks wait
 for the gradient of the rows. A kernel is launched only if its result is needed. All sums are
@@ -264,7 +264,7 @@ def _low_rows(
 ) -> LowRows:
     """Compute the first product of an adapter.
 
-    With `gather`, `rows` has one row per token and the kernel loads the row of each pair.
+    With `gather`, `rows` has the rows before the sort, and the kernel loads the row of each pair.
     """
     if adapter is None:
         return NO_ADAPTER

@@ -180,8 +180,8 @@ def broadcast_correction_biases(
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
-    Every rank keeps the whole bias in the dtype of the bias, as if the bias were a buffer. Rounding
-    to bf16 would change the routers' choice of experts.
+    As for a bias that is a buffer, every rank keeps the whole bias in the dtype in which it was
+    loaded. Rounding to bf16 would change the routers' choice of experts.
     """
     new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

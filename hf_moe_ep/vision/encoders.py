@@ -9,18 +9,17 @@ Encoders are therefore gathered outside of their forward. The ranks exchange inf
                          and each rank runs them as often as it has input, as in stock code.
     after the encoders   Which parameters get a gradient on any rank? If the loss of a rank does not
                          depend on such a parameter, `ZeroGradients` gives the parameter exact zeros
-                         there. A parameter that no rank uses gets no gradient, as in stock code, so
-                         weight decay does not change it. The graph inside a reentrant checkpoint is
-                         unknown before the recompute, so all parameters that it may use get zeros
-                         in addition.
+                         on this rank. A parameter that no rank uses gets no gradient, as in stock
+                         code, so weight decay does not change it. The graph inside a reentrant
+                         checkpoint is unknown before the recompute, so all parameters that the
+                         checkpoint may use get zeros in addition.
 
 FSDP2 reduces the gradients at the end of the backward, unit by unit, and skips units without
 gradients. Because of the zeros all ranks reduce the same units in the same order.
 
-Encoders stay gathered, in the compute dtype, from before their forward until the end of the
-backward. Their gradients are not sharded before the end of the backward either. If no encoder is
-trained, and under no_grad, the encoders are resharded when the decoder begins. If no rank has
-pictures or sound in a step, nothing is gathered.
+Encoders and their gradients are unsharded, in the compute dtype, until the end of the backward. If
+no encoder is trained, and under no_grad, the encoders are resharded when the decoder begins. If no
+rank has pictures or sound in a step, nothing is gathered.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def byte_product(
 ):  # fmt: skip
     """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    With BACK the second factor is the columns `o_n` of the matrix, its block of columns `column`.
+    With BACK the second factor consists of the columns `o_n`, which are block number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]
