@@ -94,9 +94,12 @@ def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
 
 
 def config_for_single(
-    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
+    config: Mapping[str, Any], stacks: Sequence[Stack], other_modules: list[str]
 ) -> dict[str, Any]:
-    """Convert a config from stacked to single experts. `others` are the other modules with LoRA."""
+    """Convert a config from stacked to single experts.
+
+    `other_modules` are the modules with LoRA that are not experts.
+    """
     result = dict(config)
     of_experts = targets_that_hit(stack.name for stack in stacks)
     other_parameters, single_targets = [], []
@@ -108,7 +111,7 @@ def config_for_single(
         prefix = f"{prefix}." if prefix else ""
         for expert in range(stacks[0].num_experts):
             single_targets += [f"{prefix}{expert}.{part}" for part in PARTS[parameter]]
-    module_targets = _list_module_targets(result, others, other_parameters)
+    module_targets = _list_module_targets(result, other_modules, other_parameters)
     result["target_modules"] = module_targets + single_targets
     result["target_parameters"] = other_parameters or None
     wanted: dict[str, tuple[int, float, str]] = {}
@@ -119,13 +122,16 @@ def config_for_single(
 
 
 def config_for_stacked(
-    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str], growth: Mapping[str, int]
+    config: Mapping[str, Any],
+    stacks: Sequence[Stack],
+    other_modules: list[str],
+    growth: Mapping[str, int],
 ) -> dict[str, Any]:
     """Convert a config from single to stacked experts, without dropout (PEFT does not support it).
 
     `growth` maps each stacked parameter to the factor by which its rank grows.
     """
-    result = _move_experts_to_parameters(config, stacks, others) | {"lora_dropout": 0.0}
+    result = _move_experts_to_parameters(config, stacks, other_modules) | {"lora_dropout": 0.0}
     wanted = {}
     for stack in stacks:
         factor = growth[stack.parameter]
@@ -135,20 +141,20 @@ def config_for_stacked(
 
 
 def _move_experts_to_parameters(
-    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
+    config: Mapping[str, Any], stacks: Sequence[Stack], other_modules: list[str]
 ) -> dict[str, Any]:
     """Move the experts from target_modules to target_parameters."""
     result = dict(config)
     needs_full_names = _needs_full_names(config)
     of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
-    of_others = targets_that_hit(others)
+    of_other_modules = targets_that_hit(other_modules)
     parameters, modules = list(config.get("target_parameters") or []), []
-    for target in _list_module_targets(result, others, parameters):
+    for target in _list_module_targets(result, other_modules, parameters):
         single = _SINGLE_TARGET.fullmatch(target)
         if single and target in of_experts:
             parameter = single["part"] if single["part"] in PARTS else "gate_up_proj"
             parameters.append(f"{single['before']}{parameter}")
-        elif target in of_others or target not in of_experts:
+        elif target in of_other_modules or target not in of_experts:
             modules.append(target)
     num_layers = len({stack.experts for stack in stacks})
     for stack in stacks:
@@ -169,7 +175,7 @@ def _needs_full_names(config: Mapping[str, Any]) -> bool:
 
 
 def _list_module_targets(
-    config: dict[str, Any], others: list[str], parameters: list[str]
+    config: dict[str, Any], other_modules: list[str], parameters: list[str]
 ) -> list[str]:
     """Return target_modules as a list, and set entries of `config` that would limit it to None.
 
@@ -181,7 +187,7 @@ def _list_module_targets(
     for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
         config[key] = None
     owners = {target.rpartition(".")[0] for target in parameters}
-    return [name for name in others if not targets_that_hit([name]) & owners]
+    return [name for name in other_modules if not targets_that_hit([name]) & owners]
 
 
 def _set_patterns(

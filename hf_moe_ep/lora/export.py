@@ -161,21 +161,21 @@ def _open_adapter(source: Path, file: Any) -> AdapterFile:
 def _write_tensors(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
     """Write the tensors of experts that `tensors` yields, and copy all other tensors.
 
-    Returns the number of tensors of experts, the number of others, and the size of all tensors.
+    Returns the numbers of tensors of experts and of other tensors, and the size of all tensors.
     """
     # safetensors refuses tensors that share memory, and gate and up share lora_A.
     of_experts = {
         adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors(adapter.read)
     }
-    others = {
+    other_tensors = {
         adapter.prefix + name: adapter.read(name)
         for name in adapter.shapes
         if not is_of_experts(name)
     }
-    save_file({**of_experts, **others}, path, adapter.metadata or None)
-    size = sum(tensor.nbytes for tensor in (*of_experts.values(), *others.values()))
-    return len(of_experts), len(others), size
+    save_file({**of_experts, **other_tensors}, path, adapter.metadata or None)
+    size = sum(tensor.nbytes for tensor in (*of_experts.values(), *other_tensors.values()))
+    return len(of_experts), len(other_tensors), size
 
 
 def _list_notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:

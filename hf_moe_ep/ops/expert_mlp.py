@@ -6,7 +6,7 @@ rows are being sent to other ranks.
 The pairs are sorted by expert once, so each expert needs one matrix product over consecutive pairs.
 With two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here"):
 
-    expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 of expert 0, row 0 of expert 1
+    expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 for expert 0, row 0 for expert 1
 
 The forward saves the rows, the pre-activations of each pair and the routing for backward; with
 `recompute` it saves only the rows and the routing. Backward computes the activation again. The

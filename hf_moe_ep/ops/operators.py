@@ -184,8 +184,14 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         pre_AG = rows.new_empty(0)
     if settings.backend == "auto" and implementation is torch_mlp:
         routing = _routing_like_triton(routing, experts.up.shape[0], rows)
-    kept = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
-    return out_RH, pre_AG, *kept
+    routing_tensors = (
+        routing.pair_A,
+        routing.slots_RK,
+        routing.offsets,
+        routing.tiles,
+        routing.row_A,
+    )
+    return out_RH, pre_AG, *routing_tensors
 
 
 _forward_op = torch.library.custom_op(
@@ -243,9 +249,9 @@ def run_backward(
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
     """Run the implementation's backward on the saved tensors, and return its result."""
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
-    pre_AG, *kept = saved[len(INPUT_NAMES) :]
+    pre_AG, *routing_tensors = saved[len(INPUT_NAMES) :]
     assert rows_RH is not None and weights_RK is not None
-    routing = Routing(*(tensor for tensor in kept if tensor is not None))
+    routing = Routing(*(tensor for tensor in routing_tensors if tensor is not None))
     experts = settings.experts(tensors)
     need = tuple(name for name, needed in zip(INPUT_NAMES, needs, strict=True) if needed)
     num_pairs = routing.pair_A.numel()

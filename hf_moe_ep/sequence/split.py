@@ -152,10 +152,10 @@ class TakeSlice(Ours):
                 f"layer was called with keywords only; call it as layer(hidden_states, ...)"
             )
         part.positions = kwargs.get("position_ids")
-        hidden, *others = self.arguments.slice_positional(args, part)
+        hidden, *other_arguments = self.arguments.slice_positional(args, part)
         if self.first:
             hidden = part.take(hidden, 1)
-        return (hidden, *others), self.arguments.slice_named(kwargs, part)
+        return (hidden, *other_arguments), self.arguments.slice_named(kwargs, part)
 
 
 def split_loss(

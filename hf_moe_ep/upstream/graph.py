@@ -71,12 +71,12 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def with_tensors(values: Any, others: dict[int, Tensor]) -> Any:
-    """Replace tensors in nested `values`. `others` maps the id of an old tensor to a new tensor."""
+def with_tensors(values: Any, new_tensors: dict[int, Tensor]) -> Any:
+    """Replace tensors in nested `values`. `new_tensors` maps the id of an old to a new tensor."""
     if isinstance(values, Tensor):
-        return others.get(id(values), values)
+        return new_tensors.get(id(values), values)
     if type(values) is dict:
-        return {name: with_tensors(value, others) for name, value in values.items()}
+        return {name: with_tensors(value, new_tensors) for name, value in values.items()}
     if type(values) in (list, tuple):
-        return type(values)(with_tensors(value, others) for value in values)
+        return type(values)(with_tensors(value, new_tensors) for value in values)
     return values

@@ -139,8 +139,9 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if name in _GATHER:
         return 2 * written + _size(read[1:])
     if name in _SCATTER:
-        others = read[1:]
-        return 2 * max((_size([x]) for x in others), default=0) + _size(others)
+        other_tensors = read[1:]
+        changed_bytes = max((_size([x]) for x in other_tensors), default=0)
+        return 2 * changed_bytes + _size(other_tensors)
     if name in _OVERWRITE:
         return written + _size(read) - _size(changed)
     return written + _size(read)

@@ -68,6 +68,6 @@ class RunPictureExperts(ShardedOnly):
             return None
         no_rows = given["hidden_states"].flatten(0, 1)[:0]
         unused = getattr(block, EXPERTS_OF_PICTURES)(no_rows)
-        out_BSH, *others = outputs
+        out_BSH, *other_outputs = outputs
         (out_BSH,) = ZeroGradients.apply(1, False, None, out_BSH, *unused)
-        return (out_BSH, *others)
+        return (out_BSH, *other_outputs)

@@ -53,6 +53,6 @@ class ZeroGradients(torch.autograd.Function):
             placeholder_grad(*like) if grad is None and ctx.fill else grad
             for grad, like in zip(grads, ctx.like[:count], strict=True)
         ]
-        others = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
-        zeros = [placeholder_grad(*like) if needed else None for like, needed in others]
+        unused_inputs = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
+        zeros = [placeholder_grad(*like) if needed else None for like, needed in unused_inputs]
         return None, None, None, *returned, *zeros

@@ -44,12 +44,12 @@ def grouped_mm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert, start, left, column = open_tile(tiles, offsets, width, BLOCK_N)
+    expert, start, num_left, column = open_tile(tiles, offsets, width, BLOCK_N)
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
     # Rows after the expert's last pair repeat that pair; their results are not stored.
-    position = start + tl.minimum(o_m, left - 1)  # [M]
+    position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if BY_BLOCKS:
         sums = block_product(
@@ -81,7 +81,7 @@ def grouped_mm_kernel(
         b_bias = tl.load(p_bias, mask=o_n < width, other=0.0)  # [N]
         sums += b_bias.to(tl.float32)[None, :]
     p_out = out + (start + o_m).to(tl.int64)[:, None] * width + o_n[None, :]  # [M, N]
-    m_out = (o_m < left)[:, None] & (o_n < width)[None, :]
+    m_out = (o_m < num_left)[:, None] & (o_n < width)[None, :]
     tl.store(p_out, sums.to(out.dtype.element_ty), mask=m_out)
 
 
