@@ -154,8 +154,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
             if rows % rank or rows != columns or out % len(PARTS[parameter]):
                 raise ValueError(
                     f"{wrapper}: lora_A has {rows} rows, lora_B has {columns} columns and {out} "
-                    f"rows; at rank {rank} these are no whole number of experts, or of halves; "
-                    f"{fix}"
+                    f"rows; no number of experts has these sizes at rank {rank}; {fix}"
                 )
             stack = Stack(experts, parameter, rows // rank, rank, alpha, wrapper)
             if stacks and stack.num_experts != stacks[0].num_experts:

@@ -1,4 +1,4 @@
-"""Compute down(f(gate(x)) * up(x)) for all (row, expert) pairs and their weighted sum per row.
+"""Compute down(f(gate(x)) * up(x)) for all (row, expert) pairs, and add up the pairs of each row.
 
 `postpone_grads` makes `expert_mlp` compute the gradients of the weights later, while gradients of
 rows are being sent to other ranks.

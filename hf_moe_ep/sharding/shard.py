@@ -39,8 +39,8 @@ Frozen experts that `ParallelConfig.experts_dtype` quantises become bytes and sc
 their initial values. FSDP2 all-gathers bytes and scales without a cast.
 
 Every parameter and buffer starts with the value of rank 0 (`values.py`). A unit is sharded before
-the next unit gets its values, so a device holds at most one unsharded unit. Parameters that
-are on the meta device on every rank stay there, and are read from a checkpoint later
+the next unit gets its values, so a device holds at most one unsharded unit. Parameters that are on
+the meta device on every rank stay there, and are read from a checkpoint later
 (`checkpoints/hub/read.py`).
 """
 

@@ -2,15 +2,15 @@
 
 All ranks start with the values of rank 0, because each rank initialises a new head or adapter from
 its own seed, and because only rank 0 has weights after memory-efficient loading. `find_entries`
-lists the parameters, and `materialize` runs these steps for one of them:
+lists the parameters, and `materialize` runs these steps for one parameter:
 
     1 broadcast      send the whole value from rank 0 to the device of this rank; a parameter that
                      is read from a checkpoint later stays on meta
     2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
     3 split over ep  keep the experts of this rank
-    4 convert        to fp32 for master weights; to bytes and scales for quantised experts
-    5 register       under every name that the parameter had, as a DTensor on ep if it was split;
-                     scales get the same name with a suffix
+    4 convert        convert master weights to fp32, and quantised experts to bytes and scales
+    5 register       register the result under every name that the parameter had, as a DTensor on ep
+                     if it was split; scales get the same name with a suffix
 
 With 4 experts and ep 2, PEFT stores a factor lora_B (out 5, r 3) as (5, 12). Step 2 makes it
 [4, 5, 3], step 3 keeps [2, 5, 3] on rank 1 (experts 2 and 3), and step 5 registers a DTensor of

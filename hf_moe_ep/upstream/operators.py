@@ -19,7 +19,7 @@ from hf_moe_ep.upstream.dispatch_modes import storage_id, tensors_in
 _ATEN = torch.ops.aten
 # Operators without a FLOP formula in torch's registry: in-place products, and attention on a CPU.
 # Each is mapped to an operator with a formula, whose arguments have the same shapes and order.
-_LIKE = {
+_SAME_FORMULA = {
     "addmm_": _ATEN.addmm,
     "baddbmm_": _ATEN.baddbmm,
     "_scaled_dot_product_flash_attention_for_cpu": _ATEN._scaled_dot_product_flash_attention,
@@ -95,7 +95,7 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
     The result is 0 for other operators. Causal attention counts half of the matrix of scores.
     """
-    packet = _LIKE.get(operator_name(operator), operator.overloadpacket)
+    packet = _SAME_FORMULA.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0

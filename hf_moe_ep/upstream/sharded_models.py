@@ -27,7 +27,7 @@ from hf_moe_ep.upstream.modules import remove_hooks
 
 
 def stock_class(kind: type) -> type:
-    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if it is stock's."""
+    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if FSDP2 has not."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 

@@ -1,9 +1,9 @@
 """Call a wrapper of ours in place of a function of another project.
 
-A `Wrap` names the other project's function, its target, by a string: `module:Class.function` or
-`module:function`. The string may contain private names, which otherwise occur only in `upstream/`.
-`wrapper(original, *args, **kwargs)` is called instead of the function. There are three ways to
-apply wraps (`rows` are `Wrap` objects):
+The target of a `Wrap` is a function of another project. A string names the target:
+`module:Class.function` or `module:function`. The string may contain private names, which otherwise
+occur only in `upstream/`. `wrapper(original, *args, **kwargs)` is called instead of the target.
+There are three ways to apply wraps (`rows` are `Wrap` objects):
 
     call                               who then calls the wrapper
     wrap_process(rows)                 every caller in this process: the function itself is replaced
