@@ -383,7 +383,7 @@ def test_models_that_sp_cannot_split_raise_an_error_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"sp_size \(2\).*no module in the layers of Qwen3Moe"):
         patch(tiny(), plan=plan, sp_size=2)
     part = Slice(cast(Any, None), 0, 2, length=8)
-    with pytest.raises(ValueError, match=r"Linear, .*keywords alone.*layer\(hidden_states"):
+    with pytest.raises(ValueError, match=r"Linear, .*keywords only.*layer\(hidden_states"):
         TakeSlice(arguments_of(nn.Linear(2, 2), 2), first=True)(nn.Linear(2, 2), (), {SLICE: part})
 
 

@@ -1,8 +1,8 @@
 r"""Convert adapter_config.json between LoRA on stacked experts and on single experts.
 
-With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
+Examples for an adapter with r 8, lora_alpha 16 and two experts, which adapts q_proj as well:
 
-                        stacked                         single
+    entry               stacked                         single
     target_modules      [q_proj]                        [q_proj,
                                                          mlp.experts.0.gate_proj,
                                                          mlp.experts.0.up_proj, ...]
@@ -15,8 +15,8 @@ With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
 match layers without experts. No name can be added if target_modules is a regular expression, or if
 layers_to_transform or exclude_modules limits it (the last two lines). The names of all modules that
-the file adapts then replace target_modules. In the direction from single to stacked, the rank
-doubles if gate and up have different lora_A, and an entry of alpha_pattern keeps the scale.
+the file adapts then replace target_modules. In a conversion to stacked experts, the rank doubles if
+gate and up have different lora_A, and an entry of alpha_pattern keeps the scale.
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
 key that matches decides. A conversion first renames the keys. Then it adds an entry at the front
@@ -39,7 +39,7 @@ from hf_moe_ep.upstream.hub import read_object
 
 CONFIG = "adapter_config.json"
 
-# By stacked parameter: a pattern for its matrices in all experts, which follows "experts.".
+# By stacked parameter: a pattern for the names of its matrices in all experts, after "experts.".
 _IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
 # The end of a pattern's key in the stacked and in the single form. A bare down_proj is not in the
 # table: it matches in both forms, and in layers without experts, so it is not changed.
@@ -72,8 +72,8 @@ def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) ->
 def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
     """Return the patterns of experts' names in all architectures that the adapter can belong to.
 
-    If the config names the architecture, the list has one pattern. The known architectures are
-    those whose stacked parameter consists of gate and up.
+    If the config names the architecture, the list has one pattern. All known architectures have one
+    stacked parameter that consists of gate and up.
 
     Raises:
         ValueError: the config names another architecture.
@@ -94,9 +94,12 @@ def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
 
 
 def config_for_single(
-    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
+    config: Mapping[str, Any], stacks: Sequence[Stack], other_modules: list[str]
 ) -> dict[str, Any]:
-    """Convert a config from stacked to single experts; `others` are all other modules with LoRA."""
+    """Convert a config from stacked to single experts.
+
+    `other_modules` are the modules with LoRA that are not experts.
+    """
     result = dict(config)
     of_experts = targets_that_hit(stack.name for stack in stacks)
     other_parameters, single_targets = [], []
@@ -108,7 +111,7 @@ def config_for_single(
         prefix = f"{prefix}." if prefix else ""
         for expert in range(stacks[0].num_experts):
             single_targets += [f"{prefix}{expert}.{part}" for part in PARTS[parameter]]
-    module_targets = _list_module_targets(result, others, other_parameters)
+    module_targets = _list_module_targets(result, other_modules, other_parameters)
     result["target_modules"] = module_targets + single_targets
     result["target_parameters"] = other_parameters or None
     wanted: dict[str, tuple[int, float, str]] = {}
@@ -119,13 +122,16 @@ def config_for_single(
 
 
 def config_for_stacked(
-    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str], growth: Mapping[str, int]
+    config: Mapping[str, Any],
+    stacks: Sequence[Stack],
+    other_modules: list[str],
+    growth: Mapping[str, int],
 ) -> dict[str, Any]:
     """Convert a config from single to stacked experts, without dropout (PEFT does not support it).
 
     `growth` maps each stacked parameter to the factor by which its rank grows.
     """
-    result = _move_experts_to_parameters(config, stacks, others) | {"lora_dropout": 0.0}
+    result = _move_experts_to_parameters(config, stacks, other_modules) | {"lora_dropout": 0.0}
     wanted = {}
     for stack in stacks:
         factor = growth[stack.parameter]
@@ -135,20 +141,20 @@ def config_for_stacked(
 
 
 def _move_experts_to_parameters(
-    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
+    config: Mapping[str, Any], stacks: Sequence[Stack], other_modules: list[str]
 ) -> dict[str, Any]:
     """Move the experts from target_modules to target_parameters."""
     result = dict(config)
     needs_full_names = _needs_full_names(config)
     of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
-    of_others = targets_that_hit(others)
+    of_other_modules = targets_that_hit(other_modules)
     parameters, modules = list(config.get("target_parameters") or []), []
-    for target in _list_module_targets(result, others, parameters):
+    for target in _list_module_targets(result, other_modules, parameters):
         single = _SINGLE_TARGET.fullmatch(target)
         if single and target in of_experts:
             parameter = single["part"] if single["part"] in PARTS else "gate_up_proj"
             parameters.append(f"{single['before']}{parameter}")
-        elif target in of_others or target not in of_experts:
+        elif target in of_other_modules or target not in of_experts:
             modules.append(target)
     num_layers = len({stack.experts for stack in stacks})
     for stack in stacks:
@@ -163,24 +169,25 @@ def _move_experts_to_parameters(
 
 
 def _needs_full_names(config: Mapping[str, Any]) -> bool:
-    """Return True if no name can be added to target_modules; full names must then replace it."""
+    """Return True if target_modules cannot be extended, but must be replaced by full names."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 
 
 def _list_module_targets(
-    config: dict[str, Any], others: list[str], parameters: list[str]
+    config: dict[str, Any], other_modules: list[str], parameters: list[str]
 ) -> list[str]:
-    """Return target_modules as a list; clear the entries of `config` that would limit the list.
+    """Return target_modules as a list, and set entries of `config` that would limit it to None.
 
-    `parameters` are the targets that stay in target_parameters; the list omits their modules.
+    `parameters` are the targets that stay in target_parameters. The modules that they belong to are
+    not in the list.
     """
     if not _needs_full_names(config):
         return list(config.get("target_modules") or [])
     for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
         config[key] = None
     owners = {target.rpartition(".")[0] for target in parameters}
-    return [name for name in others if not targets_that_hit([name]) & owners]
+    return [name for name in other_modules if not targets_that_hit([name]) & owners]
 
 
 def _set_patterns(
@@ -191,7 +198,7 @@ def _set_patterns(
     """Set rank_pattern and alpha_pattern so that every name gets its rank and its alpha.
 
     `wanted` maps each name to its rank, its alpha and the key that a new entry should have. `ends`
-    are the pairs (old, new) of ends of keys.
+    has pairs (old, new): a key that ends in `old` is renamed to end in `new`.
     """
     for index, (field, default) in enumerate(_FIELDS):
         pattern = {}

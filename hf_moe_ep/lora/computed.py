@@ -2,8 +2,9 @@
 
 PEFT adapts a parameter such as `gate_up_proj` by a wrapper around its module. During a forward the
 wrapper replaces the parameter by `W + scale * B A`. This tensor has the size of all experts; it is
-computed twice and saved for backward. Here the wrapper only stores its factors on the experts
-module, and `ops.expert_mlp` adds two thin products to the product of each expert.
+computed twice and saved for backward. `activate` makes the wrapper store only its factors on the
+experts module, and `ops.expert_mlp` adds two products with the factors to the product of each
+expert.
 
 The factors stay parameters of PEFT's wrappers. When the model is sharded, the factors are sharded
 over ep with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Adapters
@@ -27,7 +28,7 @@ from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import adapter_layers, parameter_factors
 
-Stack = Callable[[Tensor], Tensor]
+Conversion = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class StackedFactor:
     """
 
     parameter: nn.Parameter
-    stack: Stack
-    pack: Stack
+    stack: Conversion
+    pack: Conversion
 
 
 def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
-    """Yield every LoRA factor of experts in `model`, including factors in PEFT's wrappers.
+    """Yield every LoRA factor of the experts in `model` that this package computes.
 
-    Factors of experts that the model's own code computes are omitted; they keep PEFT's layout.
+    If the model's own code computes the experts, their factors are omitted and keep PEFT's layout.
     """
     for _, factor in parameter_factors(model):
         if _is_computed_here(factor.module):

@@ -2,7 +2,7 @@
 
 A conversion needs memory for the whole adapter. The new folder is written under a temporary name
 next to the target and renamed when it is complete. per_expert.py describes the layouts of tensors,
-adapter_config.py the changes of the config. Weights in .bin files are not supported.
+and adapter_config.py describes the changes of the config. Weights in .bin files are not supported.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
     """Write the adapter of folder `source`, LoRA on stacked experts, as LoRA on single experts.
 
     The new tensors are `...mlp.experts.{e}.{gate,up,down}_proj.lora_A.weight` (r, in) and
-    `lora_B.weight` (out, r), slices of the old ones; gate and up have the same lora_A. Other
-    tensors and files are copied. `fuse_adapter` restores the same bytes.
+    `lora_B.weight` (out, r). They are slices of the old tensors; gate and up have the same lora_A.
+    Other tensors and files are copied. `fuse_adapter` restores the same bytes.
 
     In adapter_config.json the names `mlp.experts.0.gate_proj` and so on are added to
-    target_modules, because a bare `gate_proj` would also match layers without experts. SGLang does
-    not accept regular expressions. If target_modules is one, or if layers_to_transform or
-    exclude_modules limits it, the names of all modules that the file adapts replace these entries.
-    Experts are removed from target_parameters, which becomes null if nothing is left. r,
-    lora_alpha and use_rslora do not change.
+    target_modules, because a bare `gate_proj` would also match layers without experts. No name can
+    be added if target_modules is a regular expression (which SGLang does not accept), or if
+    layers_to_transform or exclude_modules limits it. The names of all modules that the file adapts
+    then replace these entries. Experts are removed from target_parameters, which becomes null if
+    nothing is left. r, lora_alpha and use_rslora do not change.
 
     Args:
         source: a folder with adapter_config.json and adapter_model.safetensors.
@@ -161,25 +161,25 @@ def _open_adapter(source: Path, file: Any) -> AdapterFile:
 def _write_tensors(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
     """Write the tensors of experts that `tensors` yields, and copy all other tensors.
 
-    Returns the number of tensors of experts, the number of others, and the size of all tensors.
+    Returns the numbers of tensors of experts and of other tensors, and the size of all tensors.
     """
     # safetensors refuses tensors that share memory, and gate and up share lora_A.
     of_experts = {
         adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors(adapter.read)
     }
-    others = {
+    other_tensors = {
         adapter.prefix + name: adapter.read(name)
         for name in adapter.shapes
         if not is_of_experts(name)
     }
-    save_file({**of_experts, **others}, path, adapter.metadata or None)
-    size = sum(tensor.nbytes for tensor in (*of_experts.values(), *others.values()))
-    return len(of_experts), len(others), size
+    save_file({**of_experts, **other_tensors}, path, adapter.metadata or None)
+    size = sum(tensor.nbytes for tensor in (*of_experts.values(), *other_tensors.values()))
+    return len(of_experts), len(other_tensors), size
 
 
 def _list_notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
-    """List the entries of a config that servers or trainers ignore silently.
+    """Return notes on scales that vLLM ignores and on a dropout that the conversion has removed.
 
     `names` are the modules or parameters that the new config adapts.
     """

@@ -2,8 +2,8 @@
 
     PEFT's layout           lora_A (E * r, in)     expert is the slowest index of E * r
     (unsharded, in files)   lora_B (out, r * E)    expert is the FASTEST index of r * E
-    sharded model           lora_A [E, r, in]      both keep PEFT's names, and are split over ep
-                            lora_B [E, out, r]     like the weights that they adapt
+    sharded model           lora_A [E, r, in]      both factors keep PEFT's names, and are split
+                            lora_B [E, out, r]     over ep like the weights that they adapt
 
 In PEFT's layout an expert owns every E-th column of lora_B, which no DTensor placement can
 describe. With experts as the first dim, both factors are sharded, gathered and checkpointed like
@@ -75,7 +75,7 @@ def pack_b(stacked: Tensor) -> Tensor:
 
 
 def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a copy of a state dict of unsharded tensors, with LoRA factors in PEFT's layout."""
+    """Convert the LoRA factors in a state dict of unsharded tensors to PEFT's layout, in a copy."""
     packed = dict(state_dict)
     for name, factor in parameter_factors(model):
         for key in {name, canonical_name(name)} & packed.keys():

@@ -5,11 +5,13 @@ these slices of the factors:
 
     b_EOP [8, 48, r]   b[2:4, 0:2]        a_EPI [8, r, 32]   a[2:4]
 
-The rounding is that of PEFT's `merge`: one adapter after the other is added to the weight, in the
-promoted dtype of both, and each sum is cast to the weight's dtype. On a CPU a whole parameter is
-bit-equal to PEFT's result, and so are single experts whose matrices are not tiny.
+The sums are rounded as in PEFT's `merge`: one adapter after the other is added to the weight, in
+the promoted dtype of weight and product, and each sum is cast to the weight's dtype. On a CPU a
+whole parameter is bit-equal to PEFT's result, and so are single experts whose matrices are not
+tiny.
 
-The slices are copies that are sent or written to files; the model's own weights are not changed.
+`add_updates` changes copies of slices, which callers send or write to files. The model's own
+weights are not changed.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class Update:
         dtype = b.dtype
         if b.device.type == "cpu" and dtype in _HALF:
             a, b = a.float(), b.float()
-        # PEFT's einsum exchanges the operands for a transposed stack, which rounds differently if a
-        # dim is small. Here the products are the same as in PEFT.
+        # For a transposed stack PEFT's einsum exchanges the operands, and the rounding differs if a
+        # dim is small. Here the operands are exchanged in the same case.
         if experts and self.turned:
             return (a.mT @ b.mT).mul_(self.scale).to(dtype)
         product = (b @ a).mul_(self.scale).to(dtype)
@@ -63,7 +65,7 @@ class Update:
 
 
 def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the factors of a stack, which have either layout, as [E, r, in] and [E, out, r]."""
+    """Convert the factors of a stack, from either layout, to [E, r, in] and [E, out, r]."""
     if is_stacked(a):
         return a, b
     return stack_a(a, num_experts), stack_b(b, num_experts)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Stacked parameter -> the matrices of one expert, which the parameter contains one below the other.
+# By stacked parameter: the matrices of one expert, one below the other in this order.
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 STACKED_KEY = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*\.lora_[AB]\.weight")
@@ -31,11 +31,11 @@ class Stack:
     """LoRA on one stacked parameter of one layer.
 
     Attributes:
-        experts: the experts module.
-        parameter: the name of its parameter, a key of `PARTS`.
+        experts: the name of the experts module.
+        parameter: the name of the module's stacked parameter, a key of `PARTS`.
         num_experts: the number of experts in the parameter.
         rank, alpha: the rank and alpha of the LoRA of one expert.
-        wrapper: the module that has lora_A and lora_B in the stacked form.
+        wrapper: the name of PEFT's wrapper that has lora_A and lora_B in the stacked form.
     """
 
     experts: str
@@ -77,7 +77,7 @@ def other_modules(keys: Iterable[str]) -> list[str]:
 
 
 def targets_that_hit(names: Iterable[str]) -> set[str]:
-    """Collect every target that matches one of `names`: of `a.b.c` these are a.b.c, b.c and c."""
+    """Collect every target that matches one of `names`. a.b.c, b.c and c match the name `a.b.c`."""
     targets: set[str] = set()
     for name in names:
         components = name.split(".")

@@ -8,17 +8,18 @@ PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts)
 (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). PEFT nests one wrapper per parameter, in
 the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
 the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
-the shapes identify it: gate_up maps H to 2F, down maps F to H, and no sizes fit both. Servers that
-read only single experts ignore such files silently (vllm-project/vllm#41384,
-sgl-project/sglang#27381). For E = 2, r = 1 and gate_up A = [a0; a1], B = [[g0, g1], [u0, u1]], such
-servers need
+the shapes of the two wrappers identify it: gate_up maps H to 2F, and down maps F to H.
+
+Servers that read only single experts ignore such files silently (vllm-project/vllm#41384,
+sgl-project/sglang#27381). For E = 2 and r = 1, let gate_up_proj have A = [a0; a1] and
+B = [[g0, g1], [u0, u1]]. These servers then need
 
     experts.0.gate_proj  A = a0, B = g0        experts.1.gate_proj  A = a1, B = g1
     experts.0.up_proj    A = a0, B = u0        experts.1.up_proj    A = a1, B = u1
 
 This conversion only copies bytes. In the other direction, an A that gate and up share is stored
-once. Different A of gate and up become one A = [a_gate; a_up] of rank 2r, with a block diagonal B
-and an alpha that keeps the scale.
+once. If gate and up have different A, the stacked A is [a_gate; a_up] with rank 2r, B is block
+diagonal, and alpha is changed so that the scale stays the same.
 
 names.py reads names, adapter_config.py converts the config, export.py reads and writes files.
 merged.py adds adapters to weights. DoRA is not supported.
@@ -52,6 +53,8 @@ from hf_moe_ep.lora.names import (
 )
 from hf_moe_ep.plan import matches
 
+# `Read` loads a tensor by its name. `Tensors` takes a `Read`, and yields the names and values of
+# the converted tensors.
 Read = Callable[[str], Tensor]
 Tensors = Callable[[Read], Iterator[tuple[str, Tensor]]]
 
@@ -88,7 +91,7 @@ def _key(module: str, factor: str) -> str:
 
 
 def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Return the tensors of single experts, their config, and the stacks of the source file."""
+    """Convert to single experts: return the tensors, the config and the stacks of the source."""
     stacks = _find_stacks(file)
 
     def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +108,7 @@ def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
 
 
 def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Return the tensors of stacked experts, their config, and the stacks of the result."""
+    """Convert to stacked experts: return the tensors, the config and the stacks of the result."""
     stacks = _plan_stacks(file)
     shared = _gate_and_up_share_a(file, stacks)
 
@@ -140,7 +143,7 @@ def _gate_and_up_share_a(file: AdapterFile, stacks: list[Stack]) -> bool:
 
 
 def _find_stacks(file: AdapterFile) -> list[Stack]:
-    """Find the stacks in a file of stacked experts, and check their sizes against the config."""
+    """Find the stacks in a file of stacked experts, and check that their sizes fit the config."""
     stacks: list[Stack] = []
     fix = f"correct r or rank_pattern in {CONFIG}"
     for experts, wrappers in _find_adapted_experts(file, STACKED_KEY, "stacked").items():
@@ -151,8 +154,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
             if rows % rank or rows != columns or out % len(PARTS[parameter]):
                 raise ValueError(
                     f"{wrapper}: lora_A has {rows} rows, lora_B has {columns} columns and {out} "
-                    f"rows; at rank {rank} these are no whole number of experts, or of halves; "
-                    f"{fix}"
+                    f"rows; no number of experts has these sizes at rank {rank}; {fix}"
                 )
             stack = Stack(experts, parameter, rows // rank, rank, alpha, wrapper)
             if stacks and stack.num_experts != stacks[0].num_experts:
@@ -246,8 +248,8 @@ def _find_adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> di
     """Map each experts module to the modules with LoRA on its experts.
 
     Raises:
-        ValueError: there are no such modules; some have another form than `form`, or a name that no
-            known architecture has for experts.
+        ValueError: there are no such modules; or the name of a module has another form than `form`,
+            or is not the name of experts in a known architecture.
     """
     patterns = patterns_of_experts(file.config)
     adapted: dict[str, list[str]] = {}

@@ -9,7 +9,8 @@ ranks, models or a training framework.
     self_check    compares the compiled kernels with torch before their first use
     quantised     the formats of quantised, frozen matrices, which are dequantised at every use
     reference     computes one row at a time; the tests compare both implementations with it
-    permute       sums the rows that dispatch copied from a token; sum_check compares its kernel
+    permute       sums the rows that dispatch copied from a token
+    sum_check     compares the kernel of these sums with torch
     autograd      helpers of autograd functions
     devices       launches kernels on the device of their tensors
 """

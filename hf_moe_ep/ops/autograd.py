@@ -17,7 +17,7 @@ def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, 
 def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
     """Return a placeholder gradient of the given shape, in the memory of one element.
 
-    A node returns the placeholder if it passes the gradient itself to the next node outside of the
-    autograd graph.
+    A node returns the placeholder to autograd if it passes the real gradient to the next node
+    outside of the autograd graph.
     """
     return like.new_zeros(()).expand(shape)

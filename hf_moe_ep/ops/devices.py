@@ -1,4 +1,4 @@
-"""`on_its_device` launches kernels on the device of their tensors, even if it is not current."""
+"""`on_its_device` launches kernels on the device of their tensors, also if another is current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute down(f(gate(x)) * up(x)) for all (row, expert) pairs and their weighted sum per row.
+"""Compute down(f(gate(x)) * up(x)) for all (row, expert) pairs, and add up the pairs of each row.
 
 `postpone_grads` makes `expert_mlp` compute the gradients of the weights later, while gradients of
 rows are being sent to other ranks.
@@ -6,7 +6,7 @@ rows are being sent to other ranks.
 The pairs are sorted by expert once, so each expert needs one matrix product over consecutive pairs.
 With two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here"):
 
-    expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 of expert 0, row 0 of expert 1
+    expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 for expert 0, row 0 for expert 1
 
 The forward saves the rows, the pre-activations of each pair and the routing for backward; with
 `recompute` it saves only the rows and the routing. Backward computes the activation again. The
@@ -47,18 +47,19 @@ def expert_mlp(
     """Return out_RH, each row's weighted sum of expert outputs (0 if no expert of the row is here).
 
     Args:
-        rows_RH: in the dtype of the experts' weights. Quantised weights are dequantised to the
-            dtype of the rows.
+        rows_RH: the inputs, in the dtype of the experts' weights. Quantised weights are dequantised
+            to the dtype of the rows.
         expert_ids_RK: int64, 0..L-1, or L for "no expert here". A row names an expert at most
             once.
-        weights_RK: fp32 or the dtype of the rows.
+        weights_RK: the routing weights, in fp32 or in the dtype of the rows.
         counts_L: number of pairs of each expert, if the host knows it. None is allowed only if
             every id names an expert, so that there are R * K pairs.
-        grad_scale: multiplies the gradients of the experts' own tensors, and no other gradient.
+        grad_scale: a factor for the gradients of the experts' own tensors. The gradients of rows
+            and routing weights are not multiplied.
         recompute: compute the pre-activations again in backward instead of keeping them.
-        backend: "torch", "triton" or "auto"; the last two only for rows that `triton_mlp.covers`
-            accepts. "auto" warns and uses torch if the kernels cannot be built for the GPU, or
-            do not fit into it.
+        backend: "torch", "triton" or "auto". The last two need rows that `triton_mlp.covers`
+            accepts. "auto" uses the kernels; if they cannot be built for the GPU, or do not fit
+            into it, "auto" warns and uses torch.
     """
     tensors = [getattr(experts, name) for name in WEIGHT_NAMES]
     inputs = dict(zip(INPUT_NAMES, (rows_RH, weights_RK, *tensors), strict=True))
@@ -91,8 +92,8 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     """Return the same weights for one `expert_mlp` call that computes their gradients later.
 
     This function creates an autograd node whose backward computes the gradients. Among the nodes
-    that are ready, autograd runs the node that was created last. Calls in this order therefore
-    compute the gradients of the weights while gradients of rows are being sent:
+    that are ready, autograd runs the node that was created last. If the forward makes its calls in
+    this order, the gradients of the weights are computed while gradients of rows are being sent:
 
         forward    send rows, postpone_grads, receive rows, expert_mlp
         backward   expert_mlp, receive (starts to send gradients), weight gradients, send (waits)
@@ -142,7 +143,7 @@ class _Postpone(torch.autograd.Function):
         postponed = ctx.postponed
         # The attribute is cleared, so that the tensors that `finish` refers to are freed.
         finish, postponed.finish = postponed.finish, None
-        # Nothing is added to the gradients of a single chunk, so they need no fp32 sums.
+        # A single chunk has nothing to add up, so its gradients are computed in their own dtypes.
         grads = postponed.sums if postponed.sums or not ctx.first else ExpertGrads()
         if finish is not None:
             finish(grads)
@@ -153,7 +154,8 @@ class _Postpone(torch.autograd.Function):
 class _PostponingExpertMLP(torch.autograd.Function):
     """The operator with another backward, which sets `postponed.finish`.
 
-    Backward computes the gradients of rows and routing weights; `finish` computes the others.
+    Backward computes the gradients of rows and routing weights. `finish` computes the gradients of
+    the experts' tensors.
     """
 
     @staticmethod

@@ -7,8 +7,8 @@
            f(min(pre, limit)) without a gate
     out  = down_weight act (+ down_bias)           [H]
 
-f is one of ACTIVATIONS; `swish` with alpha 1 is silu. The clamped form with alpha 1.702, limit 7
-and up_offset 1 is gpt-oss (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
+f is one of ACTIVATIONS; `swish` with alpha 1 is silu. gpt-oss uses swish with alpha 1.702, limit 7
+and up_offset 1 (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
 
 `ExpertFormula` has the parameters. `activate` and `activate_backward` compute the formula in plain
 torch, and `kernels/gate.py` computes it in the Triton kernels.
@@ -66,7 +66,7 @@ class ExpertFormula:
 
 
 def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
-    """Return gate_AF and up_AF as views; without a gate both are `pre_AG` itself."""
+    """Return gate_AF and up_AF as views. Without a gate, gate_AF and up_AF are `pre_AG` itself."""
     if not formula.gated:
         return pre_AG, pre_AG
     if formula.interleaved:

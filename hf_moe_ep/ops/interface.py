@@ -2,18 +2,21 @@
 
     ExpertWeights    the stacked matrices, biases and adapters of the experts on this rank
     LowRank          the two factors of an adapter
-    LowRows          the arguments with which a Triton kernel adds the second product of an adapter
+    LowRows          the two factors of an adapter's second product, which a Triton kernel adds
     Routing          the (row, expert) pairs, sorted by expert
     ExpertGrads      gradients of the experts' tensors, which several backward passes may add to
-    PostponedGrads   a function that computes such gradients after the backward of `expert_mlp`
+    PostponedGrads   a function that computes these gradients after the backward of `expert_mlp`
 
-Routing by example. Two experts, top-2, row 1 goes to expert 0 only (id 2 = "no expert here"):
+An example of `Routing` with two experts and top-2. Row 1 goes to expert 0 only (id 2 means "no
+expert here"):
 
     expert_ids_RK = [[1, 0], [0, 2]]   pairs are numbered row by row: 0 1 2 3
     pair_A   = [1, 2, 0]               pairs sorted by expert: expert 0 has pairs 1, 2
     offsets  = [0, 2, 3]               expert e has positions offsets[e] .. offsets[e + 1] - 1
-    slots_RK = [[2, 0], [1, 3]]        the position of each pair; A = 3 pairs have an expert, and
-                                       the slot 3 means "no position"
+    slots_RK = [[2, 0], [1, 3]]        the position of each pair in pair_A. A = 3 pairs have an
+                                       expert; the slot 3 means that the pair has no position
+
+`moe/layer.py` has the legend of the shape letters, which are suffixes of names.
 """
 
 from __future__ import annotations
@@ -52,14 +55,14 @@ WEIGHT_NAMES = (
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter, which adds `scale * b_LOP @ a_LPI` to the experts' matrices; P is its rank."""
+    """An adapter of rank P, which adds `scale * b_LOP @ a_LPI` to the experts' matrices."""
 
     a_LPI: Tensor
     b_LOP: Tensor
     scale: float
 
     def transposed(self) -> LowRank:
-        """Return the adapter of the transposed matrix, by which backward multiplies gradients."""
+        """Return the adapter of the transposed matrices, which backward multiplies gradients by."""
         return LowRank(self.b_LOP.transpose(1, 2), self.a_LPI.transpose(1, 2), self.scale)
 
 
@@ -171,7 +174,7 @@ def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class GradBuffer(NamedTuple):
-    """The memory of a gradient. With `add` the caller adds to `grad`, otherwise it fills `grad`."""
+    """The memory of a gradient. The caller adds to `grad` if `add` is True, else overwrites it."""
 
     grad: Tensor
     add: bool
@@ -190,7 +193,10 @@ class ExpertGrads:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def buffer(self, name: str, like: Tensor) -> GradBuffer:
-        """Return the memory for the gradient of the tensor `like`, allocated at the first call."""
+        """Return the memory for the gradient of the tensor `like`.
+
+        The first call for a name allocates the memory; all later calls return it with `add=True`.
+        """
         if name in self._sums:
             return GradBuffer(self._sums[name], add=True)
         dtype = torch.promote_types(like.dtype, torch.float32) if self._wide else like.dtype
@@ -209,7 +215,7 @@ class ExpertGrads:
 
 @dataclass
 class PostponedGrads:
-    """The experts' gradients of an `expert_mlp` call, which are computed after its backward.
+    """The gradients of the experts that are computed after the backward of an `expert_mlp` call.
 
     The backward sets `finish`; `finish(grads)` computes the gradients and adds them to `grads`.
     Calls for other chunks of rows with the same weights share `sums`.

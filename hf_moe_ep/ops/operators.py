@@ -12,7 +12,7 @@ do not trace into these operators. `Settings` holds the arguments that are not t
     kept       saved for backward: pre_AG (empty unless `keep_pre`) and the five tensors of Routing
     saved      rows, weights, *experts, *kept
     needs      for rows, weights and each tensor of experts: whether its gradient is needed
-    grads      the needed gradients, in the same order
+    grads      the needed gradients, in the order of `needs`
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _choose_implementation(
 ) -> Any:
     """Return the module that computes the forward and, for trained inputs, the backward.
 
-    `more_trained` has further sets of trained inputs for which the kernels are checked.
+    The kernels are checked for the trained inputs of `settings`, and for each set of inputs in
+    `more_trained`.
 
     Raises:
         RuntimeError: the backend is "triton" and the kernels cannot run here.
@@ -149,8 +150,8 @@ def _choose_implementation(
 def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
     """Give a routing of the torch path the shapes and the device of the kernels' routing.
 
-    Under "auto" torch.compile has taken these shapes from the fake implementation, which runs
-    before it is known whether the kernels can run.
+    With the backend "auto", torch.compile expects the shapes of the kernels' routing. The fake
+    implementation returned these shapes before it was known whether the kernels can run.
     """
     num_pairs = routing.pair_A.numel()
     _, _, tiles, rows = _import_triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)
@@ -183,8 +184,14 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         pre_AG = rows.new_empty(0)
     if settings.backend == "auto" and implementation is torch_mlp:
         routing = _routing_like_triton(routing, experts.up.shape[0], rows)
-    kept = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
-    return out_RH, pre_AG, *kept
+    routing_tensors = (
+        routing.pair_A,
+        routing.slots_RK,
+        routing.offsets,
+        routing.tiles,
+        routing.row_A,
+    )
+    return out_RH, pre_AG, *routing_tensors
 
 
 _forward_op = torch.library.custom_op(
@@ -242,9 +249,9 @@ def run_backward(
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
     """Run the implementation's backward on the saved tensors, and return its result."""
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
-    pre_AG, *kept = saved[len(INPUT_NAMES) :]
+    pre_AG, *routing_tensors = saved[len(INPUT_NAMES) :]
     assert rows_RH is not None and weights_RK is not None
-    routing = Routing(*(tensor for tensor in kept if tensor is not None))
+    routing = Routing(*(tensor for tensor in routing_tensors if tensor is not None))
     experts = settings.experts(tensors)
     need = tuple(name for name, needed in zip(INPUT_NAMES, needs, strict=True) if needed)
     num_pairs = routing.pair_A.numel()
@@ -275,7 +282,7 @@ def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
 
 
 def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Return a gradient for each argument of the forward operator, or None if it needs none."""
+    """Return one entry per argument of the forward operator: the needed gradient, or None."""
     no_grads = (None,) * len(ctx.needs_input_grad)
     if grad_RH is None:
         return no_grads
@@ -287,7 +294,7 @@ def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tens
 
 _forward_op.register_autograd(_autograd_backward, setup_context=save)
 
-# The planner runs these functions to count the single steps of an operator.
+# The Python function that each operator runs. The planner calls it to count the operator's steps.
 STEPS_INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.hf_moe_ep.expert_mlp.default: _forward,
     torch.ops.hf_moe_ep.expert_mlp_backward.default: _backward,

@@ -1,15 +1,16 @@
 """`add_rows` sums, for each token, the rows that are copies of the token.
 
-`token_of_row_N` holds the token of which each row is a copy. `slots_TJ` is the inverse: it holds
-the rows of each token, padded with N ("no row"), and `invert` computes it. An example with two
-tokens, of which the second was copied twice:
+Row n is a copy of the token `token_of_row_N[n]`. `invert` computes the inverse, `slots_TJ`: the
+numbers of each token's rows, padded with N ("no row"). In this example there is one copy of token 0
+and there are two copies of token 1:
 
     token_of_row_N = [1, 0, 1]        slots_TJ = [[1, 3],
                                                   [0, 2]]
 
-    add_rows(r) = [r1, r0 + r2]        the adjoint of x.index_select(0, token_of_row_N)
+    add_rows(r) = [r1, r0 + r2]
 
-Rows are added in fp32 or wider and always in the same order, so repeated calls give equal bits.
+`add_rows` is the backward of x.index_select(0, token_of_row_N). Rows are added in fp32 or wider and
+always in the same order, so repeated calls give equal bits.
 `count_pairs` counts the (row, expert) pairs of each expert.
 """
 

@@ -3,6 +3,7 @@
 A matrix is [O, I] (output and input size), even if its module stores the transpose. Neighbouring
 values along I share a scale:
 
+    format        tensor        shape             contents
     nf4           values        [O, I / 2]        two 4-bit codes per byte, as in bitsandbytes
                   block_scale   [O, I / 64]       fp32, one for 64 neighbours
     nf4, nested   values        [O, I / 2]
@@ -12,15 +13,15 @@ values along I share a scale:
                                                   may be shorter
     fp8           values        [O, I]            the bytes of float8_e4m3fn
                   block_scale   [O / 128, I / 128]  fp32, one for 128 x 128: value = fp8 * scale;
-                                                  in published checkpoints weight_scale_inv
+                                                  published checkpoints call it weight_scale_inv
 
 A [6, 128] matrix in nf4 has 6 x 64 bytes and 6 x 2 scales. A value takes 0.5625 bytes in nf4, 0.516
-in nested nf4 and 1.0002 in fp8. A stack holds the matrices of all experts, each quantised by
-itself: [E, O, I / 2] and so on. `values` has the dtype uint8 in all formats, so neither gloo nor
-FSDP2 has to support an 8-bit float dtype.
+in nested nf4 and 1.0002 in fp8. A stack holds the matrices of all experts, which are quantised
+separately: [E, O, I / 2] and so on. `values` has the dtype uint8 in all formats, so neither gloo
+nor FSDP2 has to support an 8-bit float dtype.
 
 bitsandbytes quantises and dequantises nf4; it is imported at its first use. The scales of nested
-nf4 are dequantised here. All codes and values equal the codes and values of bitsandbytes. The
+nf4 are dequantised here. All codes and values are equal to those that bitsandbytes computes. The
 product of a stored value and its scale is computed in fp32 and rounded once. Quantised matrices are
 frozen, so no function of this module has a gradient.
 """
@@ -61,9 +62,9 @@ BLOCK_SCALE, NESTED_SCALE = "_block_scale", "_nested_scale"
 # Size of the blocks (rows, columns) whose values share a scale.
 _BLOCKS = {"nf4": (1, 64), "fp8": (128, 128)}
 _VALUES_PER_BYTE = {"nf4": 2, "fp8": 1}
-# Bytes of block_scale that share a nested scale.
+# Number of bytes of block_scale that share a nested scale.
 _NESTED_BLOCK = 256
-# Number of values that are quantised at once. Quantising takes about 20 bytes of memory per value.
+# Number of values that are quantised at a time, which takes about 20 bytes of memory per value.
 _VALUES = 1 << 17
 _FP8 = torch.float8_e4m3fn
 # The dtypes that bitsandbytes quantises from and dequantises to.
@@ -147,7 +148,7 @@ def check_sizes(name: str, shape_OI: tuple[int, int], quantisation: Quantisation
 def empty_stack(
     shape_EOI: tuple[int, int, int], quantisation: Quantisation, device: torch.device | str
 ) -> Quantised:
-    """Allocate the tensors of a stack, on the meta device without memory."""
+    """Allocate the tensors of a stack. On the meta device the tensors take no memory."""
     experts, rows, columns = shape_EOI
     kind, nested = quantisation.kind, quantisation.nested
     block_rows, block_columns = _BLOCKS[kind]
@@ -175,10 +176,10 @@ def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
 
 @torch.no_grad()
 def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
-    """Quantise the matrix of one expert, or some of its rows if the scales are not nested.
+    """Quantise the matrix of one expert, or some rows of the matrix if the scales are not nested.
 
-    A few rows are quantised at a time, independently of the others. Scales are nested at the end,
-    because the nested scales depend on all rows.
+    A few rows are quantised at a time, independently of the other rows. The scales of nested nf4
+    are quantised at the end, because all rows of the matrix contribute to them.
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
@@ -295,10 +296,11 @@ def _functional() -> Any:
 def _nested_codes(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of nested scales, in ascending order.
 
-    The values are 0, 1 and, with both signs, the centres of 1, 2, 4 .. 64 equal parts of the
-    interval from 0.1 to 1, times 1e-6, 1e-5 .. 1 (arXiv 1511.04561, "dynamic tree"):
+    Two values are 0 and 1. The others are numbers with both signs (arXiv 1511.04561, "dynamic
+    tree"): for n = 0 .. 6 the interval from 0.1 to 1 is divided into 2^n equal parts, and the
+    centre of each part is multiplied by 10^(n - 6):
 
-        0.55 * 1e-6        0.325 * 1e-5, 0.775 * 1e-5        four values * 1e-4        ..
+        n = 0: 0.55 * 1e-6        n = 1: 0.325 * 1e-5, 0.775 * 1e-5        n = 2: four values * 1e-4
 
     These values are not read from bitsandbytes, because up to version 0.49 its CPU code overwrites
     the first value of its own table with -1.

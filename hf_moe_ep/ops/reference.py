@@ -1,4 +1,4 @@
-"""Slow and simple versions of every op in this folder, differentiated by autograd.
+"""Slow and simple versions of the ops in this folder, differentiated by autograd.
 
 The tests compare the fast implementations with these versions. `matrices` dequantises, `sum_rows`
 sums the copies of each token, and `expert_mlp` computes the experts.
@@ -30,7 +30,7 @@ def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:
-    """Compute `hf_moe_ep.ops.permute.add_rows`, one row at a time."""
+    """Return the result of `hf_moe_ep.ops.permute.add_rows`, computed one row at a time."""
     out_TH = list(rows_NH.new_zeros(num_tokens, rows_NH.shape[1]))
     for row_H, token in zip(rows_NH, token_of_row_N.tolist(), strict=True):
         out_TH[token] = out_TH[token] + row_H
@@ -44,7 +44,7 @@ def expert_mlp(
     experts: ExpertWeights,
     formula: ExpertFormula,
 ) -> Tensor:
-    """Compute `hf_moe_ep.ops.expert_mlp.expert_mlp`, one row and one expert at a time."""
+    """Return the result of `hf_moe_ep.ops.expert_mlp.expert_mlp`, one row and expert at a time."""
     out_RH = []
     for row_H, experts_K, weights_K in zip(rows_RH, expert_ids_RK, weights_RK, strict=True):
         out_H = torch.zeros_like(row_H)

@@ -5,8 +5,8 @@ gradient and raised no error (Liger-Kernel pull request 1294). Only a comparison
 such an error. The first call of a kind therefore runs small problems on both paths, and raises if
 the results differ:
 
-    products    forward and, if anything is trained, backward of a few experts, with the dtypes,
-                formula, block sizes, alignment and adapter ranks of the call. For quantised
+    products    the forward of a few experts and, if an input is trained, the backward, with the
+                dtypes, formula, block sizes, alignment and adapter ranks of the call. For quantised
                 matrices, torch computes with the dequantised matrices
     routing     the sort of pairs by expert, with the call's number of experts and top-k
     sums        the weighted sum of a row's experts, with rows of the call's width
@@ -52,8 +52,9 @@ from hf_moe_ep.ops.sum_check import (
 
 # Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
 _BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
-# The counterpart of ROUNDINGS for exact fp32 products, which round at every addition. Products in
-# TF32, which has the mantissa of fp16, have far larger errors than this limit.
+# The largest allowed error of exact fp32 products, in multiples of epsilon. These products round at
+# every addition; ROUNDINGS is the limit for all other products. Products in TF32, which has the
+# mantissa of fp16, have far larger errors than this limit.
 _ROUNDINGS_OF_FP32 = 64
 
 
@@ -99,7 +100,7 @@ def self_check(
     keep_pre: bool,
     trained: tuple[str, ...],
 ) -> str:
-    """Return the reason why the kernels of this call cannot run here, "" if they can.
+    """Return the reason why the kernels of this call cannot run here, or "" if they can run.
 
     Raises:
         RuntimeError: the kernels run, but compute wrong numbers.
@@ -132,10 +133,11 @@ def self_check(
 
 @functools.cache
 def check_both_sizes(kind: Kind) -> str:
-    """Check the kernels of a kind for few rows per expert and for many; see `self_check`.
+    """Check the kernels of a kind with few and with many rows per expert; see `self_check`.
 
-    The number of rows changes during a run. If only one size was checked, a rank that gets the
-    other size would build kernels while the other ranks wait for it in a collective.
+    The number of rows changes during a run, and Triton builds different kernels for few and for
+    many rows. If only one set of kernels were checked now, a rank could have to build the second
+    set later, while all other ranks wait for this rank in a collective.
     """
     return check_once(kind) or check_once(replace(kind, few=not kind.few))
 
@@ -169,12 +171,15 @@ def warn_once(device: torch.device, reason: str) -> None:
 
 
 def _shortened(size: int) -> int:
-    """Return a small size that is divisible by the same powers of two and block sizes as `size`."""
+    """Return a small size that is divisible by the same powers of two, up to 256, as `size`.
+
+    All block sizes are powers of two up to 256.
+    """
     return 256 + size % 256
 
 
 def _products(kind: Kind) -> Iterator[Comparison]:
-    """Yield the output and every needed gradient of a small call on both paths."""
+    """Yield the comparisons of the output and of every needed gradient of a small call."""
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -224,7 +229,8 @@ def _products(kind: Kind) -> Iterator[Comparison]:
 def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
     """Return quantised matrices whose values are about as large as those of `weight_LOI`.
 
-    The codes of nf4 are random, because quantising to nf4 would need bitsandbytes.
+    For fp8 the matrices are quantised. For nf4 the codes and scales are random, because quantising
+    to nf4 would need bitsandbytes.
     """
     if kind == "fp8":
         return quantise_stack(weight_LOI, Quantisation(kind))
@@ -254,7 +260,7 @@ def _run(
 
 
 def _routing(kind: Kind) -> Iterator[Comparison]:
-    """Yield the tensors of a routing on both paths. Some of its pairs have no expert here."""
+    """Yield the tensors of one routing on both paths. Some pairs have no expert on this rank."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
     scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
@@ -281,7 +287,7 @@ def _routing(kind: Kind) -> Iterator[Comparison]:
 
 
 def _sums(kind: Kind) -> Iterator[Comparison]:
-    """Yield the sums of a few rows' experts on both paths, with and without routing weights."""
+    """Yield the sums of expert outputs of a few rows on both paths, weighted and unweighted."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
     rows_AH, slots_RK, y_RKH = draw_rows_and_slots(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)

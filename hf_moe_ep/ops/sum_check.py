@@ -80,7 +80,9 @@ def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
-    """Check that integers are equal, and floats differ by at most `limit` * the largest element.
+    """Check that integer tensors are equal, and that float tensors are close.
+
+    An element may differ by at most `limit` times the largest element of torch's tensor.
 
     Raises:
         RuntimeError: the difference is larger. The message has the tensor's name and `fix`.

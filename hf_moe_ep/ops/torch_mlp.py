@@ -25,6 +25,7 @@ from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, GradBuffer, Routing
 from hf_moe_ep.ops.permute import count_pairs, invert
 
+# The smallest number of pairs in a block on a CPU, except for the last block.
 # Measured on one core: a single block of all pairs takes 1.2 to 1.3 times as long (4096 tokens),
 # and one block per expert takes 1.2 to 1.5 times as long (64 or 512 tokens, 128 experts).
 _BLOCK = 2048
@@ -33,7 +34,7 @@ _BLOCK = 2048
 def route(
     expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
 ) -> Routing:
-    """Sort the pairs by expert, without the pairs that have no expert here. Ignores `rows_RH`."""
+    """Sort the pairs that have an expert here by expert. `rows_RH` is not used."""
     if counts_L is None:
         counts_L = count_pairs(expert_ids_RK, experts.up.shape[0]).tolist()
     num_rows, top_k = expert_ids_RK.shape
@@ -92,8 +93,8 @@ def backward(
     """Return the gradients named in `need`: "rows", "weights" and names of the experts' tensors.
 
     If `pre_AG` is None, the pre-activations are computed again. With `postpone` the returned
-    function computes the experts' gradients. Until the function is called, it keeps three vectors
-    per pair: the output's gradient, the activation and the gradient of the pre-activations.
+    function computes the experts' gradients. Until that function is called, it keeps three vectors
+    of each pair alive: the gradients of the output and of the pre-activations, and the activation.
     """
     # Rows in fp64 have fp32 weights if the router computes in fp32.
     wide_dtype = torch.promote_types(weights_RK.dtype, rows_RH.dtype)
@@ -177,9 +178,10 @@ def _add_expert_grads(
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive pairs of whole experts.
+    """A block of consecutive pairs: all pairs of one or more neighbouring experts.
 
-    `experts` lists the experts that have pairs, and `sizes` the number of pairs of each expert.
+    `experts` lists the experts of the block that have pairs, and `sizes` the number of pairs of
+    each of them. `pairs` is the slice of the block in the sorted pairs.
     """
 
     pairs: slice
@@ -197,7 +199,7 @@ class Block:
 
 @dataclass(frozen=True)
 class _BlockGrads:
-    """Tensors of a block from which the gradients of its experts are computed."""
+    """The tensors from which the gradients of a block's experts are computed."""
 
     block: Block
     grad_MH: Tensor
@@ -206,9 +208,9 @@ class _BlockGrads:
 
 
 def _split_into_blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
-    # On a GPU smaller blocks would save nothing: all pairs are one block.
+    # On a GPU smaller blocks would save no time, so all pairs are one block.
     on_cpu = routing.pair_A.device.type == "cpu"
-    smallest = _BLOCK if on_cpu else len(routing.pair_A)
+    min_pairs = _BLOCK if on_cpu else len(routing.pair_A)
     pair_A = routing.pair_A.long()
     weights = weights_RK.flatten()
     ends = routing.offsets.tolist()
@@ -217,7 +219,7 @@ def _split_into_blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
     for expert, end in enumerate(ends[1:]):
         if end > ends[expert]:
             experts.append(expert)
-        if experts and (end - first >= smallest or end == ends[-1]):
+        if experts and (end - first >= min_pairs or end == ends[-1]):
             pair_M = pair_A[first:end]
             row_M = pair_M // weights_RK.shape[1]
             weight_M = weights.index_select(0, pair_M)
@@ -244,7 +246,7 @@ def _multiply(
     bias_LO: Tensor | None = None,
     out_MO: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each pair's row by its expert's matrix `name`, with its adapter.
+    """Multiply each pair's row by the matrix `name` of the pair's expert, with the adapter.
 
     With `back` the rows are gradients and the matrix is transposed.
     """
@@ -274,12 +276,12 @@ def _zeros_for_sums(rows_RH: Tensor) -> Tensor:
 
 
 def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: Block) -> None:
-    """Add each pair's vector to its row, in the order of the pairs."""
+    """Add the vector of each pair to the row of the pair, in the order of the pairs."""
     if not y_MH.is_cuda:
         sum_RH.index_add_(0, block.row_M, y_MH.to(sum_RH.dtype))
         return
-    # On a GPU index_add_ adds atomically and in any order. One expert has each row at most once, so
-    # a call per expert keeps the order of the sum.
+    # On a GPU index_add_ adds atomically and in any order. A row occurs at most once among the
+    # pairs of one expert, so with one call per expert the order of each sum is fixed.
     for _, (y, row) in block.split(y_MH, block.row_M):
         sum_RH.index_add_(0, row, y.to(sum_RH.dtype))
 
@@ -313,14 +315,17 @@ def _add_matrix_grads(
 def _add_product(
     left: Tensor, right: Tensor, buffer: GradBuffer, expert: int, scale: float
 ) -> None:
-    """Store `scale * left^T right` in one expert's part of a buffer, or add it, in its dtype."""
+    """Store `scale * left^T right` in one expert's part of a buffer, or add it to that part.
+
+    The product is computed in the dtype of the buffer.
+    """
     out = buffer.grad[expert]
     left, right = left.to(out.dtype), right.to(out.dtype)
     torch.addmm(out, left.t(), right, beta=int(buffer.add), alpha=scale, out=out)
 
 
 def _sum_pairs(rows_MO: Tensor, buffer: GradBuffer, block: Block, scale: float) -> None:
-    """Sum the rows of each expert's pairs in fp32 or wider: the gradient of a bias."""
+    """Compute the gradient of a bias: sum the rows of each expert's pairs, in fp32 or wider."""
     wide_dtype = torch.promote_types(rows_MO.dtype, torch.float32)
     for expert, (rows,) in block.split(rows_MO):
         sum_O = rows.sum(0, dtype=wide_dtype) * scale

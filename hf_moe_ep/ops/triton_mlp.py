@@ -1,23 +1,27 @@
 """The expert MLP with Triton kernels: two matrix products forward, four backward, no host sync.
 
+The kernels of each pass in their order (`kernels/` defines them; dgated is the backward through
+down and gate):
+
     forward    sort_pairs -> up (gather, two products, gate) -> grouped_mm (down) -> combine
-    backward   dgated (back through down and gate) -> grouped_mm, combine (rows) -> outer x 2
+    backward   dgated -> grouped_mm, combine (gradient of the rows) -> outer x 2 (of the matrices)
 
 An adapter of rank P adds `scale * b @ a` to a matrix. Neither b @ a nor a second tensor of the
 output's size is computed: `thin_mm` computes `low_AP = scale * rows @ a^T`, and the kernel that
 multiplies by the matrix adds `low_AP @ b^T` to its sums ("+ low b"). Backward does the same with a
-and b exchanged. The gradients of a and b are thin `outer` products, each with one low_AP:
+and b exchanged. The gradients of a and b are four `outer` products. One factor of each of these
+products is a low_AP, so the products are thin: one of their sizes is the rank.
 
     forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
     backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
 
 Quantised matrices are dequantised tile by tile inside the kernels that multiply by them, in forward
-and backward (`kernels/dequantise.py`). Only nested scales (one per 64 values) are dequantised
-before the launches.
+and backward (`kernels/dequantise.py`). Nested scales, which are quantised themselves, are
+dequantised before the launches. This is cheap, because there is only one scale per 64 values.
 
 The gradient of the rows is computed before the gradients of the weights, because other ranks wait
-for it. Kernels whose results are not needed are not launched. All sums are computed in fp32 in a
-fixed order, so equal inputs give equal bits.
+for the gradient of the rows. A kernel is launched only if its result is needed. All sums are
+computed in fp32 in a fixed order, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -144,7 +148,7 @@ def backward(
         rows_RH = _with_contiguous_rows(rows_RH)
         grad_RH = _with_contiguous_rows(grad_RH)
         weights_RK = weights_RK.contiguous()
-        # Each function returns only tensors that the next function reads; others are freed early.
+        # Each function returns only tensors that later functions read, so all others are freed.
         args = (rows_RH, weights_RK, experts, routing, formula, blocks, need)
         inputs_of_grads, grads = _back_through_down(grad_RH, pre_AG, *args)
         grad_rows, up_low = _back_to_rows(
@@ -258,7 +262,10 @@ def _low_rows(
     *,
     gather: bool = False,
 ) -> LowRows:
-    """Compute the first product of an adapter, with `gather` for the row of each pair."""
+    """Compute the first product of an adapter.
+
+    With `gather`, `rows` has the rows before the sort, and the kernel loads the row of each pair.
+    """
     if adapter is None:
         return NO_ADAPTER
     a_LIP = adapter.a_LPI.transpose(1, 2)

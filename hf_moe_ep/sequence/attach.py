@@ -58,7 +58,7 @@ def check(parts: Parts, state: ModelState) -> None:
 def _check_mixers(parts: Parts, sp_size: int) -> None:
     """Raise ValueError if a module other than attention mixes tokens along the sequence.
 
-    Attention gets whole sequences, split over heads. Another module would get only a slice.
+    Attention gets whole sequences, split over heads. Any other module gets only a slice.
     """
     plan = parts.plan
     if plan.mixers:
@@ -87,7 +87,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     causal_lm = parts.causal_lm
     causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
-    # The model has this attribute only if the user has set a loss (modeling_utils.py).
+    # Before this call, the attribute exists only if the user has set a loss (modeling_utils.py).
     state.replace(causal_lm, "_loss_function", partial(split_loss, causal_lm.loss_function))
 
 
@@ -96,7 +96,8 @@ def select_attention(
 ) -> None:
     """Give attention modules a config that selects `wrap(stock function)`.
 
-    `frames` is True for a vision tower, whose stock function may separate frames itself.
+    `frames` is True for a vision tower, whose attention stays within a frame: a picture, or one
+    picture of a video.
     """
     stock = {id(module.config): module.config for module in modules}  # layers may differ
     ours = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}

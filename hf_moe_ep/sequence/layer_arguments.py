@@ -1,8 +1,9 @@
 """Find the arguments of a decoder layer that have one entry per token, by their names.
 
-    hidden_states          the first argument; the hook of the first layer slices it
-    position_embeddings    sliced along the dimension given in `_BY_TOKEN`
-    attention_mask         stays whole: attention sees the whole sequence
+    argument               what happens to it
+    hidden_states          the hook of the first layer slices this first argument of the layers
+    position_embeddings    every layer's hook slices it along the dimension given in `_BY_TOKEN`
+    attention_mask         it stays whole, because attention sees the whole sequence
 
 The names come from the signature of the layer, which `patch` reads. The shape of a tensor would not
 be enough, because any tensor may be as long as the sequence by chance. `patch` therefore refuses a
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 
-# Arguments with one entry per token, and the dimension of the sequence.
+# The arguments with one entry per token, and the dimension of their tensors that counts tokens.
 _BY_TOKEN = {
     "input_ids": 1,
     "per_layer_input": 1,
@@ -125,9 +126,9 @@ def _may_be_tensor(parameter: inspect.Parameter) -> bool:
 def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
     """Return the named parameters of a layer's forward.
 
-    If the layer is a wrapper without named parameters, return those of the module inside. The
-    forward of the class is used, because a forward that transformers or Accelerate sets on the
-    instance takes any arguments.
+    If the layer is a wrapper without named parameters, return the parameters of the module inside.
+    The forward of the class is used, because transformers or Accelerate may set a forward on the
+    instance, which takes any arguments.
     """
     _, *parameters = inspect.signature(forward_of_class(layer)).parameters.values()
     by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

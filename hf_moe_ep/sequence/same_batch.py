@@ -1,7 +1,8 @@
-"""Check that all ranks of an sp group have the same batch, of which each computes a slice.
+"""Check that all ranks of an sp group have the same batch.
 
-With different batches the model would train on sequences joined from parts of several samples. The
-check runs in each forward and compares the names, sizes and checksums of all tensors.
+Every rank of the group computes a slice of the batch. With different batches the model would train
+on sequences that are joined from parts of several samples. The check runs in each forward and
+compares the names, sizes and checksums of all tensors.
 """
 
 from __future__ import annotations

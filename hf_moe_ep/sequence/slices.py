@@ -38,7 +38,7 @@ class Slice:
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
-        # The position ids of the whole sequence. Flash attention finds packed documents in them.
+        # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
@@ -60,7 +60,7 @@ class Slice:
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
     def take_shared(self, whole: Tensor, dim: int) -> Tensor:
-        """Return the slice of a tensor that all layers receive; reuse the slice if possible."""
+        """Return the slice of a tensor that all layers receive, and reuse it if possible."""
         if whole.requires_grad:  # each recompute in backward needs a graph of its own
             return self.take(whole, dim)
         if id(whole) not in self._shared:
@@ -110,5 +110,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(x: Tensor, part: Slice) -> Tensor:
-    """Sum a scalar over the group; after an all-gather all ranks add in the same order."""
+    """Sum a scalar over the group. After the all-gather, all ranks add in the same order."""
     return all_gather(x, part.group).sum()

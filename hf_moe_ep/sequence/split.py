@@ -1,9 +1,10 @@
 """Split a forward into slices of its sequence, and join its outputs.
 
-    before the causal LM  SplitSequence: all ranks have the same batch; adds a `Slice` to the
-                          arguments. Stock code computes masks and positions of whole sequences
-    decoder layers        TakeSlice: the first layer slices the hidden states, and every layer its
-                          other arguments with one entry per token
+    before the causal LM  SplitSequence: checks that all ranks have the same batch, and adds a
+                          `Slice` to the arguments
+    causal LM             stock code computes masks and positions of whole sequences
+    decoder layers        TakeSlice: the first layer slices the hidden states, and every layer
+                          slices its other arguments with one entry per token
     loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
                           summed
     after the causal LM   JoinLogits: gathers the outputs if no loss is computed
@@ -79,8 +80,8 @@ class SplitSequence(Ours):
         if is_fused_head(given):
             labels = given.get("labels") if given.get("shift_labels") is None else None
             given["shift_labels"] = _slice_next_labels(labels, given.get("shift_labels"), part)
-            # With shift_labels TRL's head ignores `labels`. JoinLogits sees in `labels` if the
-            # caller has shifted them.
+            # With shift_labels TRL's head ignores `labels`. For JoinLogits, `labels` is None if the
+            # caller has shifted the labels.
             given["labels"] = labels
         given["use_cache"] = False
         given["attention_mask"] = _choose_mask(
@@ -148,13 +149,13 @@ class TakeSlice(Ours):
         if not args:
             raise ValueError(
                 f"sp_size={part.size} slices the first argument of {type(layer).__name__}, but the "
-                f"layer was called with keywords alone; call it as layer(hidden_states, ...)"
+                f"layer was called with keywords only; call it as layer(hidden_states, ...)"
             )
         part.positions = kwargs.get("position_ids")
-        hidden, *others = self.arguments.slice_positional(args, part)
+        hidden, *other_arguments = self.arguments.slice_positional(args, part)
         if self.first:
             hidden = part.take(hidden, 1)
-        return (hidden, *others), self.arguments.slice_named(kwargs, part)
+        return (hidden, *other_arguments), self.arguments.slice_named(kwargs, part)
 
 
 def split_loss(
@@ -189,10 +190,10 @@ def _slice_next_labels(
 
 
 def _join_fused(output: Any, part: Slice, length: int) -> Any:
-    """Gather the outputs of TRL's fused head for `length` tokens, and drop its loss of a slice.
+    """Gather the outputs of TRL's fused head for `length` tokens, and drop the loss of the slice.
 
-    As in TRL without sp, `length` excludes the last token, which has no label, unless the caller
-    has shifted the labels.
+    As in TRL without sp, the last token has no label and is not counted in `length`, unless the
+    caller has shifted the labels.
     """
     gathered = {
         name: _gather_numbers(x, part, length)
@@ -213,14 +214,14 @@ def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
 def _choose_mask(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """Return the mask, or None if the positions restart within a row.
 
-    If several documents are packed into one row, the positions restart at each document. But
-    transformers ignores positions if it also gets a mask, and the documents would silently attend
-    to each other (masking_utils.py, _preprocess_mask_arguments).
+    If several documents are packed into one row, the positions restart at each document. With a
+    mask, transformers would ignore the positions, and the documents would silently attend to each
+    other (masking_utils.py, _preprocess_mask_arguments).
     """
     if positions is None or mask is None or mask.ndim != 2:
         return mask
     if positions.ndim == 3:
-        if positions.shape[0] != 4:  # (time, row, column), without positions of the text
+        if positions.shape[0] != 4:  # only (time, row, column), without positions of the text
             return mask
         positions = positions[0]
     both_visible = (mask[:, 1:] * mask[:, :-1]).bool()

@@ -9,14 +9,14 @@ of the whole sequence; then each rank keeps one slice. With 2 ranks, 4 heads and
 
 Each layer has two all-to-alls: one for queries, keys and values, and one for the results. If sp
 does not divide the length, the last slices are padded; attention does not see the padding. If there
-are fewer key and value heads than ranks, these heads are repeated until every rank has one.
+are fewer key and value heads than ranks, these heads are repeated until there is one per rank.
 
     exchange_for_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads of width W
     exchange_for_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
 
-Both functions are differentiable; the backward of each is the exchange of the other. W may differ
-between tensors: values may be narrower than queries. Attention sinks, one number per head, are
-sliced to the heads of the rank. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
+Both functions are differentiable; the backward of one function makes the exchange of the other. W
+may differ between tensors: values may be narrower than queries. Attention sinks (one number per
+head) are sliced to the heads of the rank. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -69,16 +69,19 @@ def split_attention(
 def exchange_for_heads(
     query: Tensor, key: Tensor, value: Tensor, part: Slice
 ) -> tuple[Tensor, ...]:
-    """Exchange three tensors (B, Q, S / sp, W) for this rank's heads of all tokens.
+    """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
-    The results are (B, Q / sp, S, W).
+    The three tensors are (B, Q, S / sp, W), the results (B, Q / sp, S, W).
     """
     whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, query, key, value)
     return tuple(x[:, :, : part.length] for x in whole)
 
 
 def exchange_for_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
-    """Exchange (B, S, Q / sp, W) for all heads of this rank's tokens: (B, S / sp, Q, W)."""
+    """Exchange this rank's heads of all tokens for all heads of this rank's tokens.
+
+    The argument is (B, S, Q / sp, W), the result (B, S / sp, Q, W).
+    """
     out: Tensor = _SequenceToHeads.apply(out_BSQW, part)
     return out
 
@@ -135,7 +138,7 @@ class _HeadsToSequence(torch.autograd.Function):
 
 
 def _swap_together(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
-    """Exchange several tensors in one all-to-all; `tensor[r]` is the slice for rank r."""
+    """Exchange several tensors in one all-to-all. In each tensor `tensor[r]` is sent to rank r."""
     sizes = [x[0].numel() for x in tensors]
     packed = tensors[0].new_empty(part.size, sum(sizes))
     for x, target in zip(tensors, packed.split(sizes, 1), strict=True):
@@ -145,7 +148,7 @@ def _swap_together(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
 
 
 class _SequenceToHeads(torch.autograd.Function):
-    """Exchange a tensor (B, S without padding, Q / sp, W) for (B, S / sp, Q, W)."""
+    """Exchange a tensor (B, S, Q / sp, W) for (B, S / sp, Q, W). S is without padding."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:

@@ -46,7 +46,8 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
     # Only the first difference is reported. Config fields come last, because the facts above are
-    # easier to understand: the names of the MoE layers say more than a field with their number.
+    # easier to understand. For example, the names of the MoE layers say more than the config field
+    # with their number.
     for name, value in sorted(model_config_fields(model).items()):
         facts[f"{name} of the model's config"] = repr(value)
     loaded = [p for p in model.parameters() if p not in options.empty_params]
@@ -148,7 +149,7 @@ def check_packed(model: nn.Module, options: ShardOptions) -> None:
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
-    """Raise if trainable parameters of one unit have several dtypes, which FSDP2 cannot shard."""
+    """Raise if trainable parameters of a unit have several dtypes; FSDP2 needs a single dtype."""
     dtypes = {
         str(p.dtype)
         for p in parameters

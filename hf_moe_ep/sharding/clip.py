@@ -3,13 +3,14 @@
 `torch.nn.utils.clip_grad_norm_` stacks the norms of all parameters, which fails for DTensors on
 different meshes. `clip_grad_norm_` in this file groups the gradients by mesh and placements
 instead. For each group of gradients, a rank sums |g|^p over its own shards, and the sums of all
-ranks are all-reduced. Every rank then computes the same total norm from the sums of all groups:
+ranks are all-reduced over the mesh axes (`ranks/mesh.py`) along which the gradients are sharded.
+Every rank then computes the same total norm from the sums of all groups:
 
     gradients           the sum is all-reduced over
     dense               fsdp
     experts, ep_size 1  ep_fsdp
-    experts             ep_fsdp and ep as one process group; one axis after the other where torch
-                        cannot create that group (`ranks/mesh.py`)
+    experts             ep_fsdp and ep as one process group; if torch cannot create this group,
+                        first one axis, then the other
 
 An element with replicas on several ranks (HSDP) is counted once.
 """
@@ -131,7 +132,7 @@ def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | 
 
 
 def _reduction_groups(grad: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
-    """Find the process groups whose ranks together hold each element of `grad` exactly once."""
+    """Return the process groups whose ranks together hold each element of `grad` exactly once."""
     mesh = grad.device_mesh
     axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]

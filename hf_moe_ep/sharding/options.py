@@ -71,9 +71,9 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
 
 
 def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Find the 4-bit weights that are stored as bytes, which some torch versions cannot shard.
+    """Return the 4-bit weights that every rank keeps whole.
 
-    Every rank keeps these weights whole.
+    These weights are stored as bytes, which some torch versions cannot shard.
     """
     packed = packed_parameters(model)
     return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
@@ -82,7 +82,7 @@ def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
 def grad_divisors(
     dtype: torch.dtype, reduce_dtype: torch.dtype, *, ep_size: int, world_size: int
 ) -> tuple[int, int]:
-    """Return (before, after), two factors of world_size that divide the gradients of experts.
+    """Return (before, after), two divisors of the experts' gradients. Their product is world_size.
 
         dtype  reduce_dtype  ep_size  world_size  (before, after)
         bf16   any           8        64          (64, 1)
@@ -92,11 +92,11 @@ def grad_divisors(
     Our backward divides by `before`, and rounds the quotient to `dtype`. FSDP2 then sums the
     gradients over ranks. If `after` is not 1, one more pass over the sum divides it by `after`.
 
-    In fp16, small gradients divided by the world size would become 0, because the smallest number
-    is 6e-8. Backward therefore divides by ep_size only: the tokens of ep_size ranks contribute to
-    the gradient, so the quotient is about as large as the gradient of a dense weight. If the
-    reduction is in fp16 too, its sum must stay below 65504. Like FSDP2, we then also divide by
-    about the square root of the remaining factor before the reduction.
+    In fp16, small gradients divided by the world size would become 0, because the smallest positive
+    number is 6e-8. Backward therefore divides by ep_size only: the tokens of ep_size ranks
+    contribute to the gradient, so the quotient is about as large as the gradient of a dense weight.
+    If the reduction is in fp16 too, its sum must stay below 65504. Like FSDP2, we then also divide
+    by about the square root of the remaining factor before the reduction.
     """
     if dtype != torch.float16:
         return world_size, 1
@@ -126,13 +126,13 @@ def default_device() -> torch.device:
 
 
 def _own_gpu() -> int:
-    """Return the index of the GPU that the script chose, otherwise the launcher's LOCAL_RANK."""
+    """Return the index of the GPU that the script chose; without a choice, LOCAL_RANK."""
     assert dist.group.WORLD is not None
     group_device: torch.device | None = dist.group.WORLD.bound_device_id
     if group_device is not None and group_device.index is not None:
         return group_device.index
     local_rank = launched_local_rank()
-    # The current device is 0 until a script chooses another one, so only another index is a choice.
+    # The current device is 0 until a script chooses another device, so 0 is not taken as a choice.
     # LOCAL_RANK is no valid index if the launcher shows each rank a single GPU.
     was_chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
     if local_rank is None or was_chosen or local_rank >= torch.cuda.device_count():

@@ -1,5 +1,8 @@
 """Shard a patched model: split experts over ep, then make FSDP2 units of all modules.
 
+FSDP2 all-gathers the parameters of a unit together before the unit computes. The axes of the meshes
+are described in `ranks/mesh.py`.
+
     unit                 mesh                           gradient
     experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
     and their adapters   ep before                      then summed; fp16 and "eager": see below
@@ -28,15 +31,16 @@ In some models a norm follows each expert, with one weight for all experts of a 
 applies the norm to the outputs of its own experts, for the tokens of its whole ep group, so each
 pair of a token and an expert adds to the gradient on exactly one rank. The gradient of this weight
 is therefore averaged over all ranks, as for any other weight of the layer, and the weight is part
-of the layer's unit. FSDP2 leaves the parameters of nested units out of the outer unit. So the layer
-becomes a unit before its experts do, and ignores all parameters of the experts but this weight.
+of the layer's unit. FSDP2 leaves the parameters of nested units out of the outer unit, so the layer
+becomes a unit first. It ignores all parameters of the experts except this weight. Then the experts
+become units.
 
 Frozen experts that `ParallelConfig.experts_dtype` quantises become bytes and scales when they get
-their initial values. FSDP2 all-gathers both without a cast.
+their initial values. FSDP2 all-gathers bytes and scales without a cast.
 
 Every parameter and buffer starts with the value of rank 0 (`values.py`). A unit is sharded before
-the next one gets its values, so a device never holds more than one unsharded unit. Parameters that
-are on the meta device on every rank stay there, and are read from a checkpoint later
+the next unit gets its values, so a device holds at most one unsharded unit. Parameters that are on
+the meta device on every rank stay there, and are read from a checkpoint later
 (`checkpoints/hub/read.py`).
 """
 
@@ -130,7 +134,7 @@ def shard_units(
     broadcast_unsharded(model, options, meshes.device)
     biases = broadcast_correction_biases(model, options, meshes.device)
     options = replace(options, ignored_params=options.ignored_params | biases)
-    fill = partial(_fill, entries=entries, meshes=meshes, options=options)
+    fill = partial(_materialize_unit, entries=entries, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     for index, layer in enumerate(units.layers):
         layer_experts = units.experts.get(index, ())
@@ -155,7 +159,7 @@ def shard_units(
         fill(units.tail)
         shard(units.tail, reshard_after_forward=False)
     fill([model])
-    root = _root(model)
+    root = _find_root(model)
     _shard_root(root, meshes, options)
     keep_last_layer(units, root)
     allow_reentrant_checkpoints(units)
@@ -166,7 +170,7 @@ def shard_units(
     return model
 
 
-def _fill(
+def _materialize_unit(
     modules: Iterable[nn.Module], entries: ParameterEntries, meshes: Meshes, options: ShardOptions
 ) -> ParameterEntries:
     """Materialize the parameters of one unit, and remove their entries from `entries`.
@@ -193,7 +197,10 @@ def _shard_experts(
     meshes: Meshes,
     options: ShardOptions,
 ) -> None:
-    """Make an experts module an FSDP2 unit on ep_fsdp. `_fill` has returned `entries`."""
+    """Make an experts module an FSDP2 unit on ep_fsdp.
+
+    `entries` is the result of `_materialize_unit` for this module.
+    """
     shard_dim = state.config.expert_shard_dim
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -242,19 +249,20 @@ def _divide(reduced: torch.Tensor, by: int) -> None:
 
 
 def _is_shared(parameter: nn.Parameter, entries: ParameterEntries) -> bool:
-    """Return True if all experts of a module use this parameter, which is not split over ep."""
+    """Return True if all experts of a module use this parameter, so it is not split over ep."""
     return parameter in entries and not entries[parameter].over_ep
 
 
 def _unshared_parameters(
     experts: Iterable[nn.Module], entries: ParameterEntries
 ) -> set[nn.Parameter]:
+    """Return the parameters of experts modules that belong to single experts."""
     parameters = {parameter for module in experts for parameter in module.parameters()}
     return {parameter for parameter in parameters if not _is_shared(parameter, entries)}
 
 
 def _sharded_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a module that are already sharded, as parts of other units."""
+    """Return the parameters of a module that another unit has already sharded."""
     return {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
 
 
@@ -320,7 +328,7 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
 def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Meshes) -> Shard:
     """Choose the dim along which FSDP2 shards the bytes of a stacked matrix and their scales.
 
-    The rule is that of `_expert_placement`. In addition, a shard of dim 1 must not split a block of
+    The rule of `_expert_placement` is used. In addition, a shard of dim 1 must not split a block of
     values that share a scale.
     """
     quantisation, ep_fsdp_size = entry.quantisation, meshes.ep_fsdp_size
@@ -347,7 +355,7 @@ def _shard_root(root: nn.Module, meshes: Meshes, options: ShardOptions) -> None:
     fully_shard(root, mesh=meshes.dense, **kwargs)
 
 
-def _root(model: nn.Module) -> nn.Module:
+def _find_root(model: nn.Module) -> nn.Module:
     """Return the module that becomes the root unit.
 
     For a PeftModel this is the inner model, because `generate` calls only the forward of the inner

@@ -62,13 +62,14 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
 def keep_last_layer(units: Units, root: nn.Module) -> None:
     """Keep the last layer gathered after forward, because backward begins with that layer.
 
-    The head and the root stay gathered as well. All of them are resharded in two cases:
+    The head and the root stay gathered as well. The last layer, the head and the root are resharded
+    in two cases:
 
     - After a forward without gradients. Otherwise `model.parameters()` would return the gathered
-      parameters, whose changes FSDP2 does not see. Adapters that PEFT freezes for a reference pass
-      would stay frozen.
-    - Before the next forward. The last forward may have had no backward, in a loop that skips a bad
-      micro-batch or validates without `torch.no_grad`. An optimizer step may then have changed the
+      parameters, whose changes FSDP2 does not see. For example, adapters that PEFT freezes for a
+      reference pass would stay frozen.
+    - Before the next forward. The last forward may have had no backward: some loops skip a bad
+      micro-batch or validate without `torch.no_grad`. An optimizer step may then have changed the
       shards, but not the gathered weights. A later backward through the last forward still works,
       because FSDP2 gathers the parameters again.
     """
@@ -98,7 +99,7 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
 def allow_reentrant_checkpoints(units: Units) -> None:
     """Register `forget_finished_backward` on all units that activation checkpointing may recompute.
 
-    The hook makes two forwards before one backward possible with reentrant checkpointing.
+    With this hook, reentrant checkpointing supports two forwards before one backward.
     """
     for unit in (*units.layers, *units.all_experts, *units.vision):
         # This hook must run before FSDP2's own hook, which reads the state that this hook resets.
@@ -115,9 +116,9 @@ def reshard(model: nn.Module) -> None:
 def set_prefetch(units: Units) -> None:
     """Prefetch the next unit and its experts while a unit computes, in forward and backward.
 
-    FSDP2's implicit prefetch is too late: the host starts it after the dispatch, in which it waits
-    for token counts. Backward ends at the first unit with trainable parameters, so units in front
-    of this unit, such as the embedding under LoRA, are not prefetched in backward.
+    FSDP2's implicit prefetch is too late: the host starts it after the dispatch, where the host
+    waits for token counts. Backward ends at the first unit with trainable parameters. Units in
+    front of this unit, such as the embedding under LoRA, are therefore not prefetched in backward.
     """
     stages: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
@@ -144,8 +145,8 @@ def set_prefetch(units: Units) -> None:
                 next_stage[0].set_modules_to_backward_prefetch(stage)
             else:
                 for unit in next_stage:
-                    # With an empty list FSDP2 would prefetch the unit before. A unit that
-                    # prefetches itself prefetches nothing, because it is gathered already.
+                    # With an empty list FSDP2 would prefetch the previous unit. If a unit is its
+                    # own target, nothing is prefetched, because the unit is gathered already.
                     unit.set_modules_to_backward_prefetch([unit])
 
 

@@ -2,15 +2,15 @@
 
 All ranks start with the values of rank 0, because each rank initialises a new head or adapter from
 its own seed, and because only rank 0 has weights after memory-efficient loading. `find_entries`
-lists the parameters, and `materialize` runs these steps for one of them:
+lists the parameters, and `materialize` runs these steps for one parameter:
 
     1 broadcast      send the whole value from rank 0 to the device of this rank; a parameter that
                      is read from a checkpoint later stays on meta
     2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
     3 split over ep  keep the experts of this rank
-    4 convert        to fp32 for master weights; to bytes and scales for quantised experts
-    5 register       under every name that the parameter had, as a DTensor on ep if it was split;
-                     scales get the same name with a suffix
+    4 convert        convert master weights to fp32, and quantised experts to bytes and scales
+    5 register       register the result under every name that the parameter had, as a DTensor on ep
+                     if it was split; scales get the same name with a suffix
 
 With 4 experts and ep 2, PEFT stores a factor lora_B (out 5, r 3) as (5, 12). Step 2 makes it
 [4, 5, 3], step 3 keeps [2, 5, 3] on rank 1 (experts 2 and 3), and step 5 registers a DTensor of
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep.lora.computed import Stack, stacked_factors
+from hf_moe_ep.lora.computed import Conversion, stacked_factors
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import Meshes
@@ -47,15 +47,14 @@ class ParameterEntry:
     Attributes:
         parameter: the parameter.
         owners: (module, name of the parameter in this module); a tied parameter has several owners.
-        stack: the function that makes experts dim 0 of an adapter's factor, None for other
-            parameters.
+        stack: for an adapter's factor, the function that makes experts its dim 0; else None.
         over_ep: True if dim 0 counts experts, which are split over ep.
         compute: the `Compute` of the experts module if the parameter is to be quantised, else None.
     """
 
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    stack: Stack | None
+    stack: Conversion | None
     over_ep: bool
     compute: Compute | None = None
 
@@ -77,7 +76,7 @@ ParameterEntries = dict[nn.Parameter, ParameterEntry]
 def find_entries(
     model: nn.Module, experts: Iterable[nn.Module], plan: ModelPlan, options: ShardOptions
 ) -> ParameterEntries:
-    """Create the entries of all parameters to materialize; `experts` are the experts modules."""
+    """Create an entry for each parameter to materialize. `experts` are the experts modules."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -115,10 +114,10 @@ def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]
 
 
 def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
-    """Run the steps of the module docstring for one parameter.
+    """Run the steps of the module docstring for one parameter, and return its replacements.
 
-    Returns the parameters that replace it. A quantised parameter is replaced by its bytes and by
-    its scales, any other parameter by a single one.
+    The bytes and the scales replace a quantised parameter. A single parameter replaces any other
+    parameter.
     """
     value = entry.parameter.detach()
     if entry.parameter not in options.empty_params:
@@ -140,7 +139,10 @@ def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) ->
 
 
 def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
-    """Quantise a value if its entry says so. Returns the tensors by the suffix of their name."""
+    """Quantise a value if its entry says so, and return the tensors by the suffixes of their names.
+
+    Without quantisation the only suffix is "".
+    """
     if entry.compute is None or entry.quantisation is None:
         return {"": value}
     value_LOI = value.transpose(1, 2) if entry.compute.transposed else value
@@ -178,8 +180,8 @@ def broadcast_correction_biases(
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
-    Every rank keeps the whole bias in its own dtype, like a correction bias that is a buffer. A
-    bias rounded to bf16 would change the routers' choice of experts.
+    As for a bias that is a buffer, every rank keeps the whole bias in the dtype in which it was
+    loaded. Rounding to bf16 would change the routers' choice of experts.
     """
     new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

@@ -35,10 +35,10 @@ _MORE_THAN_A_PRODUCT = {
     "layer_replication": "replicated layers (layer_replication)",
     "trainable_token_indices": "single rows of embeddings (trainable_token_indices)",
 }
-# Values of init_lora_weights that leave the base unchanged. All other strings change the base.
+# Strings for init_lora_weights that leave the base model unchanged. All other strings change it.
 _INITS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 _MERGE_WITH_PEFT = "merge the adapter in one process, with PEFT's merge_and_unload"
-# The fields above that are possible on a model on meta, as they need no values of the base.
+# The fields above that a model on meta allows, because they need no values of the base model.
 _ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
 
@@ -165,7 +165,10 @@ def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
-    """Map PEFT's key of each tensor to its key in a file. Files of transformers have no prefix."""
+    """Map PEFT's key of each tensor, which has a prefix, to the tensor's key among `keys`.
+
+    `keys` are the keys of one file. A file that transformers wrote has keys without the prefix.
+    """
     names = list(keys)
     prefix = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX
     return {f"{prefix}{name}": name for name in names}

@@ -231,8 +231,8 @@ def _adapted_parameter(layer: Any) -> Tensor:
 def left_out_by_merging(model: nn.Module) -> set[str]:
     """Return the names in a model's state dict that do not exist after adapters are merged.
 
-    They are the names of adapters, and for a module in modules_to_save the names of all copies but
-    the active copy.
+    These are the names of the adapters' tensors. PEFT also stores several copies of a module in
+    modules_to_save; the names of all copies except the active copy are included.
     """
     left_out: set[str] = set()
     for prefix, layer in adapter_layers(model):
@@ -268,14 +268,15 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
                 continue
             if adapter in layer.lora_A:
                 a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-                yield _update(layer, a, b, layer.scaling[adapter])
+                yield _make_update(layer, a, b, layer.scaling[adapter])
             elif adapter in layer.lora_embedding_A:
                 a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-                yield replace(_update(layer, a, b, layer.scaling[adapter]), turned=True, casts=True)
+                update = _make_update(layer, a, b, layer.scaling[adapter])
+                yield replace(update, turned=True, casts=True)
 
 
 def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
-    """Group `active_updates` by the `id` of their parameters, all of which must be in `tensors`."""
+    """Group `active_updates` by the `id` of the parameter; all parameters must be in `tensors`."""
     updates: dict[int, list[LowRank]] = {}
     for update in active_updates(model):
         updates.setdefault(id(update.parameter), []).append(update)
@@ -284,7 +285,7 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
     return updates
 
 
-def _update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
+def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
     parameter, num_experts, turned = _adapted_parameter(layer), 0, False
     if parameter.ndim == 3:
         num_experts, turned = layer.num_experts, not layer._did_swap_in_out_features

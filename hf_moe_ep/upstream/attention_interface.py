@@ -18,8 +18,8 @@ from hf_moe_ep.upstream.experts_interface import EXPERTS_IMPLEMENTATION
 
 # The attribute of our copy of a config that holds the stock config.
 _STOCK_CONFIG = "_hf_moe_ep_stock"
-# The interface has no function "eager". With this implementation a module calls the function of
-# the second name, which is defined in the module's own file.
+# The interface has no function for the implementation "eager". A module with this implementation
+# calls `eager_attention_forward` of the file that defines the module.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
 
 
@@ -27,16 +27,17 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     """Return a copy of `config`, for attention modules only, that selects `wrap(stock function)`.
 
     The result of `wrap` is registered under a new name for attention. The name is also registered
-    for masks, because transformers silently builds no mask for a name without a mask function. If
-    stock's name contains "flash", so does ours, because transformers searches names for "flash".
+    for masks, because transformers silently builds no mask for a name without a mask function. Our
+    name contains stock's name, because transformers searches names for "flash".
 
     Args:
         config: the config of the attention modules.
         wrap: takes the stock function and returns ours.
-        frames: True for a vision tower. Our name then always contains "flash", so that transformers
-            passes the boundaries of the frames to the function. Without "flash" transformers would
-            split the rows at the boundaries itself, but a rank has only a slice of the rows. `wrap`
-            also gets the argument `varlen`, which is True if stock's function is flash attention.
+        frames: True for a vision tower. (A frame is a picture, or one picture of a video.) Our name
+            then always contains "flash", so that transformers passes the boundaries of the frames
+            to the function. Without "flash" transformers would split the rows at the boundaries
+            itself, but a rank has only a slice of the rows. `wrap` also gets the argument `varlen`,
+            which is True if stock's function is flash attention.
     """
     stock = config._attn_implementation
     kind = "flash_frames_" if frames else ""

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def backward_is_running() -> bool:
-    """Return True during a backward. Only then autograd has a graph task (engine.cpp)."""
+    """Return True during a backward. Autograd has a graph task only in a backward (engine.cpp)."""
     return torch._C._current_graph_task_id() != -1
 
 

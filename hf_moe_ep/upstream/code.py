@@ -1,6 +1,6 @@
 """Facts read from the code of a module: the names that it uses, and the arguments of its forward.
 
-The code is that of transformers/models/*/modeling_*.py. For example, a module that uses the
+The code is in transformers/models/*/modeling_*.py. For example, a module that uses the
 attention interface contains the name `ALL_ATTENTION_FUNCTIONS`, and a decoder layer is a
 GradientCheckpointingLayer (transformers/modeling_layers.py).
 """

@@ -1,6 +1,6 @@
 """Convert a model's tensors to those of a hub checkpoint, and match keys of old checkpoints.
 
-The conversions and renamings are those of transformers. The private names come from
+transformers defines the conversions and renamings. The private names come from
 core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls; `WeightRenaming`,
 `PrefixChange`, `rename_source_key`) and conversion_mapping.py.
 """
@@ -33,11 +33,11 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert a model's tensors to those that `save_pretrained` writes, with transformers' code.
 
     Args:
-        model: the conversions with which this model was loaded are reversed. If there were none, or
-            one of them decoded quantized weights, the conversions of the model's class are reversed
-            instead. A model of another library has no conversions.
-        tensors: the tensors by their names in a stock model, or other objects on which
-            transformers' operations work.
+        model: the model. The conversions that loaded its weights are reversed. If there were none,
+            or if one of them decoded quantized weights, the conversions of the model's class are
+            reversed instead. A model of another library has no conversions.
+        tensors: the tensors by their names in a stock model. Other objects are possible too, if
+            transformers' operations accept them.
     """
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
@@ -60,8 +60,8 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
     Two keys name the same tensor if the renamings in from_pretrained, including those for older
-    checkpoints, turn both into the same name. A key is left out unless exactly one key in `wanted`
-    names the same tensor.
+    checkpoints, turn both into the same name. The result has only the keys for which exactly one
+    key in `wanted` names the same tensor.
     """
     if not isinstance(model, PreTrainedModel):
         return {}

@@ -37,7 +37,7 @@ __all__ = [
 
 # A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
-# The exception of a program that reads the value of a fake tensor, which has none.
+# The exception that torch raises if a program reads the value of a fake tensor, which has no value.
 NoValue = DataDependentOutputException
 
 
@@ -46,20 +46,20 @@ def tensors_in(values: Any) -> list[Tensor]:
 
     Modes call this function for every operator. torch's `tree_leaves` takes three times as long.
     """
-    found: list[Tensor] = []
-    _collect(values, found)
-    return found
+    tensors: list[Tensor] = []
+    _collect_tensors(values, tensors)
+    return tensors
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, list | tuple):
         for element in value:
-            _collect(element, found)
+            _collect_tensors(element, tensors)
     elif isinstance(value, dict):
         for element in value.values():
-            _collect(element, found)
+            _collect_tensors(element, tensors)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
-    """Register `forward` under the name EXPERTS_IMPLEMENTATION, with which a config selects it."""
+    """Register `forward`. A config selects it by the name EXPERTS_IMPLEMENTATION."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
 
 
@@ -28,9 +28,9 @@ def refuse_experts_implementation(model: Any, implementation: str | dict[str, st
     """Handle a call of `set_experts_implementation` on a patched model.
 
     Users call this method with one name, which would have no effect on patched experts, because
-    they have a config of their own. `generate` calls it with a dict, to select another stock
-    implementation until `generate` returns (transformers/generation/utils.py). This call is passed
-    on to stock's method.
+    patched experts have a config of their own. `generate` calls the method with a dict, to select
+    another stock implementation until `generate` returns (transformers/generation/utils.py). The
+    call by `generate` is passed on to stock's method.
 
     Raises:
         ValueError: `implementation` is one name.
@@ -94,16 +94,16 @@ def experts_flags(module: nn.Module) -> ExpertsFlags:
 
 
 def post_expert_norm(module: nn.Module) -> nn.Module | None:
-    """Return the norm of the experts' outputs, which all experts share; None if there is none."""
+    """Return the norm after the experts, one module for all experts of a layer, or None."""
     norm: nn.Module | None = getattr(module, "post_expert_norm", None)
     return norm
 
 
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function from an expert's pre-activations to the input of its down projection.
+    """Return the function that turns an expert's pre-activations into the input of down_proj.
 
-    This is the gate of the module, or its activation function if it has no gate. Liger's experts
-    always compute SwiGLU.
+    This is the gate of the module, or the activation function of a module without a gate. Liger's
+    experts always compute SwiGLU.
     """
     if is_experts_class_of_liger(module):
         return _swiglu

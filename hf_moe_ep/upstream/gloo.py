@@ -4,11 +4,11 @@ ProcessGroupGloo starts two worker threads per network device. After each collec
 assigns the collective's name to a string that all workers of the group share, without a lock
 (ProcessGroupGloo::runLoop in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Two workers that
 do this at the same time free the string's buffer twice. The process then aborts, or crashes later
-in other code. Only names of more than 15 characters are on the heap. The name that matters is
+in other code. Only names of more than 15 characters have a buffer that can be freed. Such a name is
 ALLGATHER_COALESCED, the all-gather behind `DTensor.full_tensor()` and `redistribute()`.
 
-Collectives of one group then run one after another, in the order in which every rank starts them;
-collectives of different groups still overlap.
+With one worker thread, the collectives of a group run one after another, in the order in which
+every rank starts them. Collectives of different groups still overlap.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _with_one_worker(stock: Any) -> Any:
 
 
 def _devices(stock: Any) -> list[Any]:
-    """Return the network devices that torch would use: those of GLOO_SOCKET_IFNAME, if set."""
+    """Return the network devices of GLOO_SOCKET_IFNAME or, if it is not set, torch's default."""
     interfaces = gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]

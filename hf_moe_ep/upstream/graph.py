@@ -16,12 +16,12 @@ from torch import Tensor, nn
 def reached_parameters(
     tensors: Iterable[Tensor], candidates: Iterable[Tensor]
 ) -> tuple[set[int], set[int]]:
-    """Return two sets of ids of the `candidates` that get a gradient in a backward of `tensors`.
+    """Return the ids of the `candidates` that get, and that may get, a gradient from `tensors`.
 
-    The candidates of the first set get a gradient. The candidates of the second set may get a
-    gradient, because they are used inside a reentrant checkpoint, whose graph does not exist before
-    backward. If the checkpointed function consists of modules, the second set has the parameters of
-    these modules, otherwise all candidates.
+    The candidates of the first set get a gradient in a backward of `tensors`. The candidates of the
+    second set may get a gradient, because they may be used inside a reentrant checkpoint, whose
+    graph does not exist before backward. If the checkpointed function consists of modules, the
+    second set has the candidates in these modules, otherwise all candidates.
     """
     candidate_ids = {id(candidate) for candidate in candidates}
     reached: set[int] = set()
@@ -71,12 +71,12 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def with_tensors(values: Any, others: dict[int, Tensor]) -> Any:
-    """Replace tensors in nested `values`; `others` maps the id of an old tensor to the new one."""
+def with_tensors(values: Any, new_tensors: dict[int, Tensor]) -> Any:
+    """Replace tensors in nested `values`. `new_tensors` maps the id of an old to a new tensor."""
     if isinstance(values, Tensor):
-        return others.get(id(values), values)
+        return new_tensors.get(id(values), values)
     if type(values) is dict:
-        return {name: with_tensors(value, others) for name, value in values.items()}
+        return {name: with_tensors(value, new_tensors) for name, value in values.items()}
     if type(values) in (list, tuple):
-        return type(values)(with_tensors(value, others) for value in values)
+        return type(values)(with_tensors(value, new_tensors) for value in values)
     return values

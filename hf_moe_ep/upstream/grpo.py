@@ -30,9 +30,10 @@ def engine_of(trainer: Any) -> Any:
 def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
     """Return the routes of each sample of this rank; None if the engine does not return routes.
 
-    vLLM returns one array for a prompt and its completion. vLLM 0.21 returns two arrays, and the
-    array of a prompt is shared by all samples of the prompt. Each of the ranks that share an engine
-    (`vllm_tensor_parallel_size`) receives the samples of all these ranks, and takes its own share.
+    vLLM returns one array for a prompt and its completion. vLLM 0.21 returns two arrays: one for
+    the prompt, which all samples of the prompt share, and one for the completion. If several ranks
+    share an engine (`vllm_tensor_parallel_size`), each rank receives the samples of all of them,
+    and takes its own share.
     """
     arrays: list[Any] = []
     for output in outputs:

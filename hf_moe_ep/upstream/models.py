@@ -22,7 +22,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
-# Names of the argument for the cache of keys and values, since transformers 5.24 and before.
+# Names of the argument for the cache of keys and values: since transformers 5.24, and before 5.24.
 CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
@@ -210,7 +210,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_correction_bias(name: str) -> bool:
-    """Return True if `name` is that of a router's correction bias, which gets no gradient.
+    """Return True if `name` is the name of a router's correction bias, which gets no gradient.
 
     The bias is called e_score_correction_bias in most architectures, expert_bias in AFMoE and LFM2,
     and balancing_biases in Zaya.

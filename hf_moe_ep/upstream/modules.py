@@ -16,8 +16,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
     """Return the children that `module` itself registered.
 
-    They are read here because `getattr` on PEFT's wrappers also returns children of the wrapped
-    module.
+    `getattr` is not suitable: on PEFT's wrappers it also returns children of the wrapped module.
     """
     return module._modules.values()
 
@@ -35,7 +34,7 @@ def is_compiled(module: nn.Module) -> bool:
 def runs_compiled() -> bool:
     """Return True if torch.compile traces the caller, or compiled code has called the caller.
 
-    Compiled code calls functions that torch.compile could not trace as they are
+    If torch.compile could not trace a function, compiled code calls the function uncompiled
     (torch/_dynamo/eval_frame.py).
     """
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback

@@ -19,7 +19,7 @@ from hf_moe_ep.upstream.dispatch_modes import storage_id, tensors_in
 _ATEN = torch.ops.aten
 # Operators without a FLOP formula in torch's registry: in-place products, and attention on a CPU.
 # Each is mapped to an operator with a formula, whose arguments have the same shapes and order.
-_LIKE = {
+_SAME_FORMULA = {
     "addmm_": _ATEN.addmm,
     "baddbmm_": _ATEN.baddbmm,
     "_scaled_dot_product_flash_attention_for_cpu": _ATEN._scaled_dot_product_flash_attention,
@@ -39,11 +39,11 @@ _MOVE_NOTHING = {
     "new_empty_strided",
     "resize_",
 }
-# Operators that read a part of their first tensor, as large as their result. The other tensors are
-# indices, which they read as a whole.
+# Operators that read only a part of their first tensor. The part is as large as the result. The
+# other tensors are indices, which are read as a whole.
 _GATHER = {"embedding", "gather", "index", "index_select", "take"}
-# Operators that change a part of their first tensor. The part is as large as the largest of the
-# other tensors, which has the new values.
+# Operators that change only a part of their first tensor. The part is as large as the tensor of the
+# new values, which is the largest of the other tensors.
 _SCATTER = {
     "_index_put_impl_",
     "index_add_",
@@ -83,7 +83,8 @@ def operator_name(operator: Any) -> str:
 def is_made_of_others(operator: Any) -> bool:
     """Return True if an operator only calls other operators, as `matmul` calls `mm`.
 
-    Dispatch modes usually see `mm`. Inside an operator of torch.library they see `matmul` instead.
+    Dispatch modes usually see `mm`. They see `matmul` instead if an operator of torch.library calls
+    it.
     """
     is_composite: bool = operator.namespace == "aten" and operator._can_decompose()
     return is_composite
@@ -94,7 +95,7 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
     The result is 0 for other operators. Causal attention counts half of the matrix of scores.
     """
-    packet = _LIKE.get(operator_name(operator), operator.overloadpacket)
+    packet = _SAME_FORMULA.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
@@ -124,7 +125,7 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     name = operator_name(operator)
     argument_ids = {id(x) for x in tensors_in((args, kwargs))}
     results = [x for x in tensors_in(out) if id(x) not in argument_ids]
-    changed = _changed(operator, args, kwargs)
+    changed = _changed_arguments(operator, args, kwargs)
     if (
         operator.namespace == "prim"
         or name in _MOVE_NOTHING
@@ -138,8 +139,9 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if name in _GATHER:
         return 2 * written + _size(read[1:])
     if name in _SCATTER:
-        others = read[1:]
-        return 2 * max((_size([x]) for x in others), default=0) + _size(others)
+        other_tensors = read[1:]
+        changed_bytes = max((_size([x]) for x in other_tensors), default=0)
+        return 2 * changed_bytes + _size(other_tensors)
     if name in _OVERWRITE:
         return written + _size(read) - _size(changed)
     return written + _size(read)
@@ -166,7 +168,7 @@ def collective_of(operator: Any) -> str | None:
 
 
 def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
-    """Count the bytes of an all-gather's result, or of the input of another collective."""
+    """Count the payload bytes of a collective: the result of an all-gather, otherwise the input."""
     _, argument = _COLLECTIVES[operator_name(operator)]
     return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
 
@@ -191,7 +193,9 @@ def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-def _changed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _changed_arguments(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
     """Collect the arguments of an operator that it changes in place."""
     changed = []
     for index, argument in enumerate(operator._schema.arguments):

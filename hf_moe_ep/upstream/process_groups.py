@@ -1,7 +1,8 @@
 """Private functions of torch's process groups and meshes.
 
-They come from torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py, and for
-plans without ranks from torch/testing/_internal/distributed/fake_pg.py.
+They come from torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py. The fake
+groups of the planner, which runs in one process, come from
+torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Versions of other packages: the allowed ranges, and the installed versions.
 
-The ranges are defined in setup.cfg alone. They are read from the metadata of the installed
-hf_moe_ep:
+The ranges are defined only in setup.cfg, and read from the metadata of the installed hf_moe_ep.
+Examples of problems:
 
     transformers 5.10.0, allowed >=5.16.1,<6   too old
     transformers 6.1.0                         too new
     peft, required by the extra "peft"         missing, which matters only for LoRA
 
-Versions are read without importing the packages, so a package that cannot be imported has a version
-as well. If a version is outside its range, `patch` warns and continues, and `hf-moe-ep doctor`
+Versions are read without importing the packages, so this also works for a package whose import
+fails. If a version is outside its range, `patch` warns and continues, and `hf-moe-ep doctor`
 (doctor.py) reports a failure.
 """
 

@@ -27,7 +27,7 @@ from hf_moe_ep.upstream.modules import remove_hooks
 
 
 def stock_class(kind: type) -> type:
-    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if it is stock's."""
+    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if FSDP2 has not."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
@@ -36,7 +36,7 @@ def mark_fsdp_managed(model: nn.Module) -> None:
 
     If a model is marked, all ranks of `generate()` run the same number of forwards
     (transformers/distributed/fsdp.py). FSDP2 changes class names, but the Trainer decides by the
-    class name if label smoothing shifts labels (trainer.py, compute_loss).
+    class name whether label smoothing shifts the labels (trainer.py, compute_loss).
     """
     for module in model.modules():
         if hasattr(module, "generate"):
@@ -106,9 +106,9 @@ def is_refused_by_dtensor(error: Exception) -> bool:
 def times_written(tensor: Tensor) -> tuple[int, ...]:
     """Return how often a tensor and its shard on this rank were written in place.
 
-    Autograd counts in-place operators (torch/_tensor.py). An operator on a DTensor is counted for
-    the DTensor alone, and an operator on the shard or on a view of the shard for the shard. Writes
-    through `.data` are not counted.
+    Autograd counts in-place operators (torch/_tensor.py). An operator on a DTensor increases only
+    the number of the DTensor. An operator on the shard, or on a view of the shard, increases only
+    the number of the shard. Writes through `.data` are not counted.
     """
     if isinstance(tensor, DTensor):
         return tensor._version, tensor.to_local()._version
@@ -134,13 +134,13 @@ def begin_with_root(model: nn.Module) -> None:
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     """Reset an FSDP2 unit whose backward has ended (a pre-forward hook of the unit).
 
-    This is needed for reentrant checkpointing with two forwards before one backward, so the hook
-    does something only if a forward runs during a backward, which is a recompute. A nested unit
-    stays in state PRE_BACKWARD until the whole backward ends. When the other forward is recomputed,
-    FSDP2 concludes from this state that the unit is prepared for backward, registers no hooks and
-    never reduces the gradients of the unit (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). In
-    torch 2.13 this happens to stock experts too, and to whole layers where transformers checkpoints
-    their `__call__` (before 5.23).
+    This is needed for reentrant checkpointing with two forwards before one backward. The hook acts
+    only if a forward runs during a backward; such a forward is a recompute. The state of a nested
+    unit stays PRE_BACKWARD until the whole backward ends. When the other of the two forwards is
+    recomputed, FSDP2 concludes from this state that the unit is prepared for backward, registers no
+    hooks and never reduces the gradients of the unit
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). In torch 2.13 this happens to stock
+    experts too, and to whole layers where transformers checkpoints their `__call__` (before 5.23).
     """
     if not backward_is_running():
         return
@@ -161,7 +161,7 @@ def bytes_as_parameters() -> Iterator[None]:
     """
     stock = vars(_fsdp_param)["nn"]
     replacement = ModuleType(stock.__name__)
-    vars(replacement).update(vars(stock), Parameter=_parameter)
+    vars(replacement).update(vars(stock), Parameter=_make_parameter)
     vars(_fsdp_param)["nn"] = replacement
     try:
         yield
@@ -169,7 +169,7 @@ def bytes_as_parameters() -> Iterator[None]:
         vars(_fsdp_param)["nn"] = stock
 
 
-def _parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 

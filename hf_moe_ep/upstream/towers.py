@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.upstream.code import forward_arguments
 
+# The argument of a forward for the outputs of a tower that has run before.
 TOWER_OUTPUTS = "mm_encoder_outputs"
 # `generate` calls this method to run the towers of a model before the first forward.
 ENCODE_AHEAD = "_prepare_multimodal_encoder_kwargs_for_generation"
@@ -54,8 +55,8 @@ def has_experts_of_pictures(block: nn.Module) -> bool:
 def runs_in_blocks(owner: nn.Module, tower: Any) -> bool:
     """Return True if the blocks of `tower` can be FSDP2 units.
 
-    For this the model must call the tower once, with the patches of all pictures and videos. Only
-    models/qwen3_vl_moe is known to do so. Other encoders are all-gathered as a whole.
+    This is possible if the model calls the tower once, with the patches of all pictures and videos.
+    Only models/qwen3_vl_moe is known to do this. Other encoders are all-gathered as a whole.
     """
     return hasattr(tower, "deepstack_merger_list") and takes_tower_outputs(owner)
 

@@ -30,8 +30,8 @@ def accelerate_is_in_use() -> bool:
 
     The signs are: `accelerate launch` started the process; an Accelerator or TrainingArguments
     exist; a module or a running function outside of Hugging Face's packages and ours has a variable
-    that is the package accelerate or the class Accelerator. An imported accelerate is no sign,
-    because transformers imports it.
+    that is the package accelerate or the class Accelerator. The import of accelerate alone is no
+    sign, because transformers imports accelerate.
     """
     launched = launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
     if launched or PartialState._shared_state:
@@ -112,8 +112,8 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
 def clips_over_meshes(accelerator: Accelerator) -> bool:
     """Return True if Accelerate itself clips gradients on several device meshes.
 
-    Accelerate does since 1.15 (accelerate/accelerator.py). Earlier versions call torch's function,
-    which raises for two meshes.
+    Accelerate has done this since 1.15 (accelerate/accelerator.py). Earlier versions call torch's
+    function, which raises an error for two meshes.
     """
     return hasattr(accelerator, "_clip_grad_norm_dtensor_aware")
 
@@ -144,7 +144,8 @@ def gather_again(trainer: transformers.Trainer) -> None:
 def generates_in_training(trainer: transformers.Trainer) -> bool:
     """Return True if each process of this trainer generates its own training samples.
 
-    The trainers for GRPO, RLOO and distillation and their subclasses do (trl/trainer/).
+    This is true for the trainers for GRPO, RLOO and distillation, and their subclasses
+    (trl/trainer/).
     """
     return hasattr(trainer, "_generate_and_score_completions")
 

@@ -1,9 +1,11 @@
 """Call a wrapper of ours in place of a function of another project.
 
-A `Wrap` names the other project's function, its target, by a string: `module:Class.function` or
-`module:function`. The string may contain private names, which otherwise occur only in `upstream/`.
-`wrapper(original, *args, **kwargs)` is called instead of the function.
+The target of a `Wrap` is a function of another project. A string names the target:
+`module:Class.function` or `module:function`. The string may contain private names, which otherwise
+occur only in `upstream/`. `wrapper(original, *args, **kwargs)` is called instead of the target.
+There are three ways to apply wraps (`rows` are `Wrap` objects):
 
+    call                               who then calls the wrapper
     wrap_process(rows)                 every caller in this process: the function itself is replaced
     specialise(trainer, rows)          one object: a subclass is inserted in front of stock's class
 
@@ -14,9 +16,9 @@ A `Wrap` names the other project's function, its target, by a string: `module:Cl
     bind_wrapper(model, row)           one object: a bound method, which the caller sets on the
                                        object
 
-An installed version may lack a target. The feature that needs the target is then switched off: one
-warning names the target and the feature, all other rows work, and each call that would use the
-feature raises an ImportError with the text of the warning.
+The installed version of a package may lack a target. The feature that needs the target is then
+switched off: one warning names the target and the feature, all other rows work, and each call that
+would use the feature raises an ImportError with the text of the warning.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def wrap_process(rows: Sequence[Wrap]) -> None:
         original = getattr(owner, name)
         if hasattr(original, "_hf_moe_ep_wrapper"):
             continue
-        wrapped = _around(row, original)
+        wrapped = _wrap_function(row, original)
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
         _in_force.add(row.target)
@@ -170,7 +172,7 @@ def specialise(instance: Any, stock: type, rows: Sequence[Wrap]) -> None:
         check_targets(rows)
         key = (kind, stock, tuple(rows))
         if key not in _specialised:
-            _specialised[key] = _subclass(*key)
+            _specialised[key] = _create_subclass(*key)
         instance.__class__ = _specialised[key]
 
 
@@ -179,20 +181,20 @@ def is_specialised(instance: Any) -> bool:
     return hasattr(type(instance), "_hf_moe_ep_rows")
 
 
-def _subclass(kind: type, stock: type, rows: tuple[Wrap, ...]) -> type:
-    """Build the class of `specialise`. It has the name of `kind`, which logs and files show."""
+def _create_subclass(kind: type, stock: type, rows: tuple[Wrap, ...]) -> type:
+    """Create the subclass for `specialise`, with the name of `kind`, which logs and files show."""
     attributes: dict[str, Any] = {"_hf_moe_ep_rows": rows}
     ours = type(f"Patched{stock.__name__}", (stock,), attributes)
     for row in rows:
         if hasattr(stock, row.name):
-            setattr(ours, row.name, _method(row, ours))
+            setattr(ours, row.name, _create_method(row, ours))
     copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (ours,) if kind is stock else (kind, ours)
     return type(kind.__name__, bases, copied)
 
 
-def _method(row: Wrap, ours: type) -> Callable[..., Any]:
-    """Return a method of `ours` that calls the wrapper around the method of the next class."""
+def _create_method(row: Wrap, ours: type) -> Callable[..., Any]:
+    """Create a method of `ours` that calls the wrapper around the method of the next class."""
 
     @functools.wraps(getattr(ours, row.name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,10 +207,10 @@ def _method(row: Wrap, ours: type) -> Callable[..., Any]:
 def bind_wrapper(instance: Any, row: Wrap) -> MethodType:
     """Return a bound method of `instance` that calls the wrapper of `row` around stock's method."""
     check_targets([row])
-    return MethodType(_around(row, getattr(type(instance), row.name)), instance)
+    return MethodType(_wrap_function(row, getattr(type(instance), row.name)), instance)
 
 
-def _around(row: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_function(row: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _refuse_missing(row, *args, **kwargs)

@@ -1,10 +1,13 @@
 """Register the hooks of models with pictures or sound.
 
+The owner of a tower or of encoders is the module whose forward runs them and then the language
+model. `generate` calls a method of the root to encode pictures and sound before its first forward.
+
 If the blocks of a vision tower are FSDP2 units of their own:
 
 owner of the tower    pre-forward hook: either all ranks run the tower, or no rank does
-root                  the same for the call by which `generate` encodes
-with sp_size > 1      hooks on the tower and the language model that take slices of the patches and
+root                  a wrapper around the call by `generate` does the same
+with sp_size > 1      hooks on the tower and the language model take slices of the patches and
                       gather the features; the tower's attention modules get a config that selects
                       our attention
 
@@ -12,19 +15,19 @@ If there are encoders of any other class:
 
 owner of the encoders pre-forward hook: gather all encoders if any rank has input
 decoder               pre-forward hook: give every rank gradients for the same parameters
-every encoder         hooks: refuse to run while sharded, and record if an output requires a
-                      gradient
-root                  gather all encoders for the call by which `generate` encodes
+every encoder         pre-forward hook: raise an error if the encoder is not gathered
+                      forward hook: record if an output requires a gradient
+root                  a wrapper around the call by `generate` gathers all encoders
 
-If a layer has experts for pictures alone:
+If layers have additional experts that only tokens of pictures use:
 
 decoder               pre-forward hook: mark a rank without pictures if another rank has pictures
-block of such a layer forward hook: on a marked rank, run these experts on no rows
+block of such a layer forward hook: on a marked rank, run these experts on an empty tensor
 
 If the model takes pictures or sound, but no encoder was found:
 
-root                  pre-forward hook: refuse ranks with different kinds of input; the same for the
-                      call by which `generate` encodes
+root                  pre-forward hook: raise an error if ranks have different kinds of input
+                      a wrapper around the call by `generate` does the same
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Register the hooks of the module docstring."""
+    """Register the hooks that the module docstring lists."""
     tower = parts.tower
     if parts.encoders is not None:
         _attach_encoders(parts.root, parts.encoders, state)
@@ -128,6 +131,9 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
 
 
 def _wrap_encoding(wrapper: Callable[..., Any], root: nn.Module, state: ModelState) -> None:
-    """Wrap the call by which `generate` encodes its inputs with `wrapper(stock, model_kwargs)`."""
+    """Make `generate` call `wrapper(stock, model_kwargs)` instead of the method `stock`.
+
+    `stock` is the method of the root that encodes pictures and sound.
+    """
     if hasattr(root, ENCODE_AHEAD):
         state.replace(root, ENCODE_AHEAD, partial(wrapper, getattr(root, ENCODE_AHEAD)))

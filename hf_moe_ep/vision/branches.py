@@ -6,8 +6,8 @@ sets, or the ranks with pictures wait forever. Before the decoder runs, the rank
 how many of them have picture tokens. If any rank has some, every rank without them runs the second
 set on an empty tensor: it takes part in every exchange, and its gradients are exact zeros.
 
-The decision is stored as an attribute of the tensor of token types. Every layer receives this
-tensor, also in a recompute in backward.
+The decision is stored as an attribute of the tensor of token types, which has a number for the kind
+of each token: text or picture. Every layer receives this tensor, also in a recompute in backward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MarkTextOnlyRanks(ShardedOnly):
         has_pictures = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
             has_pictures = has_pictures + kinds_BS.any()
-        # This is a host sync. Stock code has one in every layer.
+        # This is a host sync. Stock code has a host sync in every layer.
         counts = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
         has_own, ranks_with_pictures = counts.tolist()
         if has_own or ranks_with_pictures == 0:
@@ -68,6 +68,6 @@ class RunPictureExperts(ShardedOnly):
             return None
         no_rows = given["hidden_states"].flatten(0, 1)[:0]
         unused = getattr(block, EXPERTS_OF_PICTURES)(no_rows)
-        out_BSH, *others = outputs
+        out_BSH, *other_outputs = outputs
         (out_BSH,) = ZeroGradients.apply(1, False, None, out_BSH, *unused)
-        return (out_BSH, *others)
+        return (out_BSH, *other_outputs)

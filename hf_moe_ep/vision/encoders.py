@@ -1,24 +1,25 @@
-"""Encoders of any class for pictures, videos or sound, if ranks have different inputs.
+"""Run encoders of any class for pictures, videos or sound if ranks have different inputs.
 
-The owner is the module that holds the encoders and the decoder. Each of its children, except the
+The owner is the module that holds the encoders and the decoder. Each child of the owner, except the
 decoder, is one FSDP2 unit, sharded over all ranks. A rank without a picture does not run the
 encoder, so an all-gather inside the encoder's forward would make the other ranks wait forever.
 Encoders are therefore gathered outside of their forward. The ranks exchange information twice:
 
     before the encoders  Does any rank have pictures or sound? If so, all ranks gather all encoders,
                          and each rank runs them as often as it has input, as in stock code.
-    after the encoders   Which parameters get a gradient on any rank? On a rank whose loss does not
-                         depend on such a parameter, `ZeroGradients` sends exact zeros to it. A
-                         parameter that no rank uses gets no gradient, as in stock code, so weight
-                         decay does not change it. A reentrant checkpoint hides its graph until it
-                         is recomputed, so all parameters that it may use get zeros in addition.
+    after the encoders   Which parameters get a gradient on any rank? If the loss of a rank does not
+                         depend on such a parameter, `ZeroGradients` gives the parameter exact zeros
+                         on this rank. A parameter that no rank uses gets no gradient, as in stock
+                         code, so weight decay does not change it. The graph inside a reentrant
+                         checkpoint is unknown before the recompute, so all parameters that the
+                         checkpoint may use get zeros in addition.
 
 FSDP2 reduces the gradients at the end of the backward, unit by unit, and skips units without
 gradients. Because of the zeros all ranks reduce the same units in the same order.
 
-Encoders stay gathered, in the compute dtype, from before their forward until the end of the
-backward, and so do their gradients. If no encoder is trained, and under no_grad, the encoders are
-resharded when the decoder begins. A step in which no rank has pictures or sound gathers nothing.
+Encoders and their gradients are unsharded, in the compute dtype, until the end of the backward. If
+no encoder is trained, and under no_grad, the encoders are resharded when the decoder begins. If no
+rank has pictures or sound in a step, nothing is gathered.
 """
 
 from __future__ import annotations
@@ -88,16 +89,17 @@ class AlignGradients(ShardedOnly):
             for unit in gathered:
                 unit.reshard()
             return None
-        # With a sum of 0 no rank has a gradient, and with the largest sum every rank has one.
+        # With a sum of 0 no rank has a gradient. With the largest sum every rank has a gradient.
         differs = [0 < total < _HAS_GRADIENT * meshes.world_size for total in sums]
         rows = zip(trained, counts, differs, strict=True)
         missing = [p for p, count, differ in rows if differ and count < _HAS_GRADIENT]
         embeds = given.get("inputs_embeds")
         assert isinstance(embeds, Tensor), "the model embeds its text before the decoder"
         inputs = [embeds, *(tensor for tensor in with_grad if tensor is not embeds)]
-        # A decoder may not use all of its inputs, such as features for more layers than it has.
-        # Backward fills the missing gradients of these inputs with zeros if ranks differ. An
-        # earlier backward may have resharded the encoders, so backward also gathers them again.
+        # A decoder may not use all of its inputs. For example, it may get features for more layers
+        # than it has. If ranks differ, backward fills the missing gradients of such inputs with
+        # zeros. Backward also gathers the encoders again, because an earlier backward may have
+        # resharded them.
         regather = partial(_gather_encoders, self.state)
         outputs = ZeroGradients.apply(len(inputs), any(differs), regather, *inputs, *missing)
         replaced = {id(tensor): output for tensor, output in zip(inputs, outputs, strict=True)}
@@ -138,7 +140,7 @@ def encode_before_generate(
     stock: Callable[[dict[str, Any]], Any],
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Wrap `stock`, by which `generate` runs the encoders: gather the encoders on all ranks first.
+    """Gather the encoders on all ranks, then call `stock`, with which `generate` runs the encoders.
 
     The root is gathered too, because some parameters belong to no encoder, such as a separator
     between rows of a picture. FSDP2 casts inputs only in the root's forward, so pixels and sound
@@ -159,7 +161,7 @@ def encode_before_generate(
 
 
 def _gather_encoders(state: ModelState) -> list[FSDPModule]:
-    """Gather all encoders, and return those that were sharded. Every rank calls this function."""
+    """Gather all encoders on every rank, and return the encoders that were sharded before."""
     sharded = [unit for unit in state.encoders if not is_gathered(unit)]
     for unit in sharded:
         unit.unshard()
@@ -180,7 +182,7 @@ def _cast_inputs(state: ModelState, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
-    """Return True if any rank was given a tensor for an encoder."""
+    """Return True if the arguments on any rank have a tensor for an encoder."""
     has_input = any(
         is_encoder_input(name) and next(tensors_in(value), None) is not None
         for name, value in given.items()

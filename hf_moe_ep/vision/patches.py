@@ -10,7 +10,8 @@ With 2 ranks, picture A of 3 tokens and picture B of 2 tokens:
     rank 1   BBBB BBBB (padding)           features of A and B
 
 The model inserts the features into the embeddings of the whole sequence, which is split later. The
-first layers of the language model add the deepstack features after that split, so each rank keeps
+tower also returns deepstack features: outputs of blocks in its middle, which the first layers of
+the language model add to the tokens of pictures. This happens after the split, so each rank keeps
 the rows of these features that belong to its slice of the text.
 """
 
@@ -58,7 +59,7 @@ class TakePatches(Ours):
             return None
         tables = tower_tables(tower, kwargs["grid_thw"])
         slices: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
-        # A Python number saves each layer a host sync.
+        # This is a Python number, so that no layer has to read it from the device.
         slices["max_seqlen"] = max(part.frames)
         return (part.take(args[0], 0), *args[1:]), {**kwargs, **slices}
 
@@ -124,8 +125,8 @@ def patch_attention(
 
     Args:
         stock: the attention function that the user chose.
-        varlen: True if `stock` separates frames by `cu_seq_lens_q`. If False, `stock` is called
-            once per frame.
+        varlen: True if `stock` itself separates frames by `cu_seq_lens_q`. Otherwise `stock` is
+            called once per frame.
         module: the attention module, with our config.
         query, key, value: (1, heads, patches of this rank, head width).
         cu_seq_lens_q: (frames + 1,): the start of each frame, and the end of the last frame.

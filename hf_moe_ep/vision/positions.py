@@ -1,8 +1,9 @@
 """`PositionCollator`: compute the position ids of vision-language batches in the data loader.
 
 Tokens of a picture have a time, a row and a column. Stock code computes these three numbers in
-forward, on the training device, and reads the frames, height and width of each picture on the host:
-at least three host syncs per picture. A data loader's worker has the same numbers on the CPU:
+forward, on the training device, and reads the frames, height and width of each picture on the host,
+which takes at least three host syncs per picture. A worker of the data loader has the sizes of the
+pictures on the CPU, so `PositionCollator` computes the numbers there:
 
     DataLoader(dataset, collate_fn=PositionCollator(model, collate), num_workers=4)
     Trainer(model, args, data_collator=PositionCollator(model, collate), ...)
@@ -14,8 +15,8 @@ Example: two tokens of text, a picture of 2 x 2 tokens, and one token of text.
     column   0 1 2 3 2 3 4
 
 The numbers come from the model's own `get_rope_index` (transformers, models/qwen3_vl_moe). Stock
-code does not call that function for a batch without pictures, so such a batch is returned
-unchanged. The model's outputs are therefore bit-equal to stock's.
+code does not call this function for a batch without pictures, so the collator returns such a batch
+unchanged. The model's outputs are therefore bit-equal to those without the collator.
 
 Do not use the collator with a loader that slices whole batches along their first dimension
 (`dispatch_batches` of Accelerate): the first dimension of `position_ids` holds the three numbers.

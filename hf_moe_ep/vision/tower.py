@@ -4,7 +4,8 @@ The blocks of the tower are FSDP2 units over all ranks, so either all ranks must
 none: if one rank skipped the tower, the other ranks would wait for it in an all-gather. Before the
 language model runs, the ranks count how many of them have pixels:
 
-    no rank has pixels    no rank runs the tower; its parameters get no gradient, as in stock code
+    no rank has pixels    no rank runs the tower; the tower's parameters get no gradient, as in
+                          stock code
     any rank has pixels   every rank runs the tower once: on its images and videos together, or on
                           one picture of zeros. `ZeroGradients` then connects the outputs for the
                           zeros to the text embeddings: they change no value, and receive exact
@@ -12,8 +13,8 @@ language model runs, the ranks count how many of them have pixels:
 
 The outputs of the tower are passed to the model's own forward as `mm_encoder_outputs`, so images
 and videos may be distributed over ranks in any way. `generate` encodes pictures before its first
-forward, with one call for images and one for videos; for each of them all ranks run the tower, or
-no rank does.
+forward, with one call of the tower for images and one for videos. For each of the two calls, either
+all ranks run the tower or no rank does.
 
 Within an sp group each rank takes a slice of the patches (`patches.py`).
 """
@@ -76,9 +77,9 @@ class TowerOnce(ShardedOnly):
         }
         if not own_inputs:  # only other ranks have pixels
             outputs = run_tower(inner, *self._make_picture_of_zeros(meshes.device))
-            unused = _list_used_features(outputs, self.num_layers)
-            if any(feature.requires_grad for feature in unused):
-                self._connect(inner, given, unused)
+            features = _list_used_features(outputs, self.num_layers)
+            if any(feature.requires_grad for feature in features):
+                self._connect(inner, given, features)
             return (), given
         pixels, grids = (torch.cat(parts) for parts in zip(*own_inputs.values(), strict=True))
         counts = [len(grid) for _, grid in own_inputs.values()]
@@ -87,7 +88,7 @@ class TowerOnce(ShardedOnly):
         outputs = split_tower_outputs(tower_output, counts)
         given[TOWER_OUTPUTS] = dict(zip(own_inputs, outputs, strict=True))
         for name in own_inputs:
-            given[_MODALITIES[name][0]] = None  # or the inner model would run the tower again
+            given[_MODALITIES[name][0]] = None  # otherwise `inner` would run the tower again
         return (), given
 
     def encode_before_generate(
@@ -97,7 +98,7 @@ class TowerOnce(ShardedOnly):
         stock: Callable[[dict[str, Any]], Any],
         model_kwargs: dict[str, Any],
     ) -> Any:
-        """Wrap `stock`, by which `generate` runs the tower; all ranks run it equally often."""
+        """Call `stock`, with which `generate` runs the tower; every rank runs it equally often."""
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return stock(model_kwargs)
@@ -109,14 +110,14 @@ class TowerOnce(ShardedOnly):
                 run_tower(inner, *self._make_picture_of_zeros(meshes.device))
         return stock(model_kwargs)
 
-    def _connect(self, inner: nn.Module, given: dict[str, Any], unused: list[Tensor]) -> None:
-        """Make the backward of the text embeddings run through `unused`, with gradients of zero.
+    def _connect(self, inner: nn.Module, given: dict[str, Any], features: list[Tensor]) -> None:
+        """Make the backward of the text embeddings run through `features`, with gradients of zero.
 
         Otherwise this rank would skip the backward of the tower, where other ranks wait for it.
         """
 
         def connect(embeds_BSH: Tensor) -> Tensor:
-            (connected,) = ZeroGradients.apply(1, False, None, embeds_BSH, *unused)
+            (connected,) = ZeroGradients.apply(1, False, None, embeds_BSH, *features)
             return connected
 
         if given.get("inputs_embeds") is not None:

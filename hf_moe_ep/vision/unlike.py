@@ -1,8 +1,8 @@
 """`RefuseDifferentInputs`: raise on every rank if only some ranks have pictures or sound.
 
-This hook is for models in which no tower was found. Their towers belong to the FSDP2 unit of the
-root, so either all ranks must run them or none. Otherwise the ranks would wait for each other
-forever.
+This hook is for models in which no tower was found. If such a model has towers, they belong to the
+FSDP2 unit of the root, so either all ranks or no rank must run the towers. Otherwise the ranks
+would wait for each other forever.
 """
 
 from __future__ import annotations

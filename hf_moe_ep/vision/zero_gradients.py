@@ -1,7 +1,7 @@
 """`ZeroGradients` makes backward run through modules that the loss of this rank does not depend on.
 
-The loss of another rank depends on these modules. In their backward that rank waits for this rank,
-in an all-gather or a reduce-scatter.
+The loss of another rank depends on these modules. In the backward of the modules, the other rank
+waits for this rank in an all-gather or a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hf_moe_ep.ops.autograd import placeholder_grad
 class ZeroGradients(torch.autograd.Function):
     """Return the first `count` tensors; backward sends exact zeros to all other tensors.
 
-    Backward first calls `before_backward`. It passes on the gradients of the first `count` tensors;
-    with `fill`, a missing gradient of these tensors is replaced by zeros.
+    Backward first calls `before_backward`. Then it passes on the gradients of the first `count`
+    tensors. With `fill`, zeros replace a missing gradient of these tensors.
 
     Forward saves a tensor that backward reads, because under activation checkpointing the first
     read of a saved tensor starts the recompute. This rank therefore recomputes at the same point as
@@ -53,6 +53,6 @@ class ZeroGradients(torch.autograd.Function):
             placeholder_grad(*like) if grad is None and ctx.fill else grad
             for grad, like in zip(grads, ctx.like[:count], strict=True)
         ]
-        others = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
-        zeros = [placeholder_grad(*like) if needed else None for like, needed in others]
+        unused_inputs = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
+        zeros = [placeholder_grad(*like) if needed else None for like, needed in unused_inputs]
         return None, None, None, *returned, *zeros

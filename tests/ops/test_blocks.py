@@ -110,7 +110,7 @@ def test_rows_that_tma_copies_give_the_same_gradients(
 
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:
     row = blocks.TABLE["sm_90", 2, "many"]
-    with pytest.raises(ValueError, match="for `rows` alone"):
+    with pytest.raises(ValueError, match="only `rows` supports tma=True"):
         replace(row, down=replace(row.down, tma=True))
 
 

@@ -6,7 +6,8 @@ a row of the table by the GPU's generation, the bytes of the dtype and the mean 
 expert. `benchmarks/compile_kernels.py` compiles the kernels for all rows of the table ahead of time
 and checks their registers, shared memory and loops.
 
-    m                     rows of a tile, the same in all kernels of a call
+    m                     rows of a tile (up to m consecutive pairs of one expert), the same in all
+                          kernels of a call
     Block(n, k, ...)      columns, step along the sum, warps, pipeline stages; `registers` limits
                           the registers of a thread, so that two programs fit on a multiprocessor;
                           `tma` loads blocks through TMA descriptors, only in `rows`
@@ -67,9 +68,9 @@ class Blocks:
     up_adapted: Block | None = None
 
     def __post_init__(self) -> None:
-        others = [self.up, self.down, self.dgated, self.outer, self.thin, self.thin_outer]
-        if any(block is not None and block.tma for block in [*others, self.up_adapted]):
-            raise ValueError("tma=True is implemented for `rows` alone; leave it out elsewhere")
+        without_tma = [self.up, self.down, self.dgated, self.outer, self.thin, self.thin_outer]
+        if any(block is not None and block.tma for block in [*without_tma, self.up_adapted]):
+            raise ValueError("only `rows` supports tma=True; leave tma out of the other blocks")
 
 
 # Number of terms of the shortest sum that tensor cores compute.
@@ -155,7 +156,7 @@ for _generation in ("sm_80", "sm_90"):
 for _itemsize, _bucket in ((2, "few"), (4, "many"), (4, "few")):
     TABLE[("interpreter", _itemsize, _bucket)] = TABLE[("interpreter", 2, "many")]
 
-# The rows that replace TABLE's for quantised matrices, where TABLE's would spill registers: exact
+# Rows for quantised matrices. They replace the rows of TABLE that would spill registers: exact
 # products of dequantised values need more registers, so the steps are half as long. m is the same.
 FOR_BYTES: dict[tuple[str, int, str], Blocks] = {
     (_generation, 4, _bucket): replace(
@@ -189,9 +190,10 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str = "") -> Blocks:
-    """Return the table's row for pairs of `num_experts` experts in the dtype of `rows`.
+    """Return the table's row for `num_pairs` pairs of `num_experts` experts.
 
-    `quantised` names the format of the matrices. All formats have the same rows per tile (m).
+    `rows` decides the dtype and the device. `quantised` names the format of the matrices. All
+    formats have the same rows per tile (m).
     """
     bucket = "few" if num_pairs < FEW_ROWS * num_experts else "many"
     key = generation(rows.device), rows.element_size(), bucket

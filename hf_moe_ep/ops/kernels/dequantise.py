@@ -7,8 +7,8 @@ scale is computed in fp32 and rounded once, to the dtype of the rows.
     nf4    two codes per byte, the first in the upper half. For each scale the kernel computes the
            16 values that a code can have; a code then selects one of them, which is a shuffle
            between threads and needs no memory access
-    fp8    sm_90 has an instruction that converts; on other GPUs the kernel moves the bits to the
-           positions that they have in an fp32 number
+    fp8    sm_90 has an instruction that converts fp8; on other GPUs the kernel moves the bits to
+           the positions that they have in an fp32 number
 
 A step along the sum is never longer than a block along I. In forward each row of a tile therefore
 has one scale; in backward it has one scale per block of columns. The sizes of a matrix are
@@ -39,7 +39,7 @@ class ByteMatrices:
 
     Attributes:
         values: contiguous bytes in a format of `ops/quantised.py`.
-        scale: contiguous fp32 scales; nested scales are dequantised before.
+        scale: contiguous fp32 scales. Nested scales must be dequantised before.
         kind: "nf4" or "fp8".
         transposed: whether the object stands for the transposed matrices [L, I, O].
     """
@@ -90,7 +90,7 @@ def byte_product(
 ):  # fmt: skip
     """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    With BACK the second factor is the matrix's columns `o_n`, which are its block number `column`.
+    With BACK the second factor consists of the columns `o_n`, which are block number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]

@@ -37,7 +37,7 @@ _BIAS_COLUMNS = 64
 
 @triton.jit
 def _back_through_gate(
-    grad_act, s, pre, grad_pre, act, o_m, first, left, ffn,
+    grad_act, s, pre, grad_pre, act, o_m, first, num_left, ffn,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, NEED_ACT: tl.constexpr,
 ):  # fmt: skip
@@ -45,12 +45,12 @@ def _back_through_gate(
     PART: tl.constexpr = grad_act.shape[1]
     pre_size = 2 * ffn if GATED else ffn
     o_n = first + tl.arange(0, PART)
-    m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
+    m_mn = (o_m < num_left)[:, None] & (o_n < ffn)[None, :]
     o_pre = o_m[:, None] * pre_size + o_n[None, :]
     if GATED and INTERLEAVED:
         o_both = 2 * first + tl.arange(0, 2 * PART)
         o_pre = o_m[:, None] * pre_size + o_both[None, :]
-        m_both = (o_m < left)[:, None] & (o_both < pre_size)[None, :]
+        m_both = (o_m < num_left)[:, None] & (o_both < pre_size)[None, :]
         both = tl.load(pre + o_pre, mask=m_both, other=0.0).to(tl.float32)  # [M, 2 N]
         gate, up = tl.split(tl.reshape(both, (grad_act.shape[0], PART, 2)))
     else:
@@ -90,12 +90,12 @@ def dgated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert, start, left, column = open_tile(tiles, offsets, ffn, BLOCK_N)
+    expert, start, num_left, column = open_tile(tiles, offsets, ffn, BLOCK_N)
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
     # Rows after the expert's last pair repeat that pair; their results are not stored.
-    position = start + tl.minimum(o_m, left - 1)  # [M]
+    position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND != "":
         grad_act = byte_product(
@@ -133,16 +133,17 @@ def dgated_kernel(
             for quarter in tl.static_range(2):
                 dot += _back_through_gate(
                     quarters[quarter], s, pre, grad_pre, act, o_m, first + quarter * QUARTER,
-                    left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
+                    num_left, ffn,
+                    GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
                 )  # fmt: skip
         else:
             dot += _back_through_gate(
                 grad_act_halves[half], s, pre, grad_pre, act, o_m, first,
-                left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
+                num_left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
             )  # fmt: skip
     if NEED_PARTIAL:
         p_partial = partial + column.to(tl.int64) * num_pairs + start + o_m  # [M]
-        tl.store(p_partial, dot, mask=o_m < left)
+        tl.store(p_partial, dot, mask=o_m < num_left)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -152,11 +153,11 @@ def bias_dots_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Store partial[num_columns, a] = <gradient of the row of a, bias of the expert of a>."""
-    expert, start, left, _ = open_tile(tiles, offsets, 1, 1)
+    expert, start, num_left, _ = open_tile(tiles, offsets, 1, 1)
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    row = tl.load(row_of_position + start + tl.minimum(o_m, left - 1))  # [M]
+    row = tl.load(row_of_position + start + tl.minimum(o_m, num_left - 1))  # [M]
     p_g = grad + row.to(tl.int64)[:, None] * grad_stride
     bias += expert.to(tl.int64) * bias_stride_l
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -166,7 +167,7 @@ def bias_dots_kernel(
         b_g = tl.load(p_g + o_k[None, :], mask=(o_k < hidden)[None, :], other=0.0)  # [M, K]
         total += tl.sum(b_g.to(tl.float32) * b_bias.to(tl.float32)[None, :], axis=1)
     p_partial = partial + num_pairs.to(tl.int64) * num_columns + start + o_m  # [M]
-    tl.store(p_partial, total, mask=o_m < left)
+    tl.store(p_partial, total, mask=o_m < num_left)
 
 
 def dgated(

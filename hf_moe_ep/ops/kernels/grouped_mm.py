@@ -4,7 +4,8 @@ The rows are sorted by expert.
 
     grouped_mm   the down projection (with its bias) and the gradient of the rows; the second
                  product of an adapter adds a few steps to the same sum
-    thin_mm      the first product of an adapter times its scale; can gather its rows
+    thin_mm      the first product of an adapter, times the scale of the adapter; the kernel can
+                 gather the rows
 
 The matrix is read through its strides, so neither forward nor backward copies a weight.
 """
@@ -43,12 +44,12 @@ def grouped_mm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert, start, left, column = open_tile(tiles, offsets, width, BLOCK_N)
+    expert, start, num_left, column = open_tile(tiles, offsets, width, BLOCK_N)
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
     # Rows after the expert's last pair repeat that pair; their results are not stored.
-    position = start + tl.minimum(o_m, left - 1)  # [M]
+    position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if BY_BLOCKS:
         sums = block_product(
@@ -80,7 +81,7 @@ def grouped_mm_kernel(
         b_bias = tl.load(p_bias, mask=o_n < width, other=0.0)  # [N]
         sums += b_bias.to(tl.float32)[None, :]
     p_out = out + (start + o_m).to(tl.int64)[:, None] * width + o_n[None, :]  # [M, N]
-    m_out = (o_m < left)[:, None] & (o_n < width)[None, :]
+    m_out = (o_m < num_left)[:, None] & (o_n < width)[None, :]
     tl.store(p_out, sums.to(out.dtype.element_ty), mask=m_out)
 
 
@@ -94,9 +95,10 @@ def grouped_mm(
     *,
     back: bool = False,
 ) -> Tensor:
-    """Return out_AO in the dtype of `rows_AI`, which is contiguous. Matrices may have any strides.
+    """Return out_AO in the dtype of `rows_AI`.
 
-    With `back` the rows are gradients of up's output; otherwise the rows are inputs of down.
+    `rows_AI` must be contiguous; the matrices may have any strides. With `back` the rows are
+    gradients of up's output; otherwise they are inputs of down.
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
@@ -115,7 +117,7 @@ def thin_mm(
 ) -> Tensor:
     """Return out_AP = scale * rows @ matrix. With `gather` the kernel reads the row of each pair.
 
-    Each row is contiguous. The stride between gathered rows is free.
+    Each row must be contiguous. With `gather`, the stride between rows may have any value.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
     block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
@@ -162,7 +164,10 @@ def _launch(
 
 
 def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
-    """Return True if TMA can load both tensors: aligned, contiguous rows, whole steps along I."""
+    """Return True if TMA can load both tensors.
+
+    This needs aligned and contiguous rows, and a size I that consists of whole steps.
+    """
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
         for x in (rows, matrix_LIO)

@@ -28,7 +28,7 @@ def tile_product(
     p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
     sums = tl.zeros([position.shape[0], o_n.shape[0]], tl.float32)
     # Without this hint Triton allows for a loop of zero steps. If an adapter's product follows in
-    # the same registers, Triton 3.6 on sm_90 then waits for each product before it starts the next.
+    # the same registers, Triton 3.6 on sm_90 then waits for each product before the next product.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         if EVEN_K:
@@ -53,7 +53,9 @@ def block_product(
     rows, matrix, start, matrix_row, matrix_column, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return [M, N]: rows from `start` on times a block of columns; both factors are descriptors.
+    """Return [M, N]: rows from `start` on times a block of columns of the matrix.
+
+    `rows` and `matrix` are TMA descriptors.
 
     `inner` is a multiple of BLOCK_K. An expert's last tile also reads rows of the next expert, or
     reads past the last row; the sums of these rows are not stored.

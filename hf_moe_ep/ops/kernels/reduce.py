@@ -4,7 +4,8 @@
     weight_grads   out_RK[r, k] = sum over columns of partial[column, slots[r, k]]
     segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
-A pair without an expert here has the slot A, one past the last row. No kernel reads that row.
+The slot of a pair is its position among the A sorted pairs. A pair without an expert here has the
+slot A, one past the last row, and no kernel reads that row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_moe_ep.ops.interface import Routing
 # Rows and columns in a block of `segment_sum`, and routing weights in a block of `weight_grads`.
 _SUM_ROWS = 32
 _SUM_COLUMNS = 128
-_FLAT = 256
+_WEIGHTS = 256
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -104,8 +105,8 @@ def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tenso
     columns, num_pairs = partial_CA.shape
     out_RK = torch.empty_like(like_RK, memory_format=torch.contiguous_format)
     num_slots = out_RK.numel()
-    weight_grads_kernel[(triton.cdiv(num_slots, _FLAT),)](
-        partial_CA, routing.slots_RK, out_RK, num_pairs, columns, num_slots, BLOCK=_FLAT
+    weight_grads_kernel[(triton.cdiv(num_slots, _WEIGHTS),)](
+        partial_CA, routing.slots_RK, out_RK, num_pairs, columns, num_slots, BLOCK=_WEIGHTS
     )
     return out_RK
 
@@ -119,7 +120,11 @@ def segment_sum(
     scale: float,
     gather: bool,
 ) -> None:
-    """Fill `out_LO`, the gradient of a bias. Unless `gather`, the rows are in pair order."""
+    """Fill `out_LO`, the gradient of a bias.
+
+    With `gather` the kernel loads the row of each pair by its number. Otherwise `rows` has one row
+    per pair, in the order of the sorted pairs.
+    """
     num_experts, width = out_LO.shape
     segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
         rows, routing.pair_A, routing.row_A, weights_RK, routing.offsets, out_LO, width,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
+# A program counts or places _BLOCK pairs, and loads _CHUNK pairs, blocks or tiles at a time.
 _BLOCK = 512
 _CHUNK = 64
 
@@ -107,16 +108,17 @@ def _tiles_kernel(
 def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
     """Return a program's (expert, first position, positions left in the expert, block of columns).
 
-    Consecutive programs compute the blocks of BLOCK_N columns of a tile, which has `width` columns.
-    The expert is -1 for unused entries of the list. `left` may exceed the size of a tile.
+    Consecutive programs compute one tile of an output with `width` columns, in blocks of BLOCK_N
+    columns. The expert is -1 for unused entries of the list. The number of positions left may
+    exceed the size of a tile.
     """
     num_n = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0) // num_n
     column = tl.program_id(0) % num_n
     expert = tl.load(tiles + 2 * tile)
     start = tl.load(tiles + 2 * tile + 1)
-    left = tl.load(offsets + expert + 1) - start
-    return expert, start, left, column
+    num_left = tl.load(offsets + expert + 1) - start
+    return expert, start, num_left, column
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_sorted"])
@@ -152,12 +154,15 @@ def _place_kernel(
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the largest possible number of tiles; each expert can have a tile that is not full."""
+    """Return the largest possible number of tiles. One tile of each expert may be partly full."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
-    """Sort the pairs of `ids_RK` by expert. `num_sorted` of them, at least one, have an expert."""
+    """Sort the pairs of `ids_RK` by expert.
+
+    `num_sorted` pairs, at least one, have an expert here; all other pairs get no position.
+    """
     num_pairs = ids_RK.numel()
     device = ids_RK.device
     num_blocks = triton.cdiv(num_pairs, _BLOCK)

@@ -1,12 +1,12 @@
-"""Gather rows, multiply them by their expert's gate and up matrices, apply the gate: one kernel.
+"""One kernel gathers rows, multiplies them by their expert's gate and up matrices, and gates them.
 
     pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored if `keep_pre`
     act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
 The second product of an adapter adds a few steps to the same sum; `LowRows` holds the result of the
 first product. Gate and up are one product, twice as wide as act. If gate and up are concatenated in
-the weight, a block has the same columns of both halves. If gate and up are interleaved, a block has
-pairs of columns, which are split after the sum.
+the weight, a block has the same columns of the gate half and of the up half. If gate and up are
+interleaved, a block has pairs of neighbouring columns, which are split after the sum.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert, start, left, column = open_tile(tiles, offsets, ffn, BLOCK_N)
+    expert, start, num_left, column = open_tile(tiles, offsets, ffn, BLOCK_N)
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
     # Rows after the expert's last pair repeat that pair; their results are not stored.
-    position = start + tl.minimum(o_m, left - 1)  # [M]
+    position = start + tl.minimum(o_m, num_left - 1)  # [M]
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     HALF: tl.constexpr = WIDTH // 2
     pre_size = 2 * ffn if GATED else ffn
@@ -94,12 +94,12 @@ def up_kernel(
         g = gates[half]  # [M, N / 2], or [M, N] with gate and up interleaved
         u = ups[half]
         o_n = column * BLOCK_N + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
+        m_mn = (o_m < num_left)[:, None] & (o_n < ffn)[None, :]
         if INTERLEAVED:
             o_both = column * WIDTH + half * HALF + tl.arange(0, HALF)
             if KEEP_PRE:
                 p_pre = pre + o_m[:, None] * pre_size + o_both[None, :]  # [M, N]
-                m_both = (o_m < left)[:, None] & (o_both < pre_size)[None, :]
+                m_both = (o_m < num_left)[:, None] & (o_both < pre_size)[None, :]
                 tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_both)
             g, u = tl.split(tl.reshape(g, (BLOCK_M, HALF // 2, 2)))
         elif KEEP_PRE:
