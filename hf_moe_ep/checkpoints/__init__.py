@@ -4,7 +4,7 @@
 layout; `training/` saves and loads the state from which a run resumes. Never: how parameters are
 sharded (`sharding/`).
 
-A slice of a tensor has three forms, and no others:
+A slice of a tensor is described by one of three types:
 
     Box         storage/boxes.py             index ranges, [start, stop) per dim: a rank's shard, a
                                              slab to write, the part of a file to read

@@ -67,7 +67,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _search(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints, the newest last, and {other folder: reason}.
+    """Return the complete checkpoints, newest last, and a reason by other folder.
 
     `root` is a folder of checkpoints, or a checkpoint.
     """
@@ -93,7 +93,7 @@ def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
 
 
 def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
-    """Return the newest folder that is not unfinished, and True if it has a manifest.
+    """Return the newest folder, apart from unfinished ones, and True if it has a manifest.
 
     Raises:
         ValueError: there is no such folder; the message lists the unfinished ones.

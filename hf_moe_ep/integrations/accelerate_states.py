@@ -3,7 +3,8 @@
 A save writes a marker first and a manifest last, as the Trainer and `save_checkpoint` do
 (`checkpoints/storage/manifest.py`). If the job is killed in between, `load_state` refuses the
 folder, even if it held an older complete state. Save to a new folder each time to keep the older
-state: `out/step-100`, or Accelerate's automatic names. With automatic names:
+state: `out/step-100`, or one of the names that Accelerate counts up (automatic_checkpoint_naming).
+With these automatic names:
 
     - older folders are deleted after the manifest is written (stock deletes them before the save)
     - a folder that a killed job left unfinished is overwritten
@@ -68,7 +69,9 @@ _FILES_OF_DCP = (".metadata", "*.distcp")
 def save_state(
     original: Callable[..., Any], self: Accelerator, output_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.save_state`: save between a marker and a manifest, experts in hub order.
+    """Wrap `Accelerator.save_state`: save between a marker and a manifest.
+
+    Experts that `balance_experts` has moved are saved in hub order, the order of a hub checkpoint.
 
     Raises:
         ValueError: on every rank, with automatic names: the next folder exists already.

@@ -60,8 +60,8 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         every: the minimum number of steps between two logs. With 1 the values are logged whenever
             the Trainer logs its loss (`logging_steps`).
         heat_map: a PNG that rank 0 writes with every checkpoint and at the end of training: layers
-            x experts, in at most 12 panels over time. Each panel covers the steps since the panel
-            before it. A resumed run starts with the first step after the resume.
+            x experts, in at most 12 panels over time. Each panel covers the steps since the
+            previous panel. A resumed run starts with the first step after the resume.
         rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
             load of these steps; None = never.
         threshold: experts of a layer are moved if its busiest rank has more than `threshold` times
@@ -196,7 +196,7 @@ def _find_patched(model: nn.Module) -> ModelState:
     state = find_state(model)
     if state is None:
         raise ValueError(
-            "ExpertLoadCallback: this model is not patched, so nothing counts its tokens; call "
+            "ExpertLoadCallback: this model is not patched, so its tokens are not counted; call "
             "patch(model) before Trainer(model=model)"
         )
     check_counts(state, "ExpertLoadCallback")

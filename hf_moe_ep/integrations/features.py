@@ -9,8 +9,9 @@ that would use the feature raise an error with the same text. If, for example, A
     accelerator.prepare(model)      raises on 2 ranks
     apply_ep_fsdp2(model)           works: a hand-written loop does not use the function
 
-Some features list no calls. Without them no run goes wrong silently either: they only improve an
-error message, or the missing function is itself the call that would use the feature.
+Some features list no calls, because a run without them cannot give wrong results silently: such a
+feature only improves an error message, or the missing function is itself the call that would use
+it.
 """
 
 from __future__ import annotations

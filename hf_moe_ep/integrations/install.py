@@ -1,21 +1,24 @@
 """Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
 
-`import hf_moe_ep` replaces no function, and neither does `patch` in a hand-written loop. `patch`
-sets `save_pretrained` of its model, and registers the groups of the table below. Each group is
-installed when the process starts to use the group's library:
+The table has one row per function, in groups. `import hf_moe_ep` and a training loop without these
+libraries replace no function of them. `patch` sets `save_pretrained` of its model; the functions of
+a group are replaced later, when the process starts to use them:
 
-    group        installed                                           replaced for the process
-    ACCELERATE   when the process shows a sign of using Accelerate    3 functions
+    group        time of the replacement                              functions replaced
+    ACCELERATE   when the process shows a sign of using Accelerate    3
     CPU_RANKS    with ACCELERATE, if the launch config asks for FSDP  1
-    QUANTISED    when `prepare` is given a model with experts_dtype   2
+    QUANTISED    when `prepare` or a Trainer is given a model with    2
+                 quantised experts
     TRAINER      when transformers.trainer is imported                4
     ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
     TRL          when the module of each row is imported              4
 
-Each of these wrappers first checks if it was given a patched model. With a stock model it calls the
-stock function and does nothing else. With a patched model it also adds our methods to the objects
-that are involved, for all later calls:
+Such a function is replaced for the whole process. Its wrapper first checks if it was given a
+patched model. If not, it calls the stock function and does nothing else. With a patched model it
+also adds our methods to the objects that are involved, for all later calls:
+
+    object              how our methods are added
 
     an Accelerator      its class becomes a subclass that has ACCELERATOR_METHODS
     a Trainer           its class becomes a subclass that has TRAINER_METHODS
@@ -75,7 +78,7 @@ from hf_moe_ep.upstream.wrap import (
 def prepare_objects(
     original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.prepare`: add our methods to the Accelerator if a model is patched."""
+    """Wrap `Accelerator.prepare`: if one of its models is patched, add our methods."""
     for model in args:
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
@@ -104,8 +107,8 @@ def prepare_model(
 def create_accelerator(original: Callable[..., Any], self: transformers.Trainer) -> None:
     """Wrap `Trainer.create_accelerator_and_postprocess`.
 
-    The Trainer has its model by then, unless `model_init` builds the model later. TRL's trainers
-    prepare their reference models right after this call.
+    When this is called, the Trainer already has its model, unless `model_init` builds the model
+    later. TRL's trainers prepare their reference models right after this call.
     """
     _wrap_cpu_ranks()
     original(self)
@@ -115,7 +118,7 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
 def call_model_init(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.call_model_init`, whose model may be patched."""
+    """Wrap `Trainer.call_model_init`: the model that it builds may be patched."""
     model = original(self, *args, **kwargs)
     adopt_trainer(self, model)
     return model
@@ -134,7 +137,7 @@ def train(
 def evaluate(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.evaluation_loop`, as a Trainer that only evaluates never calls `train`."""
+    """Wrap `Trainer.evaluation_loop`: a Trainer that only evaluates does not call `train`."""
     adopt_trainer(self, self.model)
     return original(self, *args, **kwargs)
 
@@ -142,7 +145,8 @@ def evaluate(
 def log_expert_load(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `Trainer.log`. The callback's module is slow to import, so the import stands here."""
+    """Wrap `Trainer.log`: add the values of an ExpertLoadCallback."""
+    # This module is slow to import, so it is imported at the first call.
     from hf_moe_ep.integrations import expert_load
 
     expert_load.log(original, self, *args, **kwargs)
@@ -215,7 +219,13 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
 def _rows(
     owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
 ) -> tuple[Wrap, ...]:
-    """Build the rows of one owner and feature from (name of the stock function, ours, why)."""
+    """Build the rows of the table for functions of one owner.
+
+    Args:
+        owner: the module or class that has the functions, like "module" or "module:Class".
+        feature: is lost if a function is missing in an installed version.
+        functions: (name of the stock function, our wrapper, why the function is wrapped).
+    """
     separator = "." if ":" in owner else ":"
     return tuple(
         Wrap(f"{owner}{separator}{name}", ours, why, feature) for name, ours, why in functions
@@ -227,6 +237,9 @@ _TRAINER = "transformers.trainer:Trainer"
 _PEFT_MODEL = "peft.peft_model:PeftModel"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 
+# The groups of the table. A comment names what is replaced: a function for the whole process
+# (Process), or a method of a single object (Object).
+#
 # Process: installed when the process starts to use Accelerate.
 ACCELERATE = (
     # ms-swift imports this function from accelerate.utils. `wrap_process` replaces it there too.
@@ -310,7 +323,7 @@ ACCELERATOR_METHODS = (
     *_rows(
         _ACCELERATOR,
         features.TRACKERS,
-        ("log", trackers.log, "names the tracker that fails, since the other ranks hang then"),
+        ("log", trackers.log, "names a tracker that fails, because the other ranks then hang"),
     ),
     *_rows(
         _ACCELERATOR,
@@ -322,7 +335,7 @@ ACCELERATOR_METHODS = (
         ),
     ),
 )
-# Object: an optimizer that such an Accelerator has prepared.
+# Object: an optimizer that was prepared together with a patched model.
 (OPTIMIZER_STEP,) = _rows(
     "accelerate.optimizer:AcceleratedOptimizer",
     features.BIASES,
@@ -397,7 +410,7 @@ TRAINER_METHODS = (
         (
             "_get_num_items_in_batch",
             shared_batches.get_num_items_in_batch,
-            "leaves a token count of this rank alone undivided; stock divides it by tp_size",
+            "does not divide the token count of a single rank by tp_size, as stock does",
         ),
         (
             "floating_point_ops",
@@ -543,7 +556,7 @@ OBJECTS = (
 
 
 def install(model: nn.Module, state: ModelState) -> None:
-    """Set our methods on a patched model, and install each group once its library is in use.
+    """Set our methods on a patched model, and install each group when its library is used.
 
     A warning names each target that an installed version lacks (`features.py`).
     """
@@ -588,13 +601,17 @@ def _wrap_peft() -> None:
 
 
 class WrapReport(NamedTuple):
-    """One row of the table, looked up in the installed versions.
+    """The result of looking up one row of the table in the installed versions.
 
     If `resolved` is False and `error` is empty, the package is not installed and is not needed.
 
     Attributes:
+        target: the stock function, like "module:Class.function".
+        why: why the function is wrapped.
+        feature: the feature that needs the wrapper.
         resolved: True if the installed version has the target.
         raises: True if a call that uses the feature raises when the target is missing.
+        error: the reason why the target was not found, or "".
         process: True if the target is replaced for the process, False if single objects are.
         in_force: True if the target is replaced for this process now.
     """

@@ -82,7 +82,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in args:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    plugin = getattr(self.state, "fsdp_plugin", None)  # missing on one CPU (accelerate 1.15)
+    plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
     if state.meshes is None or plugin is None:
         prepared = original(self, *args, **kwargs)
     else:
@@ -127,7 +127,10 @@ def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
-    """Raise if a rank has an empty shard: Accelerate matches parameters by their data pointers."""
+    """Raise if a rank has an empty shard.
+
+    Accelerate matches parameters by their data pointers, and an empty shard has none.
+    """
     for model in args:
         for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
             if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:

@@ -1,18 +1,20 @@
 """Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
 
-4 processes with sp_size 2 are 2 data ranks: each pair of processes works on the same batch.
-`share_batches` stores the number of ranks per batch on one Accelerator, and `sharing` returns it.
-Accelerate assumes that every process has its own batches, so these functions are corrected for
-that Accelerator and its Trainer:
+A data rank is a group of `sp_size` processes that work on the same batch: 4 processes with sp_size
+2 are 2 data ranks. `share_batches` stores the number of processes per batch on one Accelerator, and
+`sharing` returns this number. Accelerate assumes that every process has its own batches, so these
+functions are corrected for that Accelerator and its Trainer:
 
-    data loaders          Accelerate's `prepare_data_loader` is given data ranks instead of ranks
-    gather_for_metrics    takes each sample once, from the first rank of its group
-    schedulers            take one step per data rank and optimizer step, not one per process
+    function              what it does after the correction
+    prepare_data_loader   splits samples over the data ranks instead of the processes
+    gather_for_metrics    takes each sample once, from the first process of its data rank
+    prepare_scheduler     steps once per data rank and optimizer step, not once per process
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
                           `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
                           of whole sequences
 
-The Trainer knows one number of ranks per batch, `get_tp_size()`, and divides its counts by it.
+The Trainer divides its counts by the result of `get_tp_size()`, the only number of processes per
+batch that it knows.
 """
 
 from __future__ import annotations
@@ -156,13 +158,13 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
 def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
+    """Wrap `Accelerator.gather_for_metrics`: take each sample once, from one rank per batch."""
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
     if use_gather_object or not _all_tensors(input_data):
-        first = self.process_index % sharing(self) == 0
-        return original(self, input_data if first else input_data[:0], True)
+        is_first = self.process_index % sharing(self) == 0
+        return original(self, input_data if is_first else input_data[:0], True)
     gather = self.gather
     # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
     self.gather = lambda data: _first_of_each_group(gather(data), self)
@@ -187,10 +189,10 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer._get_num_items_in_batch`: return the label tokens by which to divide the loss.
+    """Wrap `Trainer._get_num_items_in_batch`: count the label tokens, which divide the loss.
 
-    Stock divides the count by `get_tp_size()`, even if it is the count of this rank alone. In this
-    case the division is undone.
+    Stock divides the count by `get_tp_size()`. With `average_tokens_across_devices=False` only the
+    tokens of this rank were counted, so this division is undone.
     """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
@@ -218,7 +220,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: if it returns logits, gather those of whole sequences."""
+    """Wrap `Trainer.prediction_step`: return logits of whole sequences, if it returns logits."""
     state = find_state(self.model)
     if state is None or sharing(self.accelerator) == 1:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -296,10 +298,10 @@ def _check_stream(data_loader: Any) -> None:
 
 
 def _set_stream_remainder(accelerator: Accelerator) -> None:
-    """At the end of a stream, set `remainder` of its loader: the real samples in the last batch.
+    """Set `remainder` of a stream's loader to the number of real samples in the last batch.
 
-    Accelerate uses `remainder` to drop the samples that pad this batch, but does not set it for a
-    stream, whose length it does not know.
+    Accelerate drops the samples that pad this batch if `remainder` is set. Accelerate does not set
+    it for a stream, because the length of a stream is unknown.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)

@@ -6,7 +6,8 @@ A save writes a marker first and a manifest last (`checkpoints/storage/manifest.
     2. Call `Trainer._save_checkpoint`, but postpone its push to the hub and its deletion of older
        checkpoints.
     3. Write the manifest. From here on the folder counts as complete.
-    4. Push, then delete all unfinished checkpoints and the oldest complete ones.
+    4. Push, then delete all unfinished checkpoints, and the oldest complete ones beyond
+       `save_total_limit`.
 
 Stock deletes older checkpoints in step 2. If the job were killed right after that, there might be
 no complete checkpoint. `resume_from_checkpoint=True` resumes from the newest complete checkpoint. A
@@ -15,8 +16,8 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 `accelerate_states.py` does the same for `Accelerator.save_state`.
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
-model's own parameter names, but in hub layout experts have other names: it would report them as
-missing and keep their old values. The Trainer reads all files except those of DCP with
+model's own parameter names, but in hub layout experts have other names: stock would report the
+experts as missing and keep their old values. The Trainer reads all files except those of DCP with
 weights_only=True; `checkpoints/storage/unpickle.py` checks DCP's files.
 """
 
@@ -88,7 +89,7 @@ def save_checkpoint(
 def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str) -> None:
     """Wrap `Trainer._push_from_checkpoint`: push after the manifest is written.
 
-    If it were pushed without its manifest, the checkpoint on the hub would count as unfinished.
+    A checkpoint that is pushed without its manifest would count as unfinished on the hub.
     """
     postponed = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
     if postponed is None:
@@ -106,8 +107,8 @@ def rotate(
 ) -> None:
     """Wrap `rotate_checkpoints`: delete older checkpoints after the manifest is written.
 
-    Unfinished checkpoints are deleted first. Stock counts them towards `save_total_limit`, and
-    deletes complete checkpoints in their stead.
+    Unfinished checkpoints are deleted first. Stock counts unfinished checkpoints towards
+    `save_total_limit`, and deletes complete ones instead.
     """
     postponed = _held_back.get(os.path.abspath(output_dir))
     if postponed is None:

@@ -6,8 +6,8 @@ gives the last batches of an epoch to the first ranks only. With 7 batches on 2 
     rank 0   0 2 4 6
     rank 1   1 3 5       ends its epoch, while rank 0 waits in the experts' all-to-all
 
-Streams have no length, so they are not checked. For example, with `dispatch_batches=False` each
-rank reads different files of a streaming data set of `datasets`.
+Streams have no length, so they are not checked, although they can be uneven: for example, with
+`dispatch_batches=False` each rank reads different files of a streaming data set of `datasets`.
 """
 
 from __future__ import annotations

@@ -1,23 +1,28 @@
 """Send the values of sharded parameters to rank 0 or to all ranks, shard by shard.
 
-To rank 0 (`slabs_of`, `gather_state_dict`): the shards of a tensor are sent one after the other. A
-shard is broadcast along one mesh axis, then along the next. So besides its own shards a rank needs
-memory for one shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for
-the experts of one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+A box is the index range of a shard in each dim of the tensor. A slab is the part of a tensor that a
+range of dim 0 selects.
 
-    experts   owner      along ep_fsdp   along ep
-    first     rank 0     -               -
-    second    rank 2     2 to 0          -
-    third     rank 1     -               1 to 0
-    fourth    rank 3     3 to 1          1 to 0
+To rank 0 (`slabs_of`): the shards of a tensor are sent one after the other. A shard is broadcast
+along one mesh axis, then along the next. So besides its own shards a rank needs memory for one
+shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of
+one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+
+    quarter of the experts   owner      sent along ep_fsdp   sent along ep
+    first                    rank 0     -                    -
+    second                   rank 2     2 to 0               -
+    third                    rank 1     -                    1 to 0
+    fourth                   rank 3     3 to 1               1 to 0
 
 An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-To all ranks (`slabs_for_all`): a few rows of dim 0 are sent at a time. Their owner broadcasts them
-along the first axis; then every rank that has them broadcasts them along the next axis. In the
+To all ranks (`slabs_for_all`): one slab is sent at a time. The owner of its rows broadcasts them
+along the first axis; then every rank that has the rows broadcasts them along the next axis. In the
 table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
 receives each byte once. A change of the values, such as a cast, is computed by their owner.
+
 `gather_changed` and `gather_whole` use all-gathers and return a whole tensor on every rank.
+`gather_state_dict` gathers one tensor after the other in this way, and keeps them on rank 0.
 """
 
 from __future__ import annotations

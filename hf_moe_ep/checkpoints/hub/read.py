@@ -79,8 +79,8 @@ def find_weights(
 
     Args:
         model: not sharded yet; only its shapes and dtypes are used.
-        empty: the names of parameters in `named_parameters`, which has a tied weight under its
-            first name. The checkpoint may store a tied weight under any of its names.
+        empty: names of parameters, as in `named_parameters`, which lists a tied weight under its
+            first name only. The checkpoint may store a tied weight under any of its names.
 
     Raises:
         ValueError: on every rank: the folder is no complete checkpoint; tensors are missing, have
@@ -126,9 +126,9 @@ def _rename_keys(
 ) -> Mapping[str, FileTensor]:
     """Rename the tensors of a checkpoint to the keys under which `model` is saved.
 
-    As in transformers, a base model loads the checkpoint of a model with a head, without that head;
-    a model with a head loads the checkpoint of its base model, in which the head is missing; and
-    both load a checkpoint with older names.
+    As in transformers, a base model accepts the checkpoint of a model with a head and ignores the
+    head, a model with a head accepts the keys of its base model, and both accept older names. A
+    head that is then missing is an error later, unless its weight is tied.
     """
     stock = without_adapters(model)
     prefix = base_prefix(stock)
@@ -176,7 +176,7 @@ def _match_parameters(
     aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    # By the name under which the checkpoint stores a parameter:
+    # The keys of these three are the names under which the checkpoint stores the parameters.
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     model_names: dict[str, list[str]] = {}
@@ -231,7 +231,7 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
         if not same_values(tensors[first], tensors[other]):
             raise ValueError(
                 f"{first} and {other} have different values, but the config ties them to one "
-                f"weight; load the model with tie_word_embeddings=False, or correct its config.json"
+                f"weight; load the model with tie_word_embeddings=False, or correct config.json"
             )
 
 

@@ -10,11 +10,13 @@ The library's own `save_file` needs all tensors of a file in memory; `Writer` wr
 other.
 
 The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
-ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0), reading whole tensors |
-a quarter of the rows | a quarter of the columns:
+ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
 
-    seconds                  library  0.09 | 0.03 | 0.05     Reader  0.17 | 0.04 | 0.85
-    peak of resident MiB     library   775 |  260 |  772     Reader     8 |    8 |    8
+                                 seconds               peak of resident MiB
+    part of each tensor      library    Reader         library    Reader
+    the whole tensor            0.09      0.17             775         8
+    a quarter of the rows       0.03      0.04             260         8
+    a quarter of the columns    0.05      0.85             772         8
 
 So a load with `Reader` needs memory for its shards only. Network file systems can truncate a file
 during a load: `Reader` then raises a ValueError that names the file, while a process that maps the
@@ -90,7 +92,7 @@ class FileTensor:
     def read_into(
         self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
     ) -> None:
-        """Read a box of the tensor, viewed in the shape `view`, into `out`.
+        """Read a box (index ranges) of the tensor, viewed in the shape `view`, into `out`.
 
         `dtype` is used by subclasses that decode quantised weights: values are rounded to `dtype`.
         """
@@ -109,7 +111,7 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
             safetensors file; a file lacks a tensor that the index names. The error names the file.
     """
     directory, index = Path(directory), f"{single}.index.json"
-    if (directory / single).is_file():  # as in transformers, it has precedence over an index
+    if (directory / single).is_file():  # this file has precedence over an index, as in transformers
         return read_header(directory / single)[0]
     if not (directory / index).is_file():
         raise ValueError(
@@ -178,7 +180,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
 def _parse(
     text: bytes,
 ) -> tuple[list[tuple[int, int, str, str, tuple[int, ...]]], dict[str, str]]:
-    """Return the metadata, and (start, stop, key, dtype, shape) in the order of the bytes."""
+    """Return (start, stop, key, dtype, shape) in the order of the bytes, and the metadata."""
     header = json.loads(text)
     metadata = dict(header.pop("__metadata__", None) or {})
     rows = []
@@ -233,7 +235,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 class Reader:
-    """Reads boxes of tensors; files stay open until `close` is called."""
+    """Reads boxes (index ranges) of tensors; files stay open until `close` is called."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}

@@ -10,7 +10,8 @@ the whole tensor. So the sums of the ranks add up to the sum of the whole tensor
 gathered, and every layout gives the same hash. Different bases have different hashes, but the hash
 is no protection against an attacker.
 
-If `balance_experts` has moved an expert, the hash uses its position in hub order.
+If `balance_experts` has moved experts, the hash uses their positions in hub order, the order of a
+hub checkpoint.
 
 Frozen bytes do not change, so a rank reads its shards once and stores the sums. The rank reads a
 shard again if autograd has counted a write into the tensor, or if another tensor has replaced it. A
@@ -87,7 +88,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
 
 
 def base_file(index: int) -> str:
-    """Return the file name for model `index` of a folder, with Accelerate's way of numbering."""
+    """Return the file name for model `index` of a folder, numbered as Accelerate numbers files."""
     return BASE if index == 0 else f"{Path(BASE).stem}_{index}.json"
 
 
@@ -112,7 +113,7 @@ def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
             f"{folder} was saved by a run on {saved['model'] or 'a model'} with {first} "
             f"{saved['hashes'].get(first)}, and this is {base['model'] or 'a model'} with "
             f"{base['hashes'][first]} ({len(names)} of {len(base['hashes'])} tensors of experts "
-            f"differ): this is another base; load the base on which those adapters were trained"
+            f"differ): this is another base; load the base on which the saved adapters were trained"
         )
 
 

@@ -1,8 +1,9 @@
 """Capture, restore or reseed the random generators of one rank.
 
-If the number of data ranks is the same, each rank restores its own generators. Otherwise every
-generator is seeded from the saved state of rank 0 and the data rank. So if a run is resumed twice
-from one checkpoint, it draws the same numbers both times, and other numbers than in its first
+A data rank is a sequence-parallel group, or a single rank without sequence parallelism. If the
+number of data ranks is the same, each rank restores its own generators. Otherwise every generator
+is seeded from the saved state of rank 0 and the number of the data rank. So if a run is resumed
+twice from one checkpoint, it draws the same numbers both times, and other numbers than in its first
 steps. The ranks of a sequence-parallel group get the same seed, because they share their batches
 and must draw the same samples.
 """

@@ -1,10 +1,11 @@
-"""Collect the state of a training run as named tensors that do not depend on the layout.
+"""Collect the state of a training run as named tensors, for any number of ranks and mesh sizes.
 
-    model.<parameter>             parameters (tied parameters under their first name), buffers
+    name                          tensor
+    model.<parameter>             a parameter (tied parameters have their first name) or a buffer
     optimizer.<key>.<parameter>   optimizer state of the parameter's shape: exp_avg, ...
-    everything else               JSON (`state_file.py`): single numbers like `step`, options
 
-Sharded tensors are DTensors of the global shape, so they can be sharded for any other layout
+Everything else is saved as JSON (`state_file.py`): single numbers like `step`, and options. Sharded
+tensors are DTensors of the global shape, so another run can shard them over its own ranks
 (`spread.py`, `part_files.py`). LoRA factors of experts are saved in the form of a sharded model,
 [E, r, in] and [E, out, r]; loading packs them for a model that is not sharded (`factors.py`).
 
@@ -110,11 +111,11 @@ class NamedState:
         return list(files)
 
 
-def model_slots(model: nn.Module) -> dict[str, StateTensor]:
+def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     """Return the tensors of a model that are saved, by name.
 
-    The base model that PEFT froze is not saved, nor are experts that are held quantised; `base.py`
-    saves hashes of these experts.
+    The base model that PEFT froze is left out, and so are experts that are held quantised;
+    `base.py` saves hashes of these experts instead.
     """
     inner = unwrap(model)
     has_adapters = any(wraps_for_adapters(module) for module in inner.modules())
@@ -135,18 +136,18 @@ def model_slots(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """Collect the state of a resharded model and its optimizer, which may share the memory.
+    """Collect the state of a resharded model and its optimizer; the tensors are not always copied.
 
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
     """
-    slots = model_slots(model)
+    of_model = model_state_tensors(model)
     tensors = {
-        f"model.{name}": slot.in_file_form(slot.tensor)
-        for name, slot in slots.items()
-        if slot.tensor.ndim
+        f"model.{name}": saved.in_file_form(saved.tensor)
+        for name, saved in of_model.items()
+        if saved.tensor.ndim
     }
-    scalars = {name: slot.tensor for name, slot in slots.items() if not slot.tensor.ndim}
+    scalars = {name: saved.tensor for name, saved in of_model.items() if not saved.tensor.ndim}
     if optimizer is None:
         return NamedState(tensors, scalars, None)
     moments, optimizer_state = _collect_optimizer(model, optimizer)
