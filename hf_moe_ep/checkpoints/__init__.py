@@ -1,8 +1,8 @@
 """Write checkpoints to disk and read them back at any layout of ranks.
 
 `storage/` reads and writes bytes and knows no model; `hub/` converts between a model and the hub's
-layout; `training/` saves and loads the state from which a run resumes. Never: how parameters are
-sharded (`sharding/`).
+layout; `training/` saves and loads the state from which a run resumes. `sharding/` decides how
+parameters are sharded.
 
 A slice of a tensor is described by one of three types:
 

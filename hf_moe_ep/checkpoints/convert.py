@@ -185,7 +185,8 @@ def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
             f"(save_checkpoint)"
         )
     metadata: Metadata = reader.read_metadata()
-    # Every load asks for the metadata; reading thousands of headers takes longer than the data.
+    # Every load asks for the metadata; reading thousands of headers takes longer than reading
+    # the data.
     reader.read_metadata = lambda *_, **__: metadata
     return reader, metadata
 

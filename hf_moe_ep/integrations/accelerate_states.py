@@ -71,7 +71,8 @@ def save_state(
 ) -> Any:
     """Wrap `Accelerator.save_state`: save between a marker and a manifest.
 
-    Experts that `balance_experts` has moved are saved in hub order, the order of a hub checkpoint.
+    Experts are saved in hub order: row e of a stacked tensor is expert e, even if `balance_experts`
+    has moved experts to other rows.
 
     Raises:
         ValueError: on every rank, with automatic names: the next folder exists already.
@@ -177,7 +178,7 @@ def _remove_files_of_ranks(folder: Path) -> None:
 
 
 def _delete_older(written: Path, limit: int) -> None:
-    """Delete all unfinished checkpoints beside `written`, and the oldest beyond `limit`."""
+    """Delete unfinished checkpoints beside `written`, then the oldest until `limit` are left."""
     others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(_is_unfinished, others):
         shutil.rmtree(unfinished)

@@ -1,8 +1,8 @@
 """Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
 
-The table has one row per function, in groups. `import hf_moe_ep` and a training loop without these
-libraries replace no function of them. `patch` sets `save_pretrained` of its model; the functions of
-a group are replaced later, when the process starts to use them:
+The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
+and `patch` sets only `save_pretrained` of its model. The functions of a group are replaced when the
+process starts to use the group's library, so not in a training loop that uses only PyTorch:
 
     group        time of the replacement                              functions replaced
     ACCELERATE   when the process shows a sign of using Accelerate    3
@@ -19,7 +19,6 @@ patched model. If not, it calls the stock function and does nothing else. With a
 also adds our methods to the objects that are involved, for all later calls:
 
     object              how our methods are added
-
     an Accelerator      its class becomes a subclass that has ACCELERATOR_METHODS
     a Trainer           its class becomes a subclass that has TRAINER_METHODS
     other objects       bound methods are set as attributes of the prepared optimizers, the model,
@@ -209,7 +208,7 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
         try:
             rows.append((row, find_owner(row)[0]))
         except ImportError:
-            continue  # `check_targets` has warned of this row.
+            continue  # `check_targets` has already warned that the target is missing.
     for module in list(model.modules()):
         for row, owner in rows:
             if isinstance(module, owner) and row.name not in vars(module):
@@ -302,7 +301,7 @@ ACCELERATOR_METHODS = (
         (
             "load_state",
             accelerate_states.load_state,
-            "loads complete checkpoints only; refuses code in DCP's files",
+            "loads complete checkpoints only; refuses pickles that contain code",
         ),
     ),
     *_rows(
@@ -365,7 +364,7 @@ TRAINER = (
     *_rows(
         _TRAINER,
         features.CHECKPOINTS,
-        ("train", train, "resumes from complete checkpoints only; detects a model patched late"),
+        ("train", train, "resumes from complete checkpoints only; detects late patches"),
     ),
 )
 # Process: installed for the first Trainer with a patched model.
@@ -378,7 +377,7 @@ ROTATION = _rows(
         "deletes older checkpoints after the manifest is written",
     ),
 )
-_LOAD_EXPERTS = "loads experts into a model that is not sharded; stock keeps their old values"
+_LOAD_EXPERTS = "loads the experts of a model that is not sharded, which stock would not do"
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
     *_rows(
@@ -400,7 +399,7 @@ TRAINER_METHODS = (
         (
             "_load_optimizer_and_scheduler",
             trainer_checkpoints.load_optimizer,
-            "refuses code in DCP's pickles, which torch would run",
+            "refuses pickles that contain code, which torch would run",
         ),
     ),
     *_rows(
@@ -491,7 +490,7 @@ ADAPTER_METHODS = (
         (
             "prepare_inputs_for_generation",
             prompts.begin_generation,
-            "initialises FSDP2's root before PEFT calls the embedding alone",
+            "initialises FSDP2's root before PEFT calls only the embedding",
         ),
     ),
     *_rows(
@@ -538,7 +537,7 @@ TRL = (
     *_rows(
         "trl.generation.vllm_generation:VLLMGeneration",
         features.ENGINES,
-        ("_iter_named_params", engines.iter_named_params, "sends hub names and merged adapters"),
+        ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),
         ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
     ),
 )

@@ -33,6 +33,7 @@ from hf_moe_ep.upstream.training_frameworks import (
 )
 from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
+# An attribute of an optimizer: the states of the models with biases that it trains.
 _FOLLOWED = "_hf_moe_ep_followed"
 
 # The optimizers of torch.optim that train a sharded model as one process does

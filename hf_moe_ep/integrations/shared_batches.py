@@ -1,9 +1,9 @@
 """Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
 
-A data rank is a group of `sp_size` processes that work on the same batch: 4 processes with sp_size
-2 are 2 data ranks. `share_batches` stores the number of processes per batch on one Accelerator, and
-`sharing` returns this number. Accelerate assumes that every process has its own batches, so these
-functions are corrected for that Accelerator and its Trainer:
+An sp group has `sp_size` consecutive ranks, which work on the same batch. It counts as one data
+rank: 4 processes with sp_size 2 are 2 data ranks. `share_batches` stores the number of processes
+per batch on one Accelerator, and `sharing` returns this number. Accelerate assumes that every
+process has its own batches, so these functions are corrected for that Accelerator and its Trainer:
 
     function              what it does after the correction
     prepare_data_loader   splits samples over the data ranks instead of the processes
@@ -162,7 +162,7 @@ def gather_for_metrics(
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
-    if use_gather_object or not _all_tensors(input_data):
+    if use_gather_object or not _are_all_tensors(input_data):
         is_first = self.process_index % sharing(self) == 0
         return original(self, input_data if is_first else input_data[:0], True)
     gather = self.gather
@@ -324,7 +324,7 @@ def _seed_of_rank_0(seed: int) -> int:
     return on_first("accelerator.prepare", lambda: int(seed))
 
 
-def _all_tensors(data: Any) -> bool:
+def _are_all_tensors(data: Any) -> bool:
     """Return True if all leaves of nested data are tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)

@@ -115,7 +115,7 @@ def test_blocks_that_make_up_no_weight(tmp_path: Path, what: str) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     if what == "scales":
         del state[f"{name}_scales"]
-        text = rf"missing 1 tensors: {name}_scales, which scales {name}_blocks"
+        text = rf"missing 1 tensors: {name}_scales, the scales of {name}_blocks"
     else:
         state[f"{name}_blocks"] = state[f"{name}_blocks"][:, :60].contiguous()
         text = rf"{name}_blocks \(8, 60, 3, 16\) .*which needs \(8, 64, 3, 16\)"

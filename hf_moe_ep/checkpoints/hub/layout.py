@@ -45,7 +45,10 @@ Shape = tuple[int, ...]
 
 
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, without tied copies and names `without`."""
+    """Return parameters and persistent buffers by name, without tied copies.
+
+    The names in `without` are left out.
+    """
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if canonical_name(name) not in without:
@@ -218,7 +221,7 @@ def _weight_name(name: str) -> str:
 def _candidate_layouts(
     layout: Layout, plan: ModelPlan
 ) -> list[Callable[[str, Shape], list[Piece]]]:
-    """List the layouts to try: the hub's, the one in memory, and its transpose.
+    """List the layouts to try: the hub's layout, the layout in memory, and the latter transposed.
 
     Each layout is a function that returns the pieces of a parameter from its name and shape.
     """

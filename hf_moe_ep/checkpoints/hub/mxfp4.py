@@ -101,7 +101,7 @@ def _pack_weight(
     blocks_key, scales_key = key + _BLOCKS_SUFFIX, key + _SCALES_SUFFIX
     blocks, scales = tensors[blocks_key], tensors.get(scales_key)
     if scales is None:
-        raise ValueError(f"missing 1 tensors: {scales_key}, which scales {blocks_key}")
+        raise ValueError(f"missing 1 tensors: {scales_key}, the scales of {blocks_key}")
     experts, inner, out = shape if len(shape) == 3 else (0, 0, 0)
     scales_shape = (experts, out, inner // _BLOCK_VALUES)
     blocks_shape = (*scales_shape, _BLOCK_BYTES)

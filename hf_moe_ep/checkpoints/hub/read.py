@@ -1,10 +1,10 @@
 """Load a hub checkpoint into a sharded model; every rank reads only its own shards.
 
-The model is built on the meta device. `find_weights` finds its parameters in the checkpoint; then
-the model is sharded, and `load_weights` allocates each rank's shards and reads their byte ranges.
-Besides its shards a rank needs memory for its part of one tensor, or for one matrix of one expert
-where experts are held quantised (`quantised.py`). With dp_replicate_size > 1 every replica reads
-the files.
+The model is built on the meta device. `find_weights` finds the parameters in the checkpoint. Then the
+model is sharded, and `load_weights` allocates each rank's shards and reads their byte
+ranges. Besides its shards a rank needs memory for its part of one tensor, or, for experts that are
+held quantised (`quantised.py`), for one matrix of one expert. With dp_replicate_size > 1 every
+replica reads the files.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def find_weights(
 
     Args:
         model: not sharded yet; only its shapes and dtypes are used.
-        empty: names of parameters, as in `named_parameters`, which lists a tied weight under its
-            first name only. The checkpoint may store a tied weight under any of its names.
+        empty: the names of the parameters to read, as in `named_parameters`, which lists a tied
+            weight under its first name only. The checkpoint may store a tied weight under any of
+            its names.
 
     Raises:
         ValueError: on every rank: the folder is no complete checkpoint; tensors are missing, have

@@ -176,9 +176,10 @@ class Tracer:
             raise Untraceable(f"a tensor with {len(shape)} dims, {tuple(shape)}, cannot be traced")
         base = np.zeros(COORDINATES, np.int64)
         base[0] = number
-        return Traced(base, [partial(self._along, dim + 1, n) for dim, n in enumerate(shape)])
+        return Traced(base, [partial(self._terms_along, dim + 1, n) for dim, n in enumerate(shape)])
 
-    def _along(self, coordinate: int, size: int) -> Axis:
+    def _terms_along(self, coordinate: int, size: int) -> Axis:
+        """Return the terms of a dim whose index i adds i to one coordinate."""
         if (coordinate, size) not in self._axes:
             axis = _make_zero_terms(size)
             axis[:, coordinate] = np.arange(size)

@@ -3,6 +3,7 @@
 JSON has no tuples, bytes or tensors, and its keys are strings. `encode` turns such values into an
 object with a reserved key:
 
+    value                         encoded
     (0.9, 0.999)                  {"__tuple__": [0.9, 0.999]}
     {3: "a"}                      {"__items__": [[3, "a"]]}
     Counter({3: 1})               {"__counter__": [[3, 1]]}

@@ -157,7 +157,7 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
 def _find_shards(
     file: Path, missing: Mapping[str, _Missing]
 ) -> Iterator[tuple[str, Box, FileTensor]]:
-    """Yield (name, box, tensor in the file) for each shard in a file that has missing elements."""
+    """Yield (name, box, tensor in the file) for each shard in a file that this rank has to read."""
     tensors, metadata = read_header(file)
     try:
         offsets = json.loads(metadata.get(_SHARDING, "{}"))

@@ -10,8 +10,8 @@ the whole tensor. So the sums of the ranks add up to the sum of the whole tensor
 gathered, and every layout gives the same hash. Different bases have different hashes, but the hash
 is no protection against an attacker.
 
-If `balance_experts` has moved experts, the hash uses their positions in hub order, the order of a
-hub checkpoint.
+If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
+which row e is expert e.
 
 Frozen bytes do not change, so a rank reads its shards once and stores the sums. The rank reads a
 shard again if autograd has counted a write into the tensor, or if another tensor has replaced it. A
