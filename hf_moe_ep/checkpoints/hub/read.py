@@ -1,7 +1,7 @@
 """Load a hub checkpoint into a sharded model; every rank reads only its own shards.
 
-The model is built on the meta device. `find_weights` finds the parameters in the checkpoint. Then the
-model is sharded, and `load_weights` allocates each rank's shards and reads their byte
+The model is built on the meta device, and `find_weights` finds its parameters in the checkpoint.
+Then the model is sharded, and `load_weights` allocates each rank's shards and reads their byte
 ranges. Besides its shards a rank needs memory for its part of one tensor, or, for experts that are
 held quantised (`quantised.py`), for one matrix of one expert. With dp_replicate_size > 1 every
 replica reads the files.

@@ -12,15 +12,17 @@ A slab is the part of a parameter that a range of dim 0 selects. The steps of a 
 
 If a process is killed or fails, the folder contains this:
 
-    before the commit    the previous checkpoint, configs and shards
-    after the commit     the new checkpoint, and possibly old shards that the index does not name
+    before the commit    the previous checkpoint, and possibly some new shards
+    after the commit     the new checkpoint, and possibly some old shards
+
+The next save removes the shards that the index does not name.
 
 If the folder has no config.json yet, or has an index already and the same configs, the commit is
 the rename of the index. Otherwise `switch.py` replaces configs and index with one rename of a link;
 it also removes a model.safetensors, which readers would prefer to the index. A file system without
 links does not allow that: configs, index and model.safetensors are then changed one after the other
-within milliseconds, and a warning says that a kill in between leaves configs that do not describe
-the weights. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
+within milliseconds, and a warning says that a kill in between leaves a folder that cannot be
+loaded. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations

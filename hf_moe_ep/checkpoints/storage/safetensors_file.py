@@ -6,8 +6,7 @@
 
 https://huggingface.co/docs/safetensors/en/index#format
 
-The library's own `save_file` needs all tensors of a file in memory; `Writer` needs only one of them at a
-time.
+The library's own `save_file` needs all tensors of a file in memory; `Writer` needs one at a time.
 
 The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
 ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
