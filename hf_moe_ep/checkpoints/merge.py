@@ -1,6 +1,6 @@
 """Merge a LoRA adapter into its base model and write a hub checkpoint, in one process.
 
-              example         content
+    folder    example         content
     base      Qwen3-30B-A3B   16 files, model-00001-of-00016.safetensors, ..
     adapter   out/adapter     saved by this package, PEFT or transformers
     result    out/model       files with the names of the base; its config and tokenizer

@@ -1,8 +1,8 @@
 """Find the checkpoint from which a restarted script resumes.
 
-Only complete checkpoints count (`storage/manifest.py`). The newest one is chosen by the steps in
-the names, not by a clock (`storage/order.py`). A warning names folders that look like unfinished
-checkpoints, because a user may expect that the run resumes from them.
+Only complete checkpoints count (`storage/manifest.py`). The newest one is chosen by the numbers in
+names and manifests, not by a clock (`storage/order.py`). A warning names folders that look like
+unfinished checkpoints, because a user may expect that the run resumes from them.
 
 `newest_checkpoint` is for scripts. The Trainer and Accelerate use `newest_resumable`: they also
 resume, with a warning, from a folder without marker and manifest, which was written by stock

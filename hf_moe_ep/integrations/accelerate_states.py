@@ -14,13 +14,13 @@ Before a load, all files are compared with the manifest. A folder without marker
 written by stock Accelerate or by an older hf_moe_ep. It is loaded with a warning.
 
 The manifest names the files that Accelerate writes. Other files in the folder, such as those of
-`register_save_state_pre_hook`, are not verified. All ranks have to see the folder.
+`register_save_state_pre_hook`, are not verified. The folder must be on a disk that all ranks share.
 
-DCP's files are read by an unpickler that runs no code (`checkpoints/storage/unpickle.py`), and
-Accelerate reads the other files with weights_only=True. The exception is `custom_checkpoint_*.pkl`,
-the state of objects that the script passed to `register_for_checkpointing`: Accelerate unpickles
-any object in it (accelerate/checkpointing.py, load_custom_state). Load such files from trusted
-sources only.
+An unpickler that runs no code (`checkpoints/storage/unpickle.py`) reads the files of
+torch.distributed.checkpoint (DCP). Accelerate reads the other files with weights_only=True. The
+exception is `custom_checkpoint_*.pkl`, the state of objects that the script passed to
+`register_for_checkpointing`: Accelerate unpickles any object in it (accelerate/checkpointing.py,
+load_custom_state). Load such files from trusted sources only.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _states(accelerator: Accelerator) -> list[ModelState]:
 
 
 def _automatic_parent(accelerator: Accelerator) -> Path:
-    """Return the folder that holds all automatically named ones (accelerate/accelerator.py)."""
+    """Return the parent of all automatically named folders (accelerate/accelerator.py)."""
     return Path(accelerator.project_dir, "checkpoints")
 
 

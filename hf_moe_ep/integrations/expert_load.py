@@ -27,6 +27,7 @@ from hf_moe_ep.routing.counts import count_anew
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
 
+# The names under which the callback counts tokens, once for its logs and once for balancing.
 _READER = "ExpertLoadCallback"
 _BALANCER = "ExpertLoadCallback, rebalance_every"
 # The maximum number of panels in the heat map. Beyond it, neighbouring panels are merged in pairs.
@@ -63,7 +64,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             x experts, in at most 12 panels over time. Each panel covers the steps since the
             previous panel. A resumed run starts with the first step after the resume.
         rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
-            load of these steps; None = never.
+            load of these steps; with None it is never called.
         threshold: experts of a layer are moved if its busiest rank has more than `threshold` times
             the mean load of the ranks.
 

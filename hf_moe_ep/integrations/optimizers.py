@@ -5,7 +5,7 @@ tensors, or they use operators that DTensor does not support. torch's error name
 `step` adds the name of the optimizer.
 
 Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes. With
-these versions `clip_grad_norm` clips by `sharding/clip.py` instead.
+these versions `clip_grad_norm` uses `sharding/clip.py` instead.
 
 With `bias_update_rate` the routers' biases of a model are updated after each step of an optimizer
 that trains this model (`routing/bias.py`).
@@ -117,7 +117,8 @@ def clip_grad_norm(
     if not all_meshes:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
-    # With the meshes of one model, a group over both axes of the experts saves an all-reduce.
+    # If all parameters belong to one model, the meshes are passed: one process group over both axes
+    # of the experts' mesh saves an all-reduce.
     meshes = all_meshes[0] if len(all_meshes) == 1 else None
     return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 

@@ -1,7 +1,7 @@
 """Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-Everything else is Accelerate's own code for FSDP2: it exchanges the optimizer's parameters, clips,
-accumulates and saves. Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced.
+Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced. All other code for FSDP2 is
+Accelerate's own: it gives the optimizer the sharded parameters, clips, accumulates and saves.
 `fsdp_on_cpu` lets the same code run on CPU ranks.
 """
 

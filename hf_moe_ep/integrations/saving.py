@@ -126,7 +126,7 @@ def _check_options(options: dict[str, Any]) -> None:
     if options.get("save_original_format") is False:
         unsupported.append("save_original_format")
         remedies["save_original_format"] = (
-            "leave it out: experts are written one by one, as every hub checkpoint has them"
+            "leave it out: a sharded model is always saved in the layout of its hub checkpoint"
         )
     if unsupported:
         name = unsupported[0]

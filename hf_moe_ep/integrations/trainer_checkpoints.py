@@ -17,8 +17,8 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
 model's own parameter names, but in hub layout experts have other names: stock would report the
-experts as missing and keep their old values. The Trainer reads all files except those of DCP with
-weights_only=True; `checkpoints/storage/unpickle.py` checks DCP's files.
+experts as missing and keep their old values. `checkpoints/storage/unpickle.py` checks the files of
+torch.distributed.checkpoint (DCP); the Trainer reads all other files with weights_only=True.
 """
 
 from __future__ import annotations

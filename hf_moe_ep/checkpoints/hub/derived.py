@@ -35,7 +35,7 @@ from hf_moe_ep.checkpoints.hub.traced import COORDINATES, ZEROS, Axis, Traced, U
 
 
 class PieceFinder:
-    """Finds the pieces of traced tensors; results for the same axes are computed only once."""
+    """Finds the pieces of traced tensors; results for the same arrays are computed only once."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Axis, list[_Run]]] = {}
@@ -73,7 +73,7 @@ class PieceFinder:
     def _find_cached_runs(self, axis: Axis) -> list[_Run]:
         axis_and_runs = self._runs.get(id(axis))
         if axis_and_runs is None:
-            # The axis is stored too: it stays alive, so no other array gets its id.
+            # The axis is stored too, so that it stays alive and no other array gets the same id.
             axis_and_runs = self._runs[id(axis)] = axis, _find_runs(axis)
         return axis_and_runs[1]
 

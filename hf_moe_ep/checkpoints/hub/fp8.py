@@ -10,8 +10,8 @@ scale per block of 128 x 128 values; blocks at an edge are smaller:
 
 Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. The size of
 a block is in config.json. `join_scales` and `join_stacked_scales` replace both tensors by a
-`ScaledTensor`. It multiplies values and scales in fp32 and rounds once, to the dtype that the model
-was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
+`ScaledTensor`, which multiplies values and scales in fp32 and rounds once, to the dtype that the
+model was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
 
 Blocks begin at multiples of 128 in the checkpoint's tensor, not in the parameter: a rank's shard
 may begin in the middle of a block. A box (index ranges) may be read from a view of the tensor,

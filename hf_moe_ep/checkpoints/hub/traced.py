@@ -1,11 +1,13 @@
 """Trace how transformers' conversion rearranges parameters, with tensors that have no values.
 
 When transformers saves a model, its conversion turns the parameters in memory into the tensors of a
-checkpoint. A `Traced` tensor has no values; it records which element of which parameter each of its
-elements is. If the conversion runs on such tensors, the results show how checkpoint tensors are
-made up of parameters, so this package needs no conversion code of its own. Parameters are numbered;
-the element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0, 0). After any views,
-transpositions and concatenations, the coordinates of a tensor are a base plus one term per dim:
+checkpoint. A `Traced` tensor has no values; for each element it records the parameter from which
+the element comes, and the index there. If the conversion runs on such tensors, the results show how
+checkpoint tensors are made up of parameters, so this package needs no conversion code of its own.
+
+Parameters are numbered. The element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0,
+0). After any views, transpositions and concatenations, the coordinates of a tensor are a base plus
+one term per dim:
 
     tensor                      base               terms
     parameter 7, [2, 6, 5]      (7, 0, 0, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..

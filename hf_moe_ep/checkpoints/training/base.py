@@ -81,8 +81,8 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
         "experts_dtype": config.experts_dtype,
         "experts_double_quant": config.experts_double_quant,
         "hashes": {
-            name: "".join(f"{total % 2**64:016x}" for total in both)
-            for name, both in zip(tensors, totals, strict=True)
+            name: "".join(f"{total % 2**64:016x}" for total in two_totals)
+            for name, two_totals in zip(tensors, totals, strict=True)
         },
     }
 

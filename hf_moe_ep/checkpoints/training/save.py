@@ -3,7 +3,7 @@
 `save_checkpoint` has four steps:
 
     step        what happens
-    check       an error names ranks that do not call, or that call with other arguments
+    check       an error names ranks that do not call `save_checkpoint`, or have other arguments
     prepare     each rank names its tensors (`tensors.py`) and encodes the rest as JSON; if a rank
                 fails in this step, or if ranks differ, nothing is written
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)

@@ -9,9 +9,9 @@ tensors are DTensors of the global shape, so another run can shard them over its
 (`spread.py`, `part_files.py`). LoRA factors of experts are saved in the form of a sharded model,
 [E, r, in] and [E, out, r]; loading packs them for a model that is not sharded (`factors.py`).
 
-torch's get_optimizer_state_dict is not used: if an optimizer has no state yet, it takes a step with
-lr 0 to create the state, which leaves `step` at 1. A run that was saved before its first step would
-then resume with another bias correction.
+torch's get_optimizer_state_dict is not used: if an optimizer has no state yet, this function takes
+a step with lr 0 to create the state, which leaves `step` at 1. A run that was saved before its
+first step would then resume with another bias correction.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """Collect the state of a resharded model and its optimizer; the tensors are not always copied.
+    """Collect the state of a resharded model and its optimizer; the result may share their memory.
 
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
