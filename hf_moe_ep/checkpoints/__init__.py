@@ -15,7 +15,7 @@ A slice of a tensor is described by one of three types:
                                              parameter that it holds. A piece that is cut to a
                                              rank's box is a smaller piece
 
-These classes collect slices and add no geometry of their own:
+These classes contain slices:
 
     InFiles      hub/in_files.py      the pieces of a parameter, and the FileTensors that hold them
     TensorGroup  hub/write.py         checkpoint tensors that are written together

@@ -148,7 +148,7 @@ def merge_adapter(
     check_mergeable(model)
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
-    small_files = _small_files(folder)
+    small_files = _list_small_files(folder)
     with Reader() as reader:
         merging = _Merging(reader, stored | trained, updates, max_bytes)
         groups = group_tensors(
@@ -296,7 +296,7 @@ def _assign_files(
     return files
 
 
-def _small_files(folder: Path) -> list[Path]:
+def _list_small_files(folder: Path) -> list[Path]:
     """List the files that describe a model, such as configs, also in subfolders without weights.
 
     config.json is the last in the list and is copied last: without it the folder cannot be loaded,

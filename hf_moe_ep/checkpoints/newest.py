@@ -57,7 +57,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         RuntimeError: on every rank: rank 0 could not read the folder.
     """
     root = Path(folder)
-    complete, reasons = on_first(f"looking for a checkpoint in {root}", lambda: _search(root))
+    what = f"looking for a checkpoint in {root}"
+    complete, reasons = on_first(what, lambda: _search_folder(root))
     newest = complete[-1] if complete else None
     skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
     if skipped:
@@ -66,7 +67,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return newest
 
 
-def _search(root: Path) -> tuple[list[Path], dict[Path, str]]:
+def _search_folder(root: Path) -> tuple[list[Path], dict[Path, str]]:
     """Return the complete checkpoints, newest last, and a reason by other folder.
 
     `root` is a folder of checkpoints, or a checkpoint.

@@ -79,7 +79,7 @@ def save_state(
         RuntimeError: on every rank if one rank fails. The error names this rank and the cause, and
             the folder counts as unfinished.
     """
-    states, project = _states(self), self.project_configuration
+    states, project = _find_states(self), self.project_configuration
     automatic = project.automatic_checkpoint_naming
     if not states or (output_dir is None and not automatic):
         return original(self, output_dir, *args, **kw)
@@ -119,7 +119,7 @@ def load_state(
             absent; or a file of DCP, which the error names, holds objects other than plain values.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
-    if not _states(self) or (input_dir is None and not automatic):
+    if not _find_states(self) or (input_dir is None and not automatic):
         return original(self, input_dir, *args, **kw)
 
     def choose() -> tuple[Path, bool]:
@@ -135,7 +135,7 @@ def load_state(
         return original(self, os.fspath(folder), *args, **kw)
 
 
-def _states(accelerator: Accelerator) -> list[ModelState]:
+def _find_states(accelerator: Accelerator) -> list[ModelState]:
     """Return the states of all patched models that `accelerator` has prepared."""
     states = (find_state(model) for model in prepared_models(accelerator))
     return [state for state in states if state is not None]
@@ -148,8 +148,8 @@ def _automatic_parent(accelerator: Accelerator) -> Path:
 
 def _is_written_by_accelerate(name: str) -> bool:
     """Return True if Accelerate writes the file `name`, a path relative to the saved folder."""
-    first, _, rest = name.partition("/")
-    return bool(_FOLDERS.fullmatch(first) if rest else _FILES.fullmatch(first))
+    first, _, below_first = name.partition("/")
+    return bool(_FOLDERS.fullmatch(first) if below_first else _FILES.fullmatch(first))
 
 
 def _clear_unfinished(folder: Path) -> None:

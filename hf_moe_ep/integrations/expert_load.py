@@ -141,10 +141,10 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             return
         self._maps.append(new)
         if len(self._maps) > _MAX_MAPS:
-            rest = self._maps[len(self._maps) // 2 * 2 :]
+            unpaired = self._maps[len(self._maps) // 2 * 2 :]
             pairs = zip(self._maps[::2], self._maps[1::2], strict=False)
             merged = [_Map(a.first, b.last, a.counts + b.counts) for a, b in pairs]
-            self._maps = merged + rest
+            self._maps = merged + unpaired
 
     def _draw(self) -> None:
         if self.heat_map is not None and self._maps:

@@ -215,7 +215,7 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
                 state.replace(module, row.name, bind_wrapper(module, row))
 
 
-def _rows(
+def _build_rows(
     owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
 ) -> tuple[Wrap, ...]:
     """Build the rows of the table for functions of one owner.
@@ -242,7 +242,7 @@ _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 # Process: installed when the process starts to use Accelerate.
 ACCELERATE = (
     # ms-swift imports this function from accelerate.utils. `wrap_process` replaces it there too.
-    *_rows(
+    *_build_rows(
         "accelerate.accelerator",
         features.SHARDING,
         (
@@ -251,7 +251,7 @@ ACCELERATE = (
             "shards experts over ep, which FSDP2 cannot",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.SHARDING,
         (
@@ -260,20 +260,20 @@ ACCELERATE = (
             "refuses launches that would not shard; detects patched models",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.EVALUATED,
         ("prepare_model", prepare_model, "shards a teacher model, which Accelerate would not do"),
     ),
 )
 # Process: installed with ACCELERATE if the launch config asks for FSDP.
-CPU_RANKS = _rows(
+CPU_RANKS = _build_rows(
     "accelerate.state:AcceleratorState",
     features.CPU_RANKS,
     ("__init__", prepare.init_state, "lets FSDP2 run on CPU ranks before a model is known"),
 )
 # Process: installed for a model with quantised experts, which training does not change.
-QUANTISED = _rows(
+QUANTISED = _build_rows(
     "accelerate.utils.fsdp_utils",
     features.ACCELERATE_STATE,
     (
@@ -289,12 +289,12 @@ QUANTISED = _rows(
 )
 # Object: an Accelerator that has prepared a patched model.
 ACCELERATOR_METHODS = (
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.HUB_LAYOUT,
         ("get_state_dict", saving.get_state_dict, "packs the adapters of experts as PEFT does"),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.ACCELERATE_STATE,
         ("save_state", accelerate_states.save_state, "writes a marker first and a manifest last"),
@@ -304,7 +304,7 @@ ACCELERATOR_METHODS = (
             "loads complete checkpoints only; refuses pickles that contain code",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.SLICES,
         (
@@ -319,12 +319,12 @@ ACCELERATOR_METHODS = (
         ),
         ("gather_for_metrics", shared_batches.gather_for_metrics, "gathers each sample once"),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.TRACKERS,
         ("log", trackers.log, "names a tracker that fails, because the other ranks then hang"),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.CLIP,
         (
@@ -335,7 +335,7 @@ ACCELERATOR_METHODS = (
     ),
 )
 # Object: an optimizer that was prepared together with a patched model.
-(OPTIMIZER_STEP,) = _rows(
+(OPTIMIZER_STEP,) = _build_rows(
     "accelerate.optimizer:AcceleratedOptimizer",
     features.BIASES,
     (
@@ -346,7 +346,7 @@ ACCELERATOR_METHODS = (
 )
 # Process: installed when transformers.trainer is imported.
 TRAINER = (
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.TRAINER_SLICES,
         (
@@ -361,14 +361,14 @@ TRAINER = (
             "detects a model that was patched after the Trainer was created",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.CHECKPOINTS,
         ("train", train, "resumes from complete checkpoints only; detects late patches"),
     ),
 )
 # Process: installed for the first Trainer with a patched model.
-ROTATION = _rows(
+ROTATION = _build_rows(
     "transformers.trainer",
     features.CHECKPOINTS,
     (
@@ -380,12 +380,12 @@ ROTATION = _rows(
 _LOAD_EXPERTS = "loads the experts of a model that is not sharded, which stock would not do"
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.HUB_LAYOUT,
         ("save_model", saving.save_model, "writes hub layout with SHARDED_STATE_DICT as well"),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.CHECKPOINTS,
         (
@@ -402,7 +402,7 @@ TRAINER_METHODS = (
             "refuses pickles that contain code, which torch would run",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.TRAINER_SLICES,
         ("get_tp_size", shared_batches.get_tp_size, "counts the ranks that share a batch"),
@@ -427,7 +427,7 @@ TRAINER_METHODS = (
             "gathers the logits of whole sequences if the Trainer returns logits",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.EXPERT_LOAD,
         ("log", log_expert_load, "adds an ExpertLoadCallback's values before any tracker runs"),
@@ -440,23 +440,23 @@ _OWN_REFERENCE = (
 )
 # Object: a trainer of TRL with a patched policy.
 REFERENCE_LOG_PROBS = (
-    *_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
-    *_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
 )
 # Object: a patched model.
-MODEL_METHODS = _rows(
+MODEL_METHODS = _build_rows(
     "transformers.modeling_utils:PreTrainedModel",
     features.HUB_LAYOUT,
     ("save_pretrained", saving.save_in_hub_layout, "saves a sharded model in hub layout"),
 )
 # Process: installed when peft is imported.
 PEFT = (
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
         ("__init__", create_adapters, "detects the PeftModel of a patched model"),
     ),
-    *_rows(
+    *_build_rows(
         _TUNER,
         features.ADAPTER_REFUSALS,
         ("inject_adapter", inject_adapter, "detects adapters; refuses them in a sharded model"),
@@ -464,13 +464,13 @@ PEFT = (
 )
 # Object: a PeftModel, a tuner or an adapter layer of a patched model.
 ADAPTER_METHODS = (
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
         ("save_pretrained", saving.save_adapters, "gathers the adapters of a sharded model"),
         ("_get_base_model_class", saving.base_model_class, "names the stock class, not FSDP2's"),
     ),
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.PROMPTS,
         (
@@ -484,7 +484,7 @@ ADAPTER_METHODS = (
             "gathers the prompt encoder outside the model's forward",
         ),
     ),
-    *_rows(
+    *_build_rows(
         "peft.peft_model:PeftModelForCausalLM",
         features.PROMPTS,
         (
@@ -493,12 +493,12 @@ ADAPTER_METHODS = (
             "initialises FSDP2's root before PEFT calls only the embedding",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_REFUSALS,
         ("load_adapter", adapters.load_adapter, "refuses a sharded model"),
     ),
-    *_rows(
+    *_build_rows(
         "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
         (
@@ -507,12 +507,12 @@ ADAPTER_METHODS = (
             "computes with the low-rank factors; PEFT would merge them into the weights",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TUNER,
         features.ADAPTERS,
         ("forward", adapters.call_base_model, "runs the forward hooks that peft 0.20 skips"),
     ),
-    *_rows(
+    *_build_rows(
         _TUNER,
         features.ADAPTER_REFUSALS,
         *(
@@ -524,17 +524,17 @@ ADAPTER_METHODS = (
 )
 # Process: each row is installed when its module is imported.
 TRL = (
-    *_rows(
+    *_build_rows(
         "trl.models.utils",
         features.EVALUATED,
         ("prepare_fsdp", references.shard_reference, "shards a reference model layer by layer"),
     ),
-    *_rows(
+    *_build_rows(
         "trl.trainer.callbacks:SyncRefModelCallback",
         features.EVALUATED,
         ("_sync_target_model", references.mix_shards, "mixes the policy into its reference"),
     ),
-    *_rows(
+    *_build_rows(
         "trl.generation.vllm_generation:VLLMGeneration",
         features.ENGINES,
         ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),

@@ -65,7 +65,7 @@ def step(
     try:
         result = original(self, closure)
     except RuntimeError as error:
-        raise _error_of_step(self.optimizer, error) from error
+        raise _name_optimizer(self.optimizer, error) from error
     # If gradients are not synchronised, they and the token counts are still being accumulated.
     if self.gradient_state.sync_gradients:
         for state in getattr(self, _FOLLOWED, ()):
@@ -123,7 +123,7 @@ def clip_grad_norm(
     return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 
 
-def _error_of_step(optimizer: Optimizer, error: RuntimeError) -> Exception:
+def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> Exception:
     """Return an error that names the optimizer if DTensors caused `error`, else `error` itself."""
     if not is_refused_by_dtensor(error) or not _trains_dtensors(optimizer):
         return error

@@ -222,9 +222,9 @@ def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) 
                 f"the launch config's parallelism_config has {name}={getattr(parallelism, name)}, "
                 f"which does not combine with a patched model; set it to 1"
             )
-    theirs, ours = parallelism.dp_replicate_size, state.config.dp_replicate_size
-    if theirs not in (1, ours):
+    in_launch, in_patch = parallelism.dp_replicate_size, state.config.dp_replicate_size
+    if in_launch not in (1, in_patch):
         raise ValueError(
-            f"parallelism_config has dp_replicate_size={theirs} but the model was patched with "
-            f"dp_replicate_size={ours}; write patch(model, dp_replicate_size={theirs})"
+            f"parallelism_config has dp_replicate_size={in_launch} but the model was patched with "
+            f"dp_replicate_size={in_patch}; write patch(model, dp_replicate_size={in_launch})"
         )

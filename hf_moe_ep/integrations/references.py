@@ -92,14 +92,16 @@ def _classify_reference(
     if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         return _OTHER
     if policy is not None:
-        _check_alike(model, state, policy)
+        _check_same_architecture(model, state, policy)
     if state is None:
         return _STOCK
-    _check_shared(state, accelerator)
+    _check_shares_batches(state, accelerator)
     return _PATCHED
 
 
-def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState) -> None:
+def _check_same_architecture(
+    model: nn.Module, state: ModelState | None, policy: ModelState
+) -> None:
     """Raise if a reference differs from the policy in its architecture, experts or MoE layers."""
     if state is not None:
         reference_sizes = (state.plan.model_type, state.num_experts, len(state.moe_layers))
@@ -125,7 +127,7 @@ def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState)
         )
 
 
-def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
+def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
     """Raise if a model would split sequences over ranks that do not share batches."""
     size, ranks_per_batch = state.config.sp_size or 1, shared_batches.sharing(accelerator)
     if size not in (1, ranks_per_batch):
@@ -150,7 +152,7 @@ def prepare_evaluated(
     """
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
-        together("accelerator.prepare_model", partial(_check_shared, state, self))
+        together("accelerator.prepare_model", partial(_check_shares_batches, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
         _shard(model, self, policy, frozen=policy is not None and policy is not state)
     return original(self, model, device_placement, evaluation_mode)

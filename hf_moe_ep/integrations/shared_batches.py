@@ -131,8 +131,8 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     elif getattr(sampler, "generator", self) is None and data_ranks == 1:
         # With one data rank Accelerate does not synchronise the generators of the ranks.
         sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(_seed_of_rank_0(torch.initial_seed() % 2**63))
-    data_loader.worker_init_fn = _seeded_by_data_rank(data_loader.worker_init_fn, sharing(self))
+        sampler.generator.manual_seed(_share_seed_of_rank_0(torch.initial_seed() % 2**63))
+    data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, sharing(self))
     loader = accelerate.data_loader.prepare_data_loader(
         data_loader,
         self.device,
@@ -151,7 +151,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     prepared_loaders(self).append(loader)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = _seed_of_rank_0(sampler.initial_seed)
+        sampler.initial_seed = _share_seed_of_rank_0(sampler.initial_seed)
     return loader
 
 
@@ -167,7 +167,7 @@ def gather_for_metrics(
         return original(self, input_data if is_first else input_data[:0], True)
     gather = self.gather
     # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
-    self.gather = lambda data: _first_of_each_group(gather(data), self)
+    self.gather = lambda data: _select_first_of_group(gather(data), self)
     try:
         return original(self, input_data, False)
     finally:
@@ -311,7 +311,7 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 
 
-def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
+def _seed_by_data_rank(init: Any, sharing: int) -> Any:
     """Make the Trainer's `worker_init_fn` seed by data rank instead of by process."""
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
@@ -319,7 +319,7 @@ def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
     return init
 
 
-def _seed_of_rank_0(seed: int) -> int:
+def _share_seed_of_rank_0(seed: int) -> int:
     """Return the seed of rank 0 on every rank."""
     return on_first("accelerator.prepare", lambda: int(seed))
 
@@ -333,7 +333,7 @@ def _are_all_tensors(data: Any) -> bool:
     return True
 
 
-def _first_of_each_group(gathered: Any, accelerator: Accelerator) -> Any:
+def _select_first_of_group(gathered: Any, accelerator: Accelerator) -> Any:
     """Select the rows of the first rank of each sp group from the gathered rows of all ranks."""
 
     def select(rows: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def check_even(accelerator: Accelerator) -> None:
         return
     for loader in prepared_loaders(accelerator):
         for sampler in (loader.batch_sampler, loader.sampler):
-            numbers = _numbers_of_batches(sampler)
+            numbers = _count_batches(sampler)
             if len(set(numbers)) > 1:
                 raise ValueError(
                     f"even_batches=False gives rank 0 {numbers[0]} batches and rank "
@@ -42,7 +42,7 @@ def check_even(accelerator: Accelerator) -> None:
                 )
 
 
-def _numbers_of_batches(sampler: Any) -> list[int]:
+def _count_batches(sampler: Any) -> list[int]:
     """Return the number of batches of each rank; empty if all ranks have the same number."""
     if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
         return []

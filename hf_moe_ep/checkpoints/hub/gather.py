@@ -121,7 +121,7 @@ def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
     coordinate = tuple(mesh.get_coordinate() or ())
     # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
     local = tensor.to_local().detach().contiguous().to(mesh.device_type)
-    sharded = _sharded_axes(tensor)
+    sharded = _list_sharded_axes(tensor)
     for owner, box in _list_shards(tensor, (0,) * mesh.ndim):
         part = local if owner == coordinate else None
         # Broadcast axis by axis, from the owner to rank 0, which has the coordinate 0, 0, ..
@@ -218,7 +218,7 @@ def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> Non
     """Broadcast from the rank at `owner` along one axis, then from all receivers along the next."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
-    axes = _sharded_axes(tensor)
+    axes = _list_sharded_axes(tensor)
     for number, axis in enumerate(axes):
         if any(coordinate[later] != owner[later] for later in axes[number + 1 :]):
             continue
@@ -226,7 +226,7 @@ def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> Non
         dist.broadcast(values, src=int(mesh.mesh[source]), group=mesh.get_group(axis))
 
 
-def _sharded_axes(tensor: DTensor) -> list[int]:
+def _list_sharded_axes(tensor: DTensor) -> list[int]:
     placements = enumerate(tensor.placements)
     return [axis for axis, placement in placements if not isinstance(placement, Replicate)]
 
@@ -237,7 +237,7 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
     Args:
         replica: the mesh coordinate of any rank of the replica that is listed.
     """
-    mesh, sharded = tensor.device_mesh, _sharded_axes(tensor)
+    mesh, sharded = tensor.device_mesh, _list_sharded_axes(tensor)
     ranges = [
         range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
     ]

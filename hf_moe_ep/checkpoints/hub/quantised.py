@@ -118,12 +118,12 @@ def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
             [local_box(tensor) for tensor in tensors],
             dequantised_shape(matrix.values, quantisation.kind),
             quantisation,
-            _compute_of(model, name).transposed,
+            _find_compute(model, name).transposed,
         )
     return shards
 
 
-def _compute_of(model: nn.Module, name: str) -> Compute:
+def _find_compute(model: nn.Module, name: str) -> Compute:
     layer = getattr(model.get_submodule(name.rpartition(".")[0]), STATE)
     assert isinstance(layer, MoELayer) and layer.compute is not None
     return layer.compute

@@ -185,8 +185,8 @@ def _match_parameters(
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*parameters, *persistent_buffers(model)):
         names = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
-        present = [alias for alias in names if _single_key(alias, layout, tensors)]
-        keys = [_single_key(alias, layout, tensors) for alias in present]
+        present = [alias for alias in names if _find_single_key(alias, layout, tensors)]
+        keys = [_find_single_key(alias, layout, tensors) for alias in present]
         _check_tied({key: tensors[key] for key in filter(None, keys)})
         tied_keys |= set(filter(None, keys[1:]))
         stored_name = (present or names)[0]
@@ -218,7 +218,7 @@ def _match_parameters(
     }
 
 
-def _single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
+def _find_single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
     """Return the key of a parameter that a checkpoint stores as one tensor, otherwise None."""
     keys = [piece.key for piece in layout[name]]
     present = [key for key in (*keys, name) if key in tensors]

@@ -138,12 +138,12 @@ def group_tensors(
         dtype = dtypes[group[0]]
         keys = {piece.key for pieces, _ in parameters for piece in pieces}
         padding = [piece for piece in layout[PADDING] if piece.key in keys]
-        parameters += [([piece], partial(_zero_slabs, piece, dtype)) for piece in padding]
+        parameters += [([piece], partial(_make_zero_slabs, piece, dtype)) for piece in padding]
         groups.append(TensorGroup(parameters, dtype))
     return groups
 
 
-def _zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
+def _make_zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
     dims = zip(piece.start, piece.sizes, strict=True)
     box = tuple((start, start + size) for start, size in dims)
     return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]

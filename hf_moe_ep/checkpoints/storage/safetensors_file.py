@@ -152,7 +152,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             raise ValueError(f"{path} is no safetensors file or is truncated: it has {size} bytes")
         text = file.read(length)
     try:
-        rows, metadata = _parse(text)
+        rows, metadata = _parse_header(text)
     # json raises RecursionError if brackets are nested too deeply.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -176,7 +176,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _parse(
+def _parse_header(
     text: bytes,
 ) -> tuple[list[tuple[int, int, str, str, tuple[int, ...]]], dict[str, str]]:
     """Return (start, stop, key, dtype, shape) in the order of the bytes, and the metadata."""
@@ -266,11 +266,11 @@ class Reader:
             if tensor.file not in self._open:
                 self._open[tensor.file] = os.open(tensor.file, os.O_RDONLY)
             for start, length in _byte_ranges(tensor, shape, box):
-                self._fill(tensor.file, target[position : position + length], start)
+                self._fill_from_file(tensor.file, target[position : position + length], start)
                 position += length
         return flat.view(tensor.dtype).view(sizes)
 
-    def _fill(self, file: Path, target: memoryview, start: int) -> None:
+    def _fill_from_file(self, file: Path, target: memoryview, start: int) -> None:
         while target:
             count = os.preadv(self._open[file], [target], start)  # reads at most 2 GiB
             if count == 0:
@@ -327,7 +327,7 @@ class Writer:
         self._path, self._num_missing = path, data + end
         self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
         self._file = path.open("wb", buffering=0)
-        self._put(len(text).to_bytes(8, "little") + text, 0)
+        self._write_bytes(len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Write a box of a tensor that is viewed in the shape `view`.
@@ -338,10 +338,10 @@ class Writer:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         position = 0
         for start, length in _byte_ranges(self._tensors[key], view, box):
-            self._put(data[position : position + length], start)
+            self._write_bytes(data[position : position + length], start)
             position += length
 
-    def _put(self, data: bytes | memoryview, start: int) -> None:
+    def _write_bytes(self, data: bytes | memoryview, start: int) -> None:
         self._in_order = self._in_order and start == self._end
         if self._in_order:
             self._digest.update(data)

@@ -144,13 +144,13 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
             f"loading it could run code that someone put into the file, or the file is damaged "
-            f"({_reason(error)}); take an older checkpoint, or allow a class of your own by "
-            f"torch.serialization.add_safe_globals"
+            f"({_describe_reason(error)}); take an older checkpoint, or allow a class of your own "
+            f"by torch.serialization.add_safe_globals"
         ) from error
     put_value(planner, item.dest_index.fqn, loaded)
 
 
-def _reason(error: Exception) -> str:
+def _describe_reason(error: Exception) -> str:
     """Return the reason of torch.load in one line, without its advice to load the file unsafely."""
     cause = error.__context__ or error
     return " ".join(str(cause).split()) or repr(cause)

@@ -181,13 +181,13 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     for slot, rows in enumerate(local, first_slot):
         # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        positions = _word_positions(words, box, expert_of[slot], tensor.shape[1])
+        positions = _find_word_positions(words, box, expert_of[slot], tensor.shape[1])
         for index, seed in enumerate(_SEEDS):
             total[index] += _mix_bits(words + _mix_bits(positions + seed)).sum()
     return total
 
 
-def _word_positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
+def _find_word_positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
     """Return the position of each word of an expert's rows in the whole tensor."""
     _, (first_row, _), *_ = box
     words_per_row = words.shape[-1]

@@ -24,11 +24,11 @@ def capture(device: torch.device) -> dict[str, Any]:
     state = {
         "python": random.getstate(),
         "numpy": (name, np.asarray(keys).tobytes(), *rest),
-        "torch": _bytes(torch.get_rng_state()),
+        "torch": _to_bytes(torch.get_rng_state()),
         "device": device.type,
     }
     if device.type != "cpu":
-        state["of_device"] = _bytes(torch.get_device_module(device).get_rng_state(device))
+        state["of_device"] = _to_bytes(torch.get_device_module(device).get_rng_state(device))
     return state
 
 
@@ -37,9 +37,9 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
     name, keys, *rest = saved["numpy"]
     random.setstate(saved["python"])
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_tensor(saved["torch"]))
+    torch.set_rng_state(_to_tensor(saved["torch"]))
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(_tensor(saved["of_device"]), device)
+        torch.get_device_module(device).set_rng_state(_to_tensor(saved["of_device"]), device)
 
 
 def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
@@ -51,9 +51,9 @@ def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
     torch.manual_seed(seed)  # seeds all devices, too
 
 
-def _bytes(state: torch.Tensor) -> bytes:
+def _to_bytes(state: torch.Tensor) -> bytes:
     return bytes(state.cpu().numpy().tobytes())
 
 
-def _tensor(state: bytes) -> torch.Tensor:
+def _to_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

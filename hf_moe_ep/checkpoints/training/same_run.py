@@ -75,7 +75,7 @@ def check_optimizer(
     """Raise ValueError if the optimizer's class, groups or parameters differ."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
-    _check_kind(optimizer, saved, where)
+    _check_class(optimizer, saved, where)
     names, _ = parameter_names(model, optimizer)
     groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     saved_groups = [set(group.names) for group in saved.groups]
@@ -93,7 +93,7 @@ def check_optimizer(
             )
 
 
-def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
+def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
     """Accept the saved class, a class derived from it, or one of its bases."""
     saved_kind, kind = saved.kind, class_name_of(optimizer)
     if saved_kind in (None, kind):

@@ -175,7 +175,7 @@ def _collect_optimizer(
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
                 where = f"{key} of {name} in {type(optimizer).__name__}"
-                _check_like(where, value, parameter)
+                _check_same_shape(where, value, parameter)
                 in_file = f"optimizer.{key}.{name}"
                 tensors[in_file] = trained[name].in_file_form(value.detach())
                 values[name][key] = OptimizerValue(in_file=in_file)
@@ -185,7 +185,7 @@ def _collect_optimizer(
             else:
                 values[name][key] = OptimizerValue(value=value)
     groups = [
-        Group([names[id(parameter)] for parameter in group["params"]], _options(group))
+        Group([names[id(parameter)] for parameter in group["params"]], _select_options(group))
         for group in optimizer.param_groups
     ]
     return tensors, OptimizerState(
@@ -273,12 +273,12 @@ def restore_optimizer(
             name = names[id(parameter)]
             if name in saved.values:
                 optimizer.state[parameter] = {
-                    key: _restore(value, trained[name], parameter, tensors)
+                    key: _restore_value(value, trained[name], parameter, tensors)
                     for key, value in saved.values[name].items()
                 }
 
 
-def _restore(
+def _restore_value(
     saved: OptimizerValue, trained: StateTensor, parameter: Tensor, tensors: dict[str, Tensor]
 ) -> Any:
     """Return one entry of a parameter's optimizer state."""
@@ -287,7 +287,7 @@ def _restore(
     return saved.value.to(parameter.device) if saved.on_device else saved.value
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def _select_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group: lr, betas, and the options of a scheduler."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -301,7 +301,7 @@ def _find_converters(model: nn.Module) -> dict[nn.Parameter, tuple[Convert, Conv
     }
 
 
-def _check_like(where: str, value: Tensor, parameter: Tensor) -> None:
+def _check_same_shape(where: str, value: Tensor, parameter: Tensor) -> None:
     sharded = isinstance(parameter, DTensor)
     if value.shape != parameter.shape or isinstance(value, DTensor) != sharded:
         kind = f"{'sharded' if sharded else 'whole'} parameter {tuple(parameter.shape)}"
