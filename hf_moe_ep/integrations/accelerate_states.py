@@ -1,10 +1,10 @@
 """Make the checkpoints of Accelerate's `save_state` safe: only complete ones can be loaded.
 
-A save writes a marker first and a manifest last, as the Trainer and `save_checkpoint` do
-(`checkpoints/storage/manifest.py`). If the job is killed in between, `load_state` refuses the
-folder, even if it held an older complete state. Save to a new folder each time to keep the older
-state: `out/step-100`, or one of the names that Accelerate counts up (automatic_checkpoint_naming).
-With these automatic names:
+A save writes a marker (hf_moe_ep.json) first and a manifest (manifest.json, the hashes of all
+files) last, as the Trainer and `save_checkpoint` do (`checkpoints/storage/manifest.py`). If the job
+is killed in between, `load_state` refuses the folder, even if it held an older complete state. Save
+to a new folder each time to keep the older state: `out/step-100`, or one of the names that
+Accelerate counts up (automatic_checkpoint_naming). With these automatic names:
 
     - older folders are deleted after the manifest is written (stock deletes them before the save)
     - a folder that a killed job left unfinished is overwritten

@@ -1,8 +1,9 @@
 """Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
 
 The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
-and `patch` sets only `save_pretrained` of its model. The functions of a group are replaced when the
-process starts to use the group's library, so not in a training loop that uses only PyTorch:
+and `patch` only sets methods of its model, such as `save_pretrained`. The functions of a group are
+replaced when the process starts to use the group's library, so not in a training loop that uses
+only PyTorch:
 
     group        time of the replacement                              functions replaced
     ACCELERATE   when the process shows a sign of using Accelerate    3

@@ -1,5 +1,7 @@
 """Save a patched model from Accelerate, the Trainer and PEFT, in the layout of stock files.
 
+In hub layout, keys and shapes are those of the model's checkpoint on the hub.
+
 function                          with a state dict           without a state dict
 Trainer.save_model                (takes no state dict)       sharded save, file by file
 PreTrainedModel.save_pretrained   written in hub layout       sharded save, called on every rank

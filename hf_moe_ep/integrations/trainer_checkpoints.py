@@ -16,9 +16,10 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 `accelerate_states.py` does the same for `Accelerator.save_state`.
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
-model's own parameter names, but in hub layout experts have other names: stock would report the
-experts as missing and keep their old values. `checkpoints/storage/unpickle.py` checks the files of
-torch.distributed.checkpoint (DCP); the Trainer reads all other files with weights_only=True.
+model's own parameter names, but in the layout of the hub experts have other names: stock would
+report the experts as missing and keep their old values. `checkpoints/storage/unpickle.py` checks
+the files of torch.distributed.checkpoint (DCP); the Trainer reads all other files with
+weights_only=True.
 """
 
 from __future__ import annotations
@@ -160,7 +161,10 @@ def load_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer._load_optimizer_and_scheduler`: use hub order, refuse code in DCP's files."""
+    """Wrap `Trainer._load_optimizer_and_scheduler`: refuse code in the files of DCP.
+
+    The state is loaded in hub order (row e is expert e), also if experts have moved to other rows.
+    """
     if checkpoint is None or self.model is None or find_state(self.model) is None:
         return original(self, checkpoint, *args, **kwargs)
     with (
@@ -175,7 +179,7 @@ def load_model(
 ) -> Any:
     """Wrap `Trainer._load_from_checkpoint` and `Trainer._load_best_model`.
 
-    A model in one process, without adapters, is loaded from hub layout, with its experts.
+    In one process and without adapters, the model is loaded by `load_weights`, with its experts.
     """
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     if state is None:

@@ -6,7 +6,7 @@ range of dim 0 selects.
 To rank 0 (`slabs_of`): the shards of a tensor are sent one after the other. A shard is broadcast
 along one mesh axis, then along the next. So besides its own shards a rank needs memory for one
 shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of
-one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+one ep rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
     quarter of the experts   owner      sent along ep_fsdp   sent along ep
     first                    rank 0     -                    -
@@ -111,6 +111,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab[slices(box, rows)].copy_(part)
         del part
         if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
+            # This was the last shard of these rows.
             yield rows, slab
             slab = None
 

@@ -167,6 +167,7 @@ def _describe_groups(
     # layer, its modules hold other tensors.
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
+    # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
     dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
 

@@ -64,7 +64,7 @@ _DTYPES = {
     "C64": torch.complex64,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the library's own limit
 # A fingerprint reads this many bytes of up to this many tensors of each kind.
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
@@ -229,7 +229,7 @@ def same_values(tensor: FileTensor, other: FileTensor) -> bool:
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError if safetensors files cannot hold a dtype."""
-    if dtype not in _NAMES:
+    if dtype not in _DTYPE_NAMES:
         raise ValueError(f"{name} is {dtype}, which safetensors files cannot hold")
 
 
@@ -318,7 +318,11 @@ class Writer:
         for key, shape, dtype in header:
             tensors.append((key, FileTensor(path, dtype, shape, end)))
             offsets = [end, end + tensors[-1][1].nbytes]
-            table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+            table[key] = {
+                "dtype": _DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": offsets,
+            }
             end = offsets[1]
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

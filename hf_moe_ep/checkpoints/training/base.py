@@ -1,14 +1,14 @@
-"""Identify the base of a run whose experts are held quantised, by hashes instead of a copy.
+"""Identify the base model of a run whose experts are held quantised, by hashes instead of a copy.
 
     quantised_base.json    {"format": 1, "model": "Qwen/Qwen3-30B-A3B", "experts_dtype": "nf4",
                             "experts_double_quant": false,
                             "hashes": {"model.layers.0.mlp.experts.gate_up_proj": "03f2...", ..}}
 
 `describe_base` computes the hashes, `check_base` compares them. A hash is two 64-bit sums over the
-words of a stacked matrix or of its scales. The summands depend on the word and on its position in
-the whole tensor. So the sums of the ranks add up to the sum of the whole tensor: no tensor is
-gathered, and every layout gives the same hash. Different bases have different hashes, but the hash
-is no protection against an attacker.
+words (of 1 to 8 bytes) of a stacked matrix or of its scales. Each summand depends on a word and on
+the position of the word in the whole tensor. So the sums of the ranks add up to the sum of the
+whole tensor: no tensor is gathered, and every layout of ranks gives the same hash. Different bases
+have different hashes, but the hash is no protection against an attacker.
 
 If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
 which row e is expert e.
@@ -40,16 +40,17 @@ from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
 _FORMAT = 1
-# The word sizes in which a row of bytes can be read, the largest that fits first.
+# The words in which a row of bytes can be read; the first one that divides the row is used.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # The seeds of the two independent sums.
 _SEEDS = (1, 0x5851F42D4C957F2D)
 
 
 def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | None:
-    """Describe the quantised experts of a resharded model; every rank calls this.
+    """Describe the quantised experts of a model; every rank calls this.
 
     Args:
+        model: resharded, so its parameters are shards and not gathered.
         anew: read all bytes instead of using stored sums.
 
     Returns:

@@ -60,8 +60,8 @@ def load_checkpoint(
     """Load a checkpoint into model, optimizer and scheduler; every rank calls this.
 
     Parameters, moments and `step` are restored bit by bit at any layout. Random generators are
-    restored if the number of data ranks is the same; otherwise they are seeded again, with a
-    warning.
+    restored if the number of data ranks (world size / sp_size) is the same; otherwise they are
+    seeded again, with a warning.
 
     Args:
         directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
@@ -113,8 +113,8 @@ def load_checkpoint(
             scheduler.load_state_dict(saved.scheduler)
         _restore_random(path, saved.layout, state)
 
-    # The optimizer's new state is in hub order, too. At the end of the block it is moved to the
-    # ranks of its experts again.
+    # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
+    # order; at the end of the block it is moved with its experts.
     with experts_in_hub_order(model, optimizer):
         saved, targets = together(f"reading {path}", compare)
         together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))

@@ -136,7 +136,9 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """Collect the state of a resharded model and its optimizer; the result may share their memory.
+    """Collect the state of a model and its optimizer; the result may share their memory.
+
+    The model must be resharded, so that its parameters are shards and not gathered.
 
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
