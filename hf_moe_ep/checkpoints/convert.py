@@ -119,15 +119,15 @@ def convert(
     if check_hashes and manifest.is_ours(folder):
         names = [file.name for file in small_files] if config_folder == folder else []
         _check_files_read(folder, names)
-    with whole_folder(out) as written:
+    with whole_folder(out) as new_folder:
         for file in small_files:
-            shutil.copy2(file, written)
-        save_configs(model, written, first_dtype(groups), ())
-        for file in written.iterdir():
+            shutil.copy2(file, new_folder)
+        save_configs(model, new_folder, first_dtype(groups), ())
+        for file in new_folder.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
         what = f"converting into {target}"
-        write_checkpoint(written, split_files(groups, max_bytes), what=what)
+        write_checkpoint(new_folder, split_files(groups, max_bytes), what=what)
     return size
 
 

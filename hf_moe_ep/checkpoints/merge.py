@@ -161,11 +161,11 @@ def merge_adapter(
         size = sum(group.num_bytes for group in groups)
         check_room(out, size + sum(path.stat().st_size for path in small_files))
         files = _assign_files(groups, stored.values())
-        with whole_folder(out) as written:
+        with whole_folder(out) as new_folder:
             what = f"merging into {target}"
-            write_checkpoint(written, list(files.values()), names=list(files), what=what)
+            write_checkpoint(new_folder, list(files.values()), names=list(files), what=what)
             for path in small_files:
-                _copy(path, written / path.relative_to(folder))
+                _copy(path, new_folder / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
     notes = _note_other_base(config, base, folder)
     notes += _note_files(folder, adapter_folder, small_files, out)
@@ -181,7 +181,8 @@ def _check_not_quantized(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no model: it has no {CONFIG}")
     config = read_object(folder / CONFIG)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config
+    # A part, such as text_config, may have a quantization_config of its own.
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
         if quantization := part.get("quantization_config"):
             method = dict(quantization).get("quant_method", "an unknown method")

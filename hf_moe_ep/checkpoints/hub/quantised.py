@@ -31,6 +31,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, dequantised_shape, quantise
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
 
+# The number of rows, and of columns, in a block of FP8 values with one scale.
 _BLOCK = 128
 
 

@@ -13,8 +13,8 @@ killed at any moment, the previous checkpoint stays the newest. Each file is syn
 before the manifest is written: if the manifest survives a power failure, so do its files. The rank
 that writes a file may hash it; each of the other files is read and hashed by one rank.
 
-The number is one more than the highest number in the neighbouring folders; `order.py` uses it to
-choose the newest checkpoint. Manifests of older versions have no number.
+"number" is one more than the highest number in the manifests of the neighbouring folders;
+`order.py` uses it to choose the newest checkpoint. Manifests of older versions have no number.
 
 Files that are added to the folder later are not checked. The manifest is no protection against an
 attacker, who can change both the files and the manifest.
