@@ -68,7 +68,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _search_folder(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints, newest last, and a reason by other folder.
+    """Return the complete checkpoints, newest last, and the reason for each other folder.
 
     `root` is a folder of checkpoints, or a checkpoint.
     """

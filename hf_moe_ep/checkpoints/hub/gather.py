@@ -129,8 +129,8 @@ def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
         position = list(owner)
         for axis in sharded:
             source, position[axis] = int(mesh.mesh[tuple(position)]), 0
-            others = (i for i in range(mesh.ndim) if i != axis)
-            takes_part = all(coordinate[i] == position[i] for i in others)
+            other_axes = (i for i in range(mesh.ndim) if i != axis)
+            takes_part = all(coordinate[i] == position[i] for i in other_axes)
             if owner[axis] == 0 or not takes_part:
                 continue
             if part is None:

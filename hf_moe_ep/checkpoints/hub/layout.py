@@ -221,7 +221,7 @@ def _weight_name(name: str) -> str:
 def _candidate_layouts(
     layout: Layout, plan: ModelPlan
 ) -> list[Callable[[str, Shape], list[Piece]]]:
-    """List the layouts to try: the hub's layout, the layout in memory, and the latter transposed.
+    """List the layouts to try: the layout of the hub, of the model, and of the model transposed.
 
     Each layout is a function that returns the pieces of a parameter from its name and shape.
     """

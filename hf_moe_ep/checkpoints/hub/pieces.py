@@ -98,6 +98,7 @@ class Piece:
 
     def in_view(self, values: Tensor) -> Tensor:
         """Permute values of the parameter to the order of the view's dims; the memory is shared."""
+        # Dims of the parameter that have no dim in the view have one index here.
         varying = [dim for dim, axis in enumerate(self.axes) if axis is not None]
         single = [dim for dim, axis in enumerate(self.axes) if axis is None]
         axes = [axis for axis in self.axes if axis is not None]

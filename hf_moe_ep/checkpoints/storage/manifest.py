@@ -207,7 +207,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints in `root`, newest last, and a reason by other folder."""
+    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete."""
     complete: list[Saved] = []
     reasons: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
