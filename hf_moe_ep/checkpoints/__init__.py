@@ -1,10 +1,10 @@
 """Write checkpoints to disk and read them back at any layout of ranks.
 
 `storage/` reads and writes bytes and knows no model; `hub/` converts between a model and the hub's
-layout; `training/` saves and loads the state from which a run resumes. Never: how parameters are
-sharded (`sharding/`).
+layout; `training/` saves and loads the state from which a run resumes. `sharding/` decides how
+parameters are sharded.
 
-A slice of a tensor has three forms, and no others:
+A slice of a tensor is described by one of three types:
 
     Box         storage/boxes.py             index ranges, [start, stop) per dim: a rank's shard, a
                                              slab to write, the part of a file to read
@@ -15,7 +15,7 @@ A slice of a tensor has three forms, and no others:
                                              parameter that it holds. A piece that is cut to a
                                              rank's box is a smaller piece
 
-These classes collect slices and add no geometry of their own:
+These classes contain slices:
 
     InFiles      hub/in_files.py      the pieces of a parameter, and the FileTensors that hold them
     TensorGroup  hub/write.py         checkpoint tensors that are written together

@@ -1,8 +1,10 @@
 """Convert a training checkpoint to a checkpoint in the hub's layout, in one process.
 
-    out/checkpoint-300             saved by the Trainer or Accelerate: pytorch_model_fsdp_0 (DCP)
-    out/step-300                   saved by save_checkpoint: tensors/ (safetensors, readable by DCP)
-    out/step-300 -> out/model      config, tokenizer, shards, index, as save_pretrained writes them
+    folder  example          content
+    source  out/checkpoint-300   pytorch_model_fsdp_0, if the Trainer or Accelerate saved it; the
+                                 format is that of torch.distributed.checkpoint (DCP)
+    source  out/step-300         tensors/, if save_checkpoint saved it: safetensors that DCP reads
+    target  out/model            config, tokenizer, shards, index, as save_pretrained writes them
 
 `convert` holds one tensor in memory at a time, even if many ranks wrote its shards. If the
 checkpoint has a manifest, the files are first compared with its hashes. The model is written into a
@@ -51,7 +53,8 @@ from hf_moe_ep.upstream.hub import progress_bar
 _ACCELERATE_TENSORS = "pytorch_model_fsdp_0"
 _PREFIX = "model."
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".onnx")
-# Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl. No file of a model is a pickle.
+# The suffixes of Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl, which are not files
+# of a model.
 _PICKLES = (".pkl", ".pickle")
 
 
@@ -69,12 +72,12 @@ def convert(
     Args:
         source: a folder that the Trainer, `accelerator.save_state` or `save_checkpoint` wrote.
         target: a folder that is missing or empty; it appears complete or not at all.
-        config: the folder of the model that was trained, for its config and tokenizer; None if
-            `source` has a config.json.
+        config: the folder of the model that was trained, which has the config and the tokenizer;
+            None if `source` has a config.json.
         dtype: the dtype of the saved weights; None saves in the dtype that the config names.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
-        check_hashes: compare the files with the hashes in the manifest of `source` before they are
-            converted, which reads them twice. Without a manifest there is no comparison.
+        check_hashes: before the files are converted, compare them with the hashes in the manifest
+            of `source`; so each file is read twice. A source without a manifest is not checked.
 
     Raises:
         ValueError: `source` is no training checkpoint, is damaged, holds only adapters, or does not
@@ -116,15 +119,15 @@ def convert(
     if check_hashes and manifest.is_ours(folder):
         names = [file.name for file in small_files] if config_folder == folder else []
         _check_files_read(folder, names)
-    with whole_folder(out) as written:
+    with whole_folder(out) as new_folder:
         for file in small_files:
-            shutil.copy2(file, written)
-        save_configs(model, written, first_dtype(groups), ())
-        for file in written.iterdir():
+            shutil.copy2(file, new_folder)
+        save_configs(model, new_folder, first_dtype(groups), ())
+        for file in new_folder.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
         what = f"converting into {target}"
-        write_checkpoint(written, split_files(groups, max_bytes), what=what)
+        write_checkpoint(new_folder, split_files(groups, max_bytes), what=what)
     return size
 
 
@@ -170,7 +173,7 @@ def list_leftovers(out: Path) -> str:
 
 
 def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
-    """Return the reader of DCP (torch.distributed.checkpoint), and the checkpoint's metadata."""
+    """Return a reader of torch.distributed.checkpoint, and the checkpoint's metadata."""
     if (folder / _ACCELERATE_TENSORS).is_dir():
         reader: Any = MetadataReader(folder / _ACCELERATE_TENSORS)
     elif (folder / TENSORS).is_dir():
@@ -182,7 +185,8 @@ def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
             f"(save_checkpoint)"
         )
     metadata: Metadata = reader.read_metadata()
-    # Every load asks for the metadata; reading thousands of headers takes longer than the data.
+    # Every load asks for the metadata; reading thousands of headers takes longer than reading
+    # the data.
     reader.read_metadata = lambda *_, **__: metadata
     return reader, metadata
 

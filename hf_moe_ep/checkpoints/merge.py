@@ -1,8 +1,9 @@
 """Merge a LoRA adapter into its base model and write a hub checkpoint, in one process.
 
-    Qwen3-30B-A3B                  16 files, model-00001-of-00016.safetensors, ..
-    out/adapter                    saved by this package, PEFT or transformers
-    -> out/model                   files of the same names; config and tokenizer of the base
+    folder    example         content
+    base      Qwen3-30B-A3B   16 files, model-00001-of-00016.safetensors, ..
+    adapter   out/adapter     saved by this package, PEFT or transformers
+    result    out/model       files with the names of the base; its config and tokenizer
 
 If the base stores the experts of a stack in several files, the merged stack is written whole to the
 first of these files; a file that becomes empty is not written.
@@ -13,14 +14,14 @@ experts or rows at a time (a slab), adds the product of its factors, and writes 
 dtypes and rounding are those of `merge_and_unload()` and `save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32
-    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype). For a Linear B A
-                 is added in fp32 and the sum is rounded; for an embedding, a stack of experts and
-                 other target_parameters B A is rounded to bf16 and added in bf16
+    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype). In a Linear, B A
+                 is added in fp32 and the sum is rounded. In an embedding, a stack of experts and
+                 other target_parameters, B A is rounded to bf16 and added in bf16
 
 A slab is a smaller matrix than the parameter, and a BLAS library chooses its algorithm by the
-shape, so the sums in B A may have another order than PEFT's. In fp32 this changes the last bits of
-a value; in bf16 about one value in a thousand is rounded to its other neighbour. Tensors that the
-adapter does not change are copied bit for bit.
+shape, so the products in B A may be summed in another order than in PEFT. In fp32 this changes the
+last bits of a value; in bf16 about one value in a thousand is rounded to its other neighbour.
+Tensors that the adapter does not change are copied bit for bit.
 
 The process needs memory for one slab, its product, and the factors of one parameter. Quantised
 weights are not supported, nor are adapters that are not a product of two factors.
@@ -109,8 +110,8 @@ def merge_adapter(
     """Write a model with a LoRA adapter merged into it, in the hub's layout.
 
     Args:
-        base: the folder of the model that was trained, or its name on the hub, which is read from
-            the hub's cache if possible.
+        base: the folder of the model that was trained, or the model's name on the hub. The hub's
+            cache is used if it has the model.
         adapter: a folder with adapter_config.json and adapter_model.safetensors, or with several
             files and their index.
         target: a folder that is missing or empty; it appears complete or not at all.
@@ -119,7 +120,7 @@ def merge_adapter(
             needs about five times this memory, because products and sums are in fp32.
 
     Raises:
-        ValueError: a folder is missing; the adapter belongs to another base, or is no product of
+        ValueError: a folder is missing; the adapter belongs to another base, or is not a product of
             two factors; the base is quantised or its layout cannot be read; the disk has too little
             free space.
     """
@@ -147,7 +148,7 @@ def merge_adapter(
     check_mergeable(model)
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
-    small_files = _small_files(folder)
+    small_files = _list_small_files(folder)
     with Reader() as reader:
         merging = _Merging(reader, stored | trained, updates, max_bytes)
         groups = group_tensors(
@@ -160,11 +161,11 @@ def merge_adapter(
         size = sum(group.num_bytes for group in groups)
         check_room(out, size + sum(path.stat().st_size for path in small_files))
         files = _assign_files(groups, stored.values())
-        with whole_folder(out) as written:
+        with whole_folder(out) as new_folder:
             what = f"merging into {target}"
-            write_checkpoint(written, list(files.values()), names=list(files), what=what)
+            write_checkpoint(new_folder, list(files.values()), names=list(files), what=what)
             for path in small_files:
-                _copy(path, written / path.relative_to(folder))
+                _copy(path, new_folder / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
     notes = _note_other_base(config, base, folder)
     notes += _note_files(folder, adapter_folder, small_files, out)
@@ -180,7 +181,8 @@ def _check_not_quantized(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no model: it has no {CONFIG}")
     config = read_object(folder / CONFIG)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config
+    # A part, such as text_config, may have a quantization_config of its own.
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
         if quantization := part.get("quantization_config"):
             method = dict(quantization).get("quant_method", "an unknown method")
@@ -284,7 +286,7 @@ class _Merging:
 def _assign_files(
     groups: Iterable[TensorGroup], in_base: Iterable[InFiles]
 ) -> dict[str, list[TensorGroup]]:
-    """Assign groups to files named as in the base; each goes to the first file of its tensors."""
+    """Assign each group to the file in which the base stores the first tensor of the group."""
     file_of = {piece.key: tensor.file.name for stored in in_base for piece, tensor in stored.pieces}
     files: dict[str, list[TensorGroup]] = {}
     name = next(iter(file_of.values()))
@@ -295,8 +297,8 @@ def _assign_files(
     return files
 
 
-def _small_files(folder: Path) -> list[Path]:
-    """List the files that describe a model, also those in subfolders without weights.
+def _list_small_files(folder: Path) -> list[Path]:
+    """List the files that describe a model, such as configs, also in subfolders without weights.
 
     config.json is the last in the list and is copied last: without it the folder cannot be loaded,
     so the result of a killed run cannot be mistaken for a model.

@@ -1,8 +1,8 @@
 """Find the checkpoint from which a restarted script resumes.
 
-Only complete checkpoints count (`storage/manifest.py`). The newest one is chosen by the steps in
-the names, not by a clock (`storage/order.py`). A warning names folders that look like unfinished
-checkpoints, because a user may expect that the run resumes from them.
+Only complete checkpoints count (`storage/manifest.py`). The newest one is chosen by the numbers in
+names and manifests, not by a clock (`storage/order.py`). A warning names folders that look like
+unfinished checkpoints, because a user may expect that the run resumes from them.
 
 `newest_checkpoint` is for scripts. The Trainer and Accelerate use `newest_resumable`: they also
 resume, with a warning, from a folder without marker and manifest, which was written by stock
@@ -57,7 +57,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         RuntimeError: on every rank: rank 0 could not read the folder.
     """
     root = Path(folder)
-    complete, reasons = on_first(f"looking for a checkpoint in {root}", lambda: _search(root))
+    what = f"looking for a checkpoint in {root}"
+    complete, reasons = on_first(what, lambda: _search_folder(root))
     newest = complete[-1] if complete else None
     skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
     if skipped:
@@ -66,8 +67,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return newest
 
 
-def _search(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints, the newest last, and {other folder: reason}.
+def _search_folder(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """Return the complete checkpoints, newest last, and the reason for each other folder.
 
     `root` is a folder of checkpoints, or a checkpoint.
     """
@@ -93,7 +94,7 @@ def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
 
 
 def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
-    """Return the newest folder that is not unfinished, and True if it has a manifest.
+    """Return the newest folder, apart from unfinished ones, and True if it has a manifest.
 
     Raises:
         ValueError: there is no such folder; the message lists the unfinished ones.

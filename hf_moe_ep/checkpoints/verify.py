@@ -1,7 +1,7 @@
 """Verify or describe a checkpoint in the hub's layout or of a training run, without writing.
 
-verify   reads every file and compares it with hashes, headers and the config
-look     reads only headers and the manifest
+`verify` reads every file and compares it with hashes, headers and the config. `look` reads only the
+headers of the files and the manifest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     """Read every file of a checkpoint and compare it with its hash, header and config.
 
     Raises:
-        ValueError: names files or tensors that are missing, truncated, changed or misshapen.
+        ValueError: files or tensors are missing, truncated, changed or misshapen; the error names
+            them.
     """
     path = _checkpoint_folder(folder)
     if manifest.is_ours(path):

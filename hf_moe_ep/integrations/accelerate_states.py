@@ -1,9 +1,10 @@
 """Make the checkpoints of Accelerate's `save_state` safe: only complete ones can be loaded.
 
-A save writes a marker first and a manifest last, as the Trainer and `save_checkpoint` do
-(`checkpoints/storage/manifest.py`). If the job is killed in between, `load_state` refuses the
-folder, even if it held an older complete state. Save to a new folder each time to keep the older
-state: `out/step-100`, or Accelerate's automatic names. With automatic names:
+A save writes a marker (hf_moe_ep.json) first and a manifest (manifest.json, the hashes of all
+files) last, as the Trainer and `save_checkpoint` do (`checkpoints/storage/manifest.py`). If the job
+is killed in between, `load_state` refuses the folder, even if it held an older complete state. Save
+to a new folder each time to keep the older state: `out/step-100`, or one of the names that
+Accelerate counts up (automatic_checkpoint_naming). With these automatic names:
 
     - older folders are deleted after the manifest is written (stock deletes them before the save)
     - a folder that a killed job left unfinished is overwritten
@@ -13,13 +14,13 @@ Before a load, all files are compared with the manifest. A folder without marker
 written by stock Accelerate or by an older hf_moe_ep. It is loaded with a warning.
 
 The manifest names the files that Accelerate writes. Other files in the folder, such as those of
-`register_save_state_pre_hook`, are not verified. All ranks have to see the folder.
+`register_save_state_pre_hook`, are not verified. The folder must be on a disk that all ranks share.
 
-DCP's files are read by an unpickler that runs no code (`checkpoints/storage/unpickle.py`), and
-Accelerate reads the other files with weights_only=True. The exception is `custom_checkpoint_*.pkl`,
-the state of objects that the script passed to `register_for_checkpointing`: Accelerate unpickles
-any object in it (accelerate/checkpointing.py, load_custom_state). Load such files from trusted
-sources only.
+An unpickler that runs no code (`checkpoints/storage/unpickle.py`) reads the files of
+torch.distributed.checkpoint (DCP). Accelerate reads the other files with weights_only=True. The
+exception is `custom_checkpoint_*.pkl`, the state of objects that the script passed to
+`register_for_checkpointing`: Accelerate unpickles any object in it (accelerate/checkpointing.py,
+load_custom_state). Load such files from trusted sources only.
 """
 
 from __future__ import annotations
@@ -68,14 +69,17 @@ _FILES_OF_DCP = (".metadata", "*.distcp")
 def save_state(
     original: Callable[..., Any], self: Accelerator, output_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.save_state`: save between a marker and a manifest, experts in hub order.
+    """Wrap `Accelerator.save_state`: save between a marker and a manifest.
+
+    Experts are saved in hub order: row e of a stacked tensor is expert e, even if `balance_experts`
+    has moved experts to other rows.
 
     Raises:
         ValueError: on every rank, with automatic names: the next folder exists already.
         RuntimeError: on every rank if one rank fails. The error names this rank and the cause, and
             the folder counts as unfinished.
     """
-    states, project = _states(self), self.project_configuration
+    states, project = _find_states(self), self.project_configuration
     automatic = project.automatic_checkpoint_naming
     if not states or (output_dir is None and not automatic):
         return original(self, output_dir, *args, **kw)
@@ -115,7 +119,7 @@ def load_state(
             absent; or a file of DCP, which the error names, holds objects other than plain values.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
-    if not _states(self) or (input_dir is None and not automatic):
+    if not _find_states(self) or (input_dir is None and not automatic):
         return original(self, input_dir, *args, **kw)
 
     def choose() -> tuple[Path, bool]:
@@ -131,21 +135,21 @@ def load_state(
         return original(self, os.fspath(folder), *args, **kw)
 
 
-def _states(accelerator: Accelerator) -> list[ModelState]:
+def _find_states(accelerator: Accelerator) -> list[ModelState]:
     """Return the states of all patched models that `accelerator` has prepared."""
     states = (find_state(model) for model in prepared_models(accelerator))
     return [state for state in states if state is not None]
 
 
 def _automatic_parent(accelerator: Accelerator) -> Path:
-    """Return the folder that holds all automatically named ones (accelerate/accelerator.py)."""
+    """Return the parent of all automatically named folders (accelerate/accelerator.py)."""
     return Path(accelerator.project_dir, "checkpoints")
 
 
 def _is_written_by_accelerate(name: str) -> bool:
     """Return True if Accelerate writes the file `name`, a path relative to the saved folder."""
-    first, _, rest = name.partition("/")
-    return bool(_FOLDERS.fullmatch(first) if rest else _FILES.fullmatch(first))
+    first, _, below_first = name.partition("/")
+    return bool(_FOLDERS.fullmatch(first) if below_first else _FILES.fullmatch(first))
 
 
 def _clear_unfinished(folder: Path) -> None:
@@ -174,7 +178,7 @@ def _remove_files_of_ranks(folder: Path) -> None:
 
 
 def _delete_older(written: Path, limit: int) -> None:
-    """Delete all unfinished checkpoints beside `written`, and the oldest beyond `limit`."""
+    """Delete unfinished checkpoints beside `written`, then the oldest until `limit` are left."""
     others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(_is_unfinished, others):
         shutil.rmtree(unfinished)

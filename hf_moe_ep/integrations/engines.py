@@ -35,8 +35,8 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
     try:
         original(self)
     except Exception as error:
-        # When the iterator of hub_tensors is deleted, it makes the other ranks raise. The frames of
-        # the traceback keep the iterator alive, so they are cleared.
+        # When the iterator of hub_tensors is deleted, it makes the other ranks raise. The traceback
+        # keeps the iterator alive in its stack frames, so these frames are cleared.
         for raised in _with_causes(error):
             traceback.clear_frames(raised.__traceback__)
         raise

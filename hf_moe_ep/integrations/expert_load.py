@@ -27,6 +27,7 @@ from hf_moe_ep.routing.counts import count_anew
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
 
+# The names under which the callback counts tokens, once for its logs and once for balancing.
 _READER = "ExpertLoadCallback"
 _BALANCER = "ExpertLoadCallback, rebalance_every"
 # The maximum number of panels in the heat map. Beyond it, neighbouring panels are merged in pairs.
@@ -60,10 +61,10 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         every: the minimum number of steps between two logs. With 1 the values are logged whenever
             the Trainer logs its loss (`logging_steps`).
         heat_map: a PNG that rank 0 writes with every checkpoint and at the end of training: layers
-            x experts, in at most 12 panels over time. Each panel covers the steps since the panel
-            before it. A resumed run starts with the first step after the resume.
+            x experts, in at most 12 panels over time. Each panel covers the steps since the
+            previous panel. A resumed run starts with the first step after the resume.
         rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
-            load of these steps; None = never.
+            load of these steps; with None it is never called.
         threshold: experts of a layer are moved if its busiest rank has more than `threshold` times
             the mean load of the ranks.
 
@@ -140,10 +141,10 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             return
         self._maps.append(new)
         if len(self._maps) > _MAX_MAPS:
-            rest = self._maps[len(self._maps) // 2 * 2 :]
+            unpaired = self._maps[len(self._maps) // 2 * 2 :]
             pairs = zip(self._maps[::2], self._maps[1::2], strict=False)
             merged = [_Map(a.first, b.last, a.counts + b.counts) for a, b in pairs]
-            self._maps = merged + rest
+            self._maps = merged + unpaired
 
     def _draw(self) -> None:
         if self.heat_map is not None and self._maps:
@@ -196,7 +197,7 @@ def _find_patched(model: nn.Module) -> ModelState:
     state = find_state(model)
     if state is None:
         raise ValueError(
-            "ExpertLoadCallback: this model is not patched, so nothing counts its tokens; call "
+            "ExpertLoadCallback: this model is not patched, so its tokens are not counted; call "
             "patch(model) before Trainer(model=model)"
         )
     check_counts(state, "ExpertLoadCallback")

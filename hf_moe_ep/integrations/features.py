@@ -9,8 +9,9 @@ that would use the feature raise an error with the same text. If, for example, A
     accelerator.prepare(model)      raises on 2 ranks
     apply_ep_fsdp2(model)           works: a hand-written loop does not use the function
 
-Some features list no calls. Without them no run goes wrong silently either: they only improve an
-error message, or the missing function is itself the call that would use the feature.
+Some features list no calls, because a run without them cannot give wrong results silently: such a
+feature only improves an error message, or the missing function is itself the call that would use
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_moe_ep.upstream.training_frameworks import prepared_models
 from hf_moe_ep.upstream.wrap import Feature
 
 
-def _states_of(value: Any) -> list[ModelState]:
+def _find_states(value: Any) -> list[ModelState]:
     """Return the states of the patched models of `value`: a model, a trainer or an Accelerator."""
     models = [value, getattr(value, "model", None)]
     if isinstance(value, Accelerator):
@@ -38,30 +39,30 @@ def _states_of(value: Any) -> list[ModelState]:
 
 
 def _has_patched_model(*args: Any, **kwargs: Any) -> bool:
-    return any(_states_of(value) for value in (*args, *kwargs.values()))
+    return any(_find_states(value) for value in (*args, *kwargs.values()))
 
 
 def _has_sharded_model(*args: Any, **kwargs: Any) -> bool:
-    states = [state for value in (*args, *kwargs.values()) for state in _states_of(value)]
+    states = [state for value in (*args, *kwargs.values()) for state in _find_states(value)]
     return any(state.meshes is not None for state in states)
 
 
 def _prepares_unsharded(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
     """Return True if this call of `Accelerator.prepare` would shard a patched model."""
-    states = [state for value in args for state in _states_of(value)]
+    states = [state for value in args for state in _find_states(value)]
     return accelerator.num_processes > 1 and any(state.meshes is None for state in states)
 
 
 def _prepares_sp_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    return any((state.config.sp_size or 1) > 1 for value in args for state in _states_of(value))
+    return any((state.config.sp_size or 1) > 1 for value in args for state in _find_states(value))
 
 
 def _trains_sp_model(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
-    return any((state.config.sp_size or 1) > 1 for state in _states_of(trainer))
+    return any((state.config.sp_size or 1) > 1 for state in _find_states(trainer))
 
 
 def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    states = [state for value in args for state in _states_of(value)]
+    states = [state for value in args for state in _find_states(value)]
     return any(state.config.bias_update_rate is not None for state in states)
 
 

@@ -1,22 +1,25 @@
 """Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
 
-`import hf_moe_ep` replaces no function, and neither does `patch` in a hand-written loop. `patch`
-sets `save_pretrained` of its model, and registers the groups of the table below. Each group is
-installed when the process starts to use the group's library:
+The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
+and `patch` only sets methods of its model, such as `save_pretrained`. The functions of a group are
+replaced when the process starts to use the group's library, so not in a training loop that uses
+only PyTorch:
 
-    group        installed                                           replaced for the process
-    ACCELERATE   when the process shows a sign of using Accelerate    3 functions
+    group        time of the replacement                              functions replaced
+    ACCELERATE   when the process shows a sign of using Accelerate    3
     CPU_RANKS    with ACCELERATE, if the launch config asks for FSDP  1
-    QUANTISED    when `prepare` is given a model with experts_dtype   2
+    QUANTISED    when `prepare` or a Trainer is given a model with    2
+                 quantised experts
     TRAINER      when transformers.trainer is imported                4
     ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
     TRL          when the module of each row is imported              4
 
-Each of these wrappers first checks if it was given a patched model. With a stock model it calls the
-stock function and does nothing else. With a patched model it also adds our methods to the objects
-that are involved, for all later calls:
+Such a function is replaced for the whole process. Its wrapper first checks if it was given a
+patched model. If not, it calls the stock function and does nothing else. With a patched model it
+also adds our methods to the objects that are involved, for all later calls:
 
+    object              how our methods are added
     an Accelerator      its class becomes a subclass that has ACCELERATOR_METHODS
     a Trainer           its class becomes a subclass that has TRAINER_METHODS
     other objects       bound methods are set as attributes of the prepared optimizers, the model,
@@ -75,7 +78,7 @@ from hf_moe_ep.upstream.wrap import (
 def prepare_objects(
     original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.prepare`: add our methods to the Accelerator if a model is patched."""
+    """Wrap `Accelerator.prepare`: if one of its models is patched, add our methods."""
     for model in args:
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
@@ -104,8 +107,8 @@ def prepare_model(
 def create_accelerator(original: Callable[..., Any], self: transformers.Trainer) -> None:
     """Wrap `Trainer.create_accelerator_and_postprocess`.
 
-    The Trainer has its model by then, unless `model_init` builds the model later. TRL's trainers
-    prepare their reference models right after this call.
+    When this is called, the Trainer already has its model, unless `model_init` builds the model
+    later. TRL's trainers prepare their reference models right after this call.
     """
     _wrap_cpu_ranks()
     original(self)
@@ -115,7 +118,7 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
 def call_model_init(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.call_model_init`, whose model may be patched."""
+    """Wrap `Trainer.call_model_init`: the model that it builds may be patched."""
     model = original(self, *args, **kwargs)
     adopt_trainer(self, model)
     return model
@@ -134,7 +137,7 @@ def train(
 def evaluate(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.evaluation_loop`, as a Trainer that only evaluates never calls `train`."""
+    """Wrap `Trainer.evaluation_loop`: a Trainer that only evaluates does not call `train`."""
     adopt_trainer(self, self.model)
     return original(self, *args, **kwargs)
 
@@ -142,7 +145,8 @@ def evaluate(
 def log_expert_load(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `Trainer.log`. The callback's module is slow to import, so the import stands here."""
+    """Wrap `Trainer.log`: add the values of an ExpertLoadCallback."""
+    # This module is slow to import, so it is imported at the first call.
     from hf_moe_ep.integrations import expert_load
 
     expert_load.log(original, self, *args, **kwargs)
@@ -205,17 +209,23 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
         try:
             rows.append((row, find_owner(row)[0]))
         except ImportError:
-            continue  # `check_targets` has warned of this row.
+            continue  # `check_targets` has already warned that the target is missing.
     for module in list(model.modules()):
         for row, owner in rows:
             if isinstance(module, owner) and row.name not in vars(module):
                 state.replace(module, row.name, bind_wrapper(module, row))
 
 
-def _rows(
+def _build_rows(
     owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
 ) -> tuple[Wrap, ...]:
-    """Build the rows of one owner and feature from (name of the stock function, ours, why)."""
+    """Build the rows of the table for functions of one owner.
+
+    Args:
+        owner: the module or class that has the functions, like "module" or "module:Class".
+        feature: is lost if a function is missing in an installed version.
+        functions: (name of the stock function, our wrapper, why the function is wrapped).
+    """
     separator = "." if ":" in owner else ":"
     return tuple(
         Wrap(f"{owner}{separator}{name}", ours, why, feature) for name, ours, why in functions
@@ -227,10 +237,13 @@ _TRAINER = "transformers.trainer:Trainer"
 _PEFT_MODEL = "peft.peft_model:PeftModel"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 
+# The groups of the table. A comment names what is replaced: a function for the whole process
+# (Process), or a method of a single object (Object).
+#
 # Process: installed when the process starts to use Accelerate.
 ACCELERATE = (
     # ms-swift imports this function from accelerate.utils. `wrap_process` replaces it there too.
-    *_rows(
+    *_build_rows(
         "accelerate.accelerator",
         features.SHARDING,
         (
@@ -239,7 +252,7 @@ ACCELERATE = (
             "shards experts over ep, which FSDP2 cannot",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.SHARDING,
         (
@@ -248,20 +261,20 @@ ACCELERATE = (
             "refuses launches that would not shard; detects patched models",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.EVALUATED,
         ("prepare_model", prepare_model, "shards a teacher model, which Accelerate would not do"),
     ),
 )
 # Process: installed with ACCELERATE if the launch config asks for FSDP.
-CPU_RANKS = _rows(
+CPU_RANKS = _build_rows(
     "accelerate.state:AcceleratorState",
     features.CPU_RANKS,
     ("__init__", prepare.init_state, "lets FSDP2 run on CPU ranks before a model is known"),
 )
 # Process: installed for a model with quantised experts, which training does not change.
-QUANTISED = _rows(
+QUANTISED = _build_rows(
     "accelerate.utils.fsdp_utils",
     features.ACCELERATE_STATE,
     (
@@ -277,22 +290,22 @@ QUANTISED = _rows(
 )
 # Object: an Accelerator that has prepared a patched model.
 ACCELERATOR_METHODS = (
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.HUB_LAYOUT,
         ("get_state_dict", saving.get_state_dict, "packs the adapters of experts as PEFT does"),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.ACCELERATE_STATE,
         ("save_state", accelerate_states.save_state, "writes a marker first and a manifest last"),
         (
             "load_state",
             accelerate_states.load_state,
-            "loads complete checkpoints only; refuses code in DCP's files",
+            "loads complete checkpoints only; refuses pickles that contain code",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.SLICES,
         (
@@ -307,12 +320,12 @@ ACCELERATOR_METHODS = (
         ),
         ("gather_for_metrics", shared_batches.gather_for_metrics, "gathers each sample once"),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.TRACKERS,
-        ("log", trackers.log, "names the tracker that fails, since the other ranks hang then"),
+        ("log", trackers.log, "names a tracker that fails, because the other ranks then hang"),
     ),
-    *_rows(
+    *_build_rows(
         _ACCELERATOR,
         features.CLIP,
         (
@@ -322,8 +335,8 @@ ACCELERATOR_METHODS = (
         ),
     ),
 )
-# Object: an optimizer that such an Accelerator has prepared.
-(OPTIMIZER_STEP,) = _rows(
+# Object: an optimizer that was prepared together with a patched model.
+(OPTIMIZER_STEP,) = _build_rows(
     "accelerate.optimizer:AcceleratedOptimizer",
     features.BIASES,
     (
@@ -334,7 +347,7 @@ ACCELERATOR_METHODS = (
 )
 # Process: installed when transformers.trainer is imported.
 TRAINER = (
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.TRAINER_SLICES,
         (
@@ -349,14 +362,14 @@ TRAINER = (
             "detects a model that was patched after the Trainer was created",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.CHECKPOINTS,
-        ("train", train, "resumes from complete checkpoints only; detects a model patched late"),
+        ("train", train, "resumes from complete checkpoints only; detects late patches"),
     ),
 )
 # Process: installed for the first Trainer with a patched model.
-ROTATION = _rows(
+ROTATION = _build_rows(
     "transformers.trainer",
     features.CHECKPOINTS,
     (
@@ -365,15 +378,15 @@ ROTATION = _rows(
         "deletes older checkpoints after the manifest is written",
     ),
 )
-_LOAD_EXPERTS = "loads experts into a model that is not sharded; stock keeps their old values"
+_LOAD_EXPERTS = "loads the experts of a model that is not sharded, which stock would not do"
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.HUB_LAYOUT,
         ("save_model", saving.save_model, "writes hub layout with SHARDED_STATE_DICT as well"),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.CHECKPOINTS,
         (
@@ -387,17 +400,17 @@ TRAINER_METHODS = (
         (
             "_load_optimizer_and_scheduler",
             trainer_checkpoints.load_optimizer,
-            "refuses code in DCP's pickles, which torch would run",
+            "refuses pickles that contain code, which torch would run",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.TRAINER_SLICES,
         ("get_tp_size", shared_batches.get_tp_size, "counts the ranks that share a batch"),
         (
             "_get_num_items_in_batch",
             shared_batches.get_num_items_in_batch,
-            "leaves a token count of this rank alone undivided; stock divides it by tp_size",
+            "does not divide the token count of a single rank by tp_size, as stock does",
         ),
         (
             "floating_point_ops",
@@ -415,7 +428,7 @@ TRAINER_METHODS = (
             "gathers the logits of whole sequences if the Trainer returns logits",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TRAINER,
         features.EXPERT_LOAD,
         ("log", log_expert_load, "adds an ExpertLoadCallback's values before any tracker runs"),
@@ -428,23 +441,23 @@ _OWN_REFERENCE = (
 )
 # Object: a trainer of TRL with a patched policy.
 REFERENCE_LOG_PROBS = (
-    *_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
-    *_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
 )
 # Object: a patched model.
-MODEL_METHODS = _rows(
+MODEL_METHODS = _build_rows(
     "transformers.modeling_utils:PreTrainedModel",
     features.HUB_LAYOUT,
     ("save_pretrained", saving.save_in_hub_layout, "saves a sharded model in hub layout"),
 )
 # Process: installed when peft is imported.
 PEFT = (
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
         ("__init__", create_adapters, "detects the PeftModel of a patched model"),
     ),
-    *_rows(
+    *_build_rows(
         _TUNER,
         features.ADAPTER_REFUSALS,
         ("inject_adapter", inject_adapter, "detects adapters; refuses them in a sharded model"),
@@ -452,13 +465,13 @@ PEFT = (
 )
 # Object: a PeftModel, a tuner or an adapter layer of a patched model.
 ADAPTER_METHODS = (
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
         ("save_pretrained", saving.save_adapters, "gathers the adapters of a sharded model"),
         ("_get_base_model_class", saving.base_model_class, "names the stock class, not FSDP2's"),
     ),
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.PROMPTS,
         (
@@ -472,21 +485,21 @@ ADAPTER_METHODS = (
             "gathers the prompt encoder outside the model's forward",
         ),
     ),
-    *_rows(
+    *_build_rows(
         "peft.peft_model:PeftModelForCausalLM",
         features.PROMPTS,
         (
             "prepare_inputs_for_generation",
             prompts.begin_generation,
-            "initialises FSDP2's root before PEFT calls the embedding alone",
+            "initialises FSDP2's root before PEFT calls only the embedding",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_REFUSALS,
         ("load_adapter", adapters.load_adapter, "refuses a sharded model"),
     ),
-    *_rows(
+    *_build_rows(
         "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
         (
@@ -495,12 +508,12 @@ ADAPTER_METHODS = (
             "computes with the low-rank factors; PEFT would merge them into the weights",
         ),
     ),
-    *_rows(
+    *_build_rows(
         _TUNER,
         features.ADAPTERS,
         ("forward", adapters.call_base_model, "runs the forward hooks that peft 0.20 skips"),
     ),
-    *_rows(
+    *_build_rows(
         _TUNER,
         features.ADAPTER_REFUSALS,
         *(
@@ -512,20 +525,20 @@ ADAPTER_METHODS = (
 )
 # Process: each row is installed when its module is imported.
 TRL = (
-    *_rows(
+    *_build_rows(
         "trl.models.utils",
         features.EVALUATED,
         ("prepare_fsdp", references.shard_reference, "shards a reference model layer by layer"),
     ),
-    *_rows(
+    *_build_rows(
         "trl.trainer.callbacks:SyncRefModelCallback",
         features.EVALUATED,
         ("_sync_target_model", references.mix_shards, "mixes the policy into its reference"),
     ),
-    *_rows(
+    *_build_rows(
         "trl.generation.vllm_generation:VLLMGeneration",
         features.ENGINES,
-        ("_iter_named_params", engines.iter_named_params, "sends hub names and merged adapters"),
+        ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),
         ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
     ),
 )
@@ -543,7 +556,7 @@ OBJECTS = (
 
 
 def install(model: nn.Module, state: ModelState) -> None:
-    """Set our methods on a patched model, and install each group once its library is in use.
+    """Set our methods on a patched model, and install each group when its library is used.
 
     A warning names each target that an installed version lacks (`features.py`).
     """
@@ -588,13 +601,17 @@ def _wrap_peft() -> None:
 
 
 class WrapReport(NamedTuple):
-    """One row of the table, looked up in the installed versions.
+    """The result of looking up one row of the table in the installed versions.
 
     If `resolved` is False and `error` is empty, the package is not installed and is not needed.
 
     Attributes:
+        target: the stock function, like "module:Class.function".
+        why: why the function is wrapped.
+        feature: the feature that needs the wrapper.
         resolved: True if the installed version has the target.
         raises: True if a call that uses the feature raises when the target is missing.
+        error: the reason why the target was not found, or "".
         process: True if the target is replaced for the process, False if single objects are.
         in_force: True if the target is replaced for this process now.
     """

@@ -5,7 +5,7 @@ tensors, or they use operators that DTensor does not support. torch's error name
 `step` adds the name of the optimizer.
 
 Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes. With
-these versions `clip_grad_norm` clips by `sharding/clip.py` instead.
+these versions `clip_grad_norm` uses `sharding/clip.py` instead.
 
 With `bias_update_rate` the routers' biases of a model are updated after each step of an optimizer
 that trains this model (`routing/bias.py`).
@@ -33,6 +33,7 @@ from hf_moe_ep.upstream.training_frameworks import (
 )
 from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
+# An attribute of an optimizer: the states of the models with biases that it trains.
 _FOLLOWED = "_hf_moe_ep_followed"
 
 # The optimizers of torch.optim that train a sharded model as one process does
@@ -64,7 +65,7 @@ def step(
     try:
         result = original(self, closure)
     except RuntimeError as error:
-        raise _error_of_step(self.optimizer, error) from error
+        raise _name_optimizer(self.optimizer, error) from error
     # If gradients are not synchronised, they and the token counts are still being accumulated.
     if self.gradient_state.sync_gradients:
         for state in getattr(self, _FOLLOWED, ()):
@@ -116,12 +117,13 @@ def clip_grad_norm(
     if not all_meshes:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
-    # With the meshes of one model, a group over both axes of the experts saves an all-reduce.
+    # If all parameters belong to one model, the meshes are passed: one process group over both axes
+    # of the experts' mesh saves an all-reduce.
     meshes = all_meshes[0] if len(all_meshes) == 1 else None
     return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 
 
-def _error_of_step(optimizer: Optimizer, error: RuntimeError) -> Exception:
+def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> Exception:
     """Return an error that names the optimizer if DTensors caused `error`, else `error` itself."""
     if not is_refused_by_dtensor(error) or not _trains_dtensors(optimizer):
         return error

@@ -1,7 +1,7 @@
 """Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-Everything else is Accelerate's own code for FSDP2: it exchanges the optimizer's parameters, clips,
-accumulates and saves. Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced.
+Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced. All other code for FSDP2 is
+Accelerate's own: it gives the optimizer the sharded parameters, clips, accumulates and saves.
 `fsdp_on_cpu` lets the same code run on CPU ranks.
 """
 
@@ -82,7 +82,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in args:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    plugin = getattr(self.state, "fsdp_plugin", None)  # missing on one CPU (accelerate 1.15)
+    plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
     if state.meshes is None or plugin is None:
         prepared = original(self, *args, **kwargs)
     else:
@@ -127,7 +127,10 @@ def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
-    """Raise if a rank has an empty shard: Accelerate matches parameters by their data pointers."""
+    """Raise if a rank has an empty shard.
+
+    Accelerate matches parameters by their data pointers, and an empty shard has none.
+    """
     for model in args:
         for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
             if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
@@ -219,9 +222,9 @@ def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) 
                 f"the launch config's parallelism_config has {name}={getattr(parallelism, name)}, "
                 f"which does not combine with a patched model; set it to 1"
             )
-    theirs, ours = parallelism.dp_replicate_size, state.config.dp_replicate_size
-    if theirs not in (1, ours):
+    in_launch, in_patch = parallelism.dp_replicate_size, state.config.dp_replicate_size
+    if in_launch not in (1, in_patch):
         raise ValueError(
-            f"parallelism_config has dp_replicate_size={theirs} but the model was patched with "
-            f"dp_replicate_size={ours}; write patch(model, dp_replicate_size={theirs})"
+            f"parallelism_config has dp_replicate_size={in_launch} but the model was patched with "
+            f"dp_replicate_size={in_patch}; write patch(model, dp_replicate_size={in_launch})"
         )

@@ -28,7 +28,7 @@ def compute_prompt_to_save(
     """Wrap `PeftModel.get_prompt_embedding_to_save`, which every rank has to call.
 
     Raises:
-        RuntimeError: rank 0 alone calls this.
+        RuntimeError: only rank 0 calls this.
     """
     if _sharded_parameters(self):
         check_everyone_calls("saving a prompt encoder", alone=ALONE)

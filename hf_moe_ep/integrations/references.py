@@ -2,12 +2,13 @@
 
 TRL's trainers compare a policy with a reference model. Stock TRL calls `fully_shard` once, on the
 root of the reference, so every forward gathers the whole model on every rank. Here the reference is
-frozen and sharded layer by layer, and a forward gathers one FSDP2 unit at a time:
+frozen and sharded layer by layer, so that a forward gathers one FSDP2 unit (a layer) at a time:
 
-    a patched model                  is sharded by its own config
-    a stock language model of the    is patched with the policy's config first, so that both models
-    policy's architecture            have the same units and shards
-    any other model                  is left to TRL: a reward model, the reference of a stock policy
+    reference                        how it is sharded
+    a patched model                  by its own config
+    a stock language model of the    it is patched with the policy's config first, so that both
+    policy's architecture            models have the same units and shards
+    any other model                  by TRL: a reward model, or the reference of a stock policy
 
 `sync_ref_model=True` mixes the policy's weights into the reference. As both models have the same
 shards, each rank mixes its own shards, without gathering any parameter.
@@ -46,7 +47,7 @@ Original = Callable[..., Any]
 
 
 def remember_policy(trainer: transformers.Trainer, state: ModelState) -> None:
-    """Store the state of the trained model on the Accelerator, which later shards a reference."""
+    """Store the state of the policy (the trained model) on its Accelerator: references need it."""
     setattr(trainer.accelerator, _POLICY, state)
 
 
@@ -55,8 +56,8 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
 
     Raises:
         ValueError: on every rank: the reference is a language model of another architecture or with
-            other experts than the policy; it has sp_size > 1, but its ranks do not share batches;
-            or ranks have different references.
+            other experts than the policy; it was patched with an sp_size > 1 that is not the
+            policy's; or ranks have different references.
     """
     policy: ModelState | None = getattr(accelerator, _POLICY, None)
     if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
@@ -91,14 +92,16 @@ def _classify_reference(
     if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         return _OTHER
     if policy is not None:
-        _check_alike(model, state, policy)
+        _check_same_architecture(model, state, policy)
     if state is None:
         return _STOCK
-    _check_shared(state, accelerator)
+    _check_shares_batches(state, accelerator)
     return _PATCHED
 
 
-def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState) -> None:
+def _check_same_architecture(
+    model: nn.Module, state: ModelState | None, policy: ModelState
+) -> None:
     """Raise if a reference differs from the policy in its architecture, experts or MoE layers."""
     if state is not None:
         reference_sizes = (state.plan.model_type, state.num_experts, len(state.moe_layers))
@@ -124,8 +127,8 @@ def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState)
         )
 
 
-def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
-    """Raise if a model would split batches that the ranks of an sp group do not share."""
+def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
+    """Raise if a model would split sequences over ranks that do not share batches."""
     size, ranks_per_batch = state.config.sp_size or 1, shared_batches.sharing(accelerator)
     if size not in (1, ranks_per_batch):
         raise ValueError(
@@ -145,11 +148,11 @@ def prepare_evaluated(
     """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated (a teacher).
 
     Raises:
-        ValueError: the model has sp_size > 1, but its ranks do not share batches.
+        ValueError: the model was patched with an sp_size > 1 that is not the trained model's.
     """
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
-        together("accelerator.prepare_model", partial(_check_shared, state, self))
+        together("accelerator.prepare_model", partial(_check_shares_batches, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
         _shard(model, self, policy, frozen=policy is not None and policy is not state)
     return original(self, model, device_placement, evaluation_mode)
@@ -160,7 +163,7 @@ def shard_own_reference(
 ) -> Any:
     """Wrap `compute_ref_log_probs` of TRL's DPO and KTO trainers: shard the policy first.
 
-    A policy with adapters is its own reference: its adapters are disabled for that forward. With
+    A policy with adapters is its own reference: the forward of the reference disables them. With
     `precompute_ref_log_probs=True` TRL evaluates this reference before `train` shards the policy.
     TRL 1 passes (model, inputs); TRL 0.29 and ms-swift pass the inputs alone and use the policy.
     """

@@ -1,7 +1,9 @@
 """Save a patched model from Accelerate, the Trainer and PEFT, in the layout of stock files.
 
+In hub layout, keys and shapes are those of the model's checkpoint on the hub.
+
 function                          with a state dict           without a state dict
-Trainer.save_model                                            sharded save, file by file
+Trainer.save_model                (takes no state dict)       sharded save, file by file
 PreTrainedModel.save_pretrained   written in hub layout       sharded save, called on every rank
 PeftModel.save_pretrained         packed as PEFT packs it     gathered first, called on every rank
 
@@ -27,7 +29,7 @@ from hf_moe_ep.checkpoints.hub.gather import gather_changed, gather_state_dict
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import write_json
-from hf_moe_ep.checkpoints.training.tensors import model_slots
+from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -82,8 +84,8 @@ def save_in_hub_layout(
     files; `is_main_process` and `save_function` are ignored.
 
     Raises:
-        ValueError: without a state dict: `hf_moe_ep.save_pretrained` does not have a given option.
-        RuntimeError: without a state dict: only rank 0 calls this.
+        ValueError: no state dict is given, but an option that a sharded save would ignore.
+        RuntimeError: no state dict is given, and only rank 0 calls this.
     """
     state = find_state(self)
     meshes = None if state is None or has_adapters(self) else state.meshes
@@ -126,7 +128,7 @@ def _check_options(options: dict[str, Any]) -> None:
     if options.get("save_original_format") is False:
         unsupported.append("save_original_format")
         remedies["save_original_format"] = (
-            "leave it out: experts are written one by one, as every hub checkpoint has them"
+            "leave it out: a sharded model is always saved in the layout of its hub checkpoint"
         )
     if unsupported:
         name = unsupported[0]
@@ -186,7 +188,7 @@ def get_model_state_dict(
         sd_options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False
     )
     state_dict = original(model, sd_options=sharded_options)
-    saved = {name: state_dict[name] for name in model_slots(model)}
+    saved = {name: state_dict[name] for name in model_state_tensors(model)}
     return _gather_tensors(saved, sd_options) if sd_options.full_state_dict else saved
 
 
@@ -225,7 +227,7 @@ def set_model_state_dict(
 
 def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
     """Raise if a state dict has other tensors than `get_model_state_dict` saves."""
-    names = model_slots(model).keys()
+    names = model_state_tensors(model).keys()
     for missing, subject in (
         (names - state_dict.keys(), "a checkpoint lacks"),
         (state_dict.keys() - names, "the model lacks"),

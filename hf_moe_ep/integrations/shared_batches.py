@@ -1,18 +1,20 @@
 """Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
 
-4 processes with sp_size 2 are 2 data ranks: each pair of processes works on the same batch.
-`share_batches` stores the number of ranks per batch on one Accelerator, and `sharing` returns it.
-Accelerate assumes that every process has its own batches, so these functions are corrected for
-that Accelerator and its Trainer:
+An sp group has `sp_size` consecutive ranks, which work on the same batch. It counts as one data
+rank: 4 processes with sp_size 2 are 2 data ranks. `share_batches` stores the number of processes
+per batch on one Accelerator, and `sharing` returns this number. Accelerate assumes that every
+process has its own batches, so these functions are corrected for that Accelerator and its Trainer:
 
-    data loaders          Accelerate's `prepare_data_loader` is given data ranks instead of ranks
-    gather_for_metrics    takes each sample once, from the first rank of its group
-    schedulers            take one step per data rank and optimizer step, not one per process
+    function              what it does after the correction
+    prepare_data_loader   splits samples over the data ranks instead of the processes
+    gather_for_metrics    takes each sample once, from the first process of its data rank
+    prepare_scheduler     steps once per data rank and optimizer step, not once per process
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
                           `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
                           of whole sequences
 
-The Trainer knows one number of ranks per batch, `get_tp_size()`, and divides its counts by it.
+The Trainer divides its counts by the result of `get_tp_size()`, the only number of processes per
+batch that it knows.
 """
 
 from __future__ import annotations
@@ -129,8 +131,8 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     elif getattr(sampler, "generator", self) is None and data_ranks == 1:
         # With one data rank Accelerate does not synchronise the generators of the ranks.
         sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(_seed_of_rank_0(torch.initial_seed() % 2**63))
-    data_loader.worker_init_fn = _seeded_by_data_rank(data_loader.worker_init_fn, sharing(self))
+        sampler.generator.manual_seed(_share_seed_of_rank_0(torch.initial_seed() % 2**63))
+    data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, sharing(self))
     loader = accelerate.data_loader.prepare_data_loader(
         data_loader,
         self.device,
@@ -149,23 +151,23 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     prepared_loaders(self).append(loader)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = _seed_of_rank_0(sampler.initial_seed)
+        sampler.initial_seed = _share_seed_of_rank_0(sampler.initial_seed)
     return loader
 
 
 def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
+    """Wrap `Accelerator.gather_for_metrics`: take each sample once, from one rank per batch."""
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
-    if use_gather_object or not _all_tensors(input_data):
-        first = self.process_index % sharing(self) == 0
-        return original(self, input_data if first else input_data[:0], True)
+    if use_gather_object or not _are_all_tensors(input_data):
+        is_first = self.process_index % sharing(self) == 0
+        return original(self, input_data if is_first else input_data[:0], True)
     gather = self.gather
     # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
-    self.gather = lambda data: _first_of_each_group(gather(data), self)
+    self.gather = lambda data: _select_first_of_group(gather(data), self)
     try:
         return original(self, input_data, False)
     finally:
@@ -187,10 +189,10 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer._get_num_items_in_batch`: return the label tokens by which to divide the loss.
+    """Wrap `Trainer._get_num_items_in_batch`: count the label tokens, which divide the loss.
 
-    Stock divides the count by `get_tp_size()`, even if it is the count of this rank alone. In this
-    case the division is undone.
+    Stock divides the count by `get_tp_size()`. With `average_tokens_across_devices=False` only the
+    tokens of this rank were counted, so this division is undone.
     """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
@@ -218,7 +220,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: if it returns logits, gather those of whole sequences."""
+    """Wrap `Trainer.prediction_step`: return logits of whole sequences, if it returns logits."""
     state = find_state(self.model)
     if state is None or sharing(self.accelerator) == 1:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -296,10 +298,10 @@ def _check_stream(data_loader: Any) -> None:
 
 
 def _set_stream_remainder(accelerator: Accelerator) -> None:
-    """At the end of a stream, set `remainder` of its loader: the real samples in the last batch.
+    """Set `remainder` of a stream's loader to the number of real samples in the last batch.
 
-    Accelerate uses `remainder` to drop the samples that pad this batch, but does not set it for a
-    stream, whose length it does not know.
+    Accelerate drops the samples that pad this batch if `remainder` is set. Accelerate does not set
+    it for a stream, because the length of a stream is unknown.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
@@ -309,7 +311,7 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 
 
-def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
+def _seed_by_data_rank(init: Any, sharing: int) -> Any:
     """Make the Trainer's `worker_init_fn` seed by data rank instead of by process."""
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
@@ -317,12 +319,12 @@ def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
     return init
 
 
-def _seed_of_rank_0(seed: int) -> int:
+def _share_seed_of_rank_0(seed: int) -> int:
     """Return the seed of rank 0 on every rank."""
     return on_first("accelerator.prepare", lambda: int(seed))
 
 
-def _all_tensors(data: Any) -> bool:
+def _are_all_tensors(data: Any) -> bool:
     """Return True if all leaves of nested data are tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
@@ -331,7 +333,7 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def _first_of_each_group(gathered: Any, accelerator: Accelerator) -> Any:
+def _select_first_of_group(gathered: Any, accelerator: Accelerator) -> Any:
     """Select the rows of the first rank of each sp group from the gathered rows of all ranks."""
 
     def select(rows: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ A save writes a marker first and a manifest last (`checkpoints/storage/manifest.
     2. Call `Trainer._save_checkpoint`, but postpone its push to the hub and its deletion of older
        checkpoints.
     3. Write the manifest. From here on the folder counts as complete.
-    4. Push, then delete all unfinished checkpoints and the oldest complete ones.
+    4. Push, then delete all unfinished checkpoints, and the oldest complete ones beyond
+       `save_total_limit`.
 
 Stock deletes older checkpoints in step 2. If the job were killed right after that, there might be
 no complete checkpoint. `resume_from_checkpoint=True` resumes from the newest complete checkpoint. A
@@ -15,9 +16,10 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 `accelerate_states.py` does the same for `Accelerator.save_state`.
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
-model's own parameter names, but in hub layout experts have other names: it would report them as
-missing and keep their old values. The Trainer reads all files except those of DCP with
-weights_only=True; `checkpoints/storage/unpickle.py` checks DCP's files.
+model's own parameter names, but in the layout of the hub experts have other names: stock would
+report the experts as missing and keep their old values. `checkpoints/storage/unpickle.py` checks
+the files of torch.distributed.checkpoint (DCP); the Trainer reads all other files with
+weights_only=True.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def save_checkpoint(
 def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str) -> None:
     """Wrap `Trainer._push_from_checkpoint`: push after the manifest is written.
 
-    If it were pushed without its manifest, the checkpoint on the hub would count as unfinished.
+    A checkpoint that is pushed without its manifest would count as unfinished on the hub.
     """
     postponed = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
     if postponed is None:
@@ -106,8 +108,8 @@ def rotate(
 ) -> None:
     """Wrap `rotate_checkpoints`: delete older checkpoints after the manifest is written.
 
-    Unfinished checkpoints are deleted first. Stock counts them towards `save_total_limit`, and
-    deletes complete checkpoints in their stead.
+    Unfinished checkpoints are deleted first. Stock counts unfinished checkpoints towards
+    `save_total_limit`, and deletes complete ones instead.
     """
     postponed = _held_back.get(os.path.abspath(output_dir))
     if postponed is None:
@@ -159,7 +161,10 @@ def load_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer._load_optimizer_and_scheduler`: use hub order, refuse code in DCP's files."""
+    """Wrap `Trainer._load_optimizer_and_scheduler`: refuse code in the files of DCP.
+
+    The state is loaded in hub order (row e is expert e), also if experts have moved to other rows.
+    """
     if checkpoint is None or self.model is None or find_state(self.model) is None:
         return original(self, checkpoint, *args, **kwargs)
     with (
@@ -174,7 +179,7 @@ def load_model(
 ) -> Any:
     """Wrap `Trainer._load_from_checkpoint` and `Trainer._load_best_model`.
 
-    A model in one process, without adapters, is loaded from hub layout, with its experts.
+    In one process and without adapters, the model is loaded by `load_weights`, with its experts.
     """
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     if state is None:

@@ -6,8 +6,8 @@ gives the last batches of an epoch to the first ranks only. With 7 batches on 2 
     rank 0   0 2 4 6
     rank 1   1 3 5       ends its epoch, while rank 0 waits in the experts' all-to-all
 
-Streams have no length, so they are not checked. For example, with `dispatch_batches=False` each
-rank reads different files of a streaming data set of `datasets`.
+Streams have no length, so they are not checked, although they can be uneven: for example, with
+`dispatch_batches=False` each rank reads different files of a streaming data set of `datasets`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_even(accelerator: Accelerator) -> None:
         return
     for loader in prepared_loaders(accelerator):
         for sampler in (loader.batch_sampler, loader.sampler):
-            numbers = _numbers_of_batches(sampler)
+            numbers = _count_batches(sampler)
             if len(set(numbers)) > 1:
                 raise ValueError(
                     f"even_batches=False gives rank 0 {numbers[0]} batches and rank "
@@ -42,7 +42,7 @@ def check_even(accelerator: Accelerator) -> None:
                 )
 
 
-def _numbers_of_batches(sampler: Any) -> list[int]:
+def _count_batches(sampler: Any) -> list[int]:
     """Return the number of batches of each rank; empty if all ranks have the same number."""
     if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
         return []

@@ -115,7 +115,7 @@ def test_missing_scales_and_wrong_shapes_are_refused(tmp_path: Path, damage: str
     name = "model.layers.1.mlp.experts.down_proj"
     if damage == "scales":
         del state[f"{name}_scales"]
-        text = rf"missing 1 tensors: {name}_scales, which scales {name}_blocks"
+        text = rf"missing 1 tensors: {name}_scales, the scales of {name}_blocks"
     else:
         state[f"{name}_blocks"] = state[f"{name}_blocks"][:, :60].contiguous()
         text = rf"{name}_blocks \(8, 60, 3, 16\) .*which needs \(8, 64, 3, 16\)"

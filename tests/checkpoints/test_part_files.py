@@ -82,10 +82,10 @@ def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     """A file is missing or ends too early. A box that is in two files counts once."""
     files = _write_four(tmp_path)
-    with pytest.raises(ValueError, match=r"files of 3 ranks lack 12 of 42 values .* of w \(2 ten"):
+    with pytest.raises(ValueError, match=r"3 files lack 12 of 42 values .* of w \(2 ten"):
         read_parts([files[0], files[2], files[3]], {n: torch.zeros(s) for n, s in SIZES.items()})
     targets = {"w": torch.zeros(7, 6)}
-    with pytest.raises(ValueError, match=r"files of 4 ranks lack 18 of 42 values"):
+    with pytest.raises(ValueError, match=r"4 files lack 18 of 42 values"):
         read_parts([files[0], files[0], files[2], files[0]], targets)
     files[1].write_bytes(files[1].read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"shard-00002-.* is truncated"):

@@ -1,5 +1,5 @@
 """Convert between a model and a checkpoint in the layout of the Hugging Face hub.
 
 These modules find the checkpoint tensors that make up each parameter, read them and write them.
-Never: optimizer state, or other data that only the run itself understands (`training/`).
+Optimizer state and other data of a training run belong to `training/`.
 """

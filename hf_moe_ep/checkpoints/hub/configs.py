@@ -1,4 +1,4 @@
-"""Save config.json and the other files that describe a model, each complete or not at all."""
+"""Save config.json and the other files that describe a model, so that no kill truncates them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stage_configs(
 ) -> Path:
     """Save the files of `save_configs` into a new subfolder, for `publish`.
 
-    The files that a killed save has left are cleaned up first.
+    First the temporary files of a killed save are removed, and its commit is completed or undone.
     """
     settle(folder)
     for leftover in folder.glob(f"{STAGED}*"):

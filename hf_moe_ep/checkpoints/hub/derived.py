@@ -1,10 +1,13 @@
 """Derive pieces from traced tensors: which box of a checkpoint tensor is which box of a parameter.
 
-With `traced.py`, transformers' conversion runs on tensors that know the coordinates of each element
-(parameter, index in each dim). For each dim of a result there is an array of coordinates with one
-row per index. `PieceFinder` turns these arrays into boxes. Worked example, two experts with F = 3:
-gate_up of parameter 7, [2, 6, 5], is saved as w13 [2, 6, 5] with gate and up rows interleaved. The
-second dim of w13 adds these numbers to the row in the parameter:
+With `traced.py`, transformers' conversion runs on tensors that record the coordinates (parameter,
+index in each dim) of each element. For each dim of a converted tensor there is an array of
+coordinates with one row per index. `PieceFinder` turns these arrays into pieces: a piece is a box
+of the converted tensor, viewed in another shape, that holds a box of one parameter.
+
+Worked example, two experts with F = 3: parameter 7, gate_up [2, 6, 5], is saved as w13 [2, 6, 5]
+with gate and up rows interleaved. The second dim of w13 adds these numbers to the row in the
+parameter:
 
     index along the dim of w13    0   1   2   3   4   5
     row of the parameter          0   3   1   4   2   5
@@ -32,17 +35,19 @@ from hf_moe_ep.checkpoints.hub.traced import COORDINATES, ZEROS, Axis, Traced, U
 
 
 class PieceFinder:
-    """Finds the pieces of traced tensors; results for the same axes are computed only once."""
+    """Finds the pieces of traced tensors; results for the same arrays are computed only once."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Axis, list[_Run]]] = {}
         self._boxes: dict[tuple[int, ...], list[Piece]] = {}
 
-    def pieces(self, key: str, tensor: Traced, ranks: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+    def pieces(
+        self, key: str, tensor: Traced, num_dims: Sequence[int]
+    ) -> Iterator[tuple[int, Piece]]:
         """Yield (number of the parameter, piece) for each piece of a checkpoint tensor.
 
         Args:
-            ranks: the number of dims of each parameter.
+            num_dims: the number of dims of each parameter.
         """
         axes = tuple(id(axis) for axis in tensor.axes)
         if axes not in self._boxes:
@@ -54,7 +59,7 @@ class PieceFinder:
         base = tensor.base.tolist()
         for box in self._boxes[axes]:
             number, *start = map(operator.add, base, box.start)
-            ndim = len(start) if number == ZEROS else ranks[number]
+            ndim = len(start) if number == ZEROS else num_dims[number]
             piece = replace(
                 box,
                 key=key,
@@ -68,7 +73,7 @@ class PieceFinder:
     def _find_cached_runs(self, axis: Axis) -> list[_Run]:
         axis_and_runs = self._runs.get(id(axis))
         if axis_and_runs is None:
-            # The axis is stored too: it stays alive, so no other array gets its id.
+            # The axis is stored too, so that it stays alive and no other array gets the same id.
             axis_and_runs = self._runs[id(axis)] = axis, _find_runs(axis)
         return axis_and_runs[1]
 
@@ -160,7 +165,8 @@ def _join_dims(dims: list[_Dim]) -> list[_Dim]:
     """Join neighbouring dims if each step of the outer dim continues where the inner dim ends.
 
     [4, step 3] and [3, step 1] run through 0 1 2, 3 4 5, ..: they become [12, step 1]. [3, step 1]
-    and [2, step 3] (0 3, 1 4, 2 5) are not joined, nor are dims of which only a range is used.
+    and [2, step 3] (0 3, 1 4, 2 5) are not joined. A dim is also not joined if only a part of its
+    range is used.
     """
     joined: list[_Dim] = []
     for inner in dims:

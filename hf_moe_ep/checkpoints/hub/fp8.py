@@ -3,16 +3,19 @@
 A checkpoint stores a weight [.., out, in] as two tensors: its values in E4M3, a byte each, and one
 scale per block of 128 x 128 values; blocks at an edge are smaller:
 
-    3.gate_proj.weight            [192, 300]   row 130, column 5: 0x38, so 1.0
-    3.gate_proj.weight_scale_inv  [2, 3]       row 1, column 0: 0.25, so the weight is 0.25 there
+    key                           shape        example
+    3.gate_proj.weight            [192, 300]   row 130, column 5 has the byte 0x38, which means 1.0
+    3.gate_proj.weight_scale_inv  [2, 3]       row 1, column 0, the scale of this block, is 0.25, so
+                                               the weight is 1.0 * 0.25
 
 Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. The size of
 a block is in config.json. `join_scales` and `join_stacked_scales` replace both tensors by a
-`ScaledTensor`. It multiplies values and scales in fp32 and rounds once, to the dtype that the model
-was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
+`ScaledTensor`, which multiplies values and scales in fp32 and rounds once, to the dtype that the
+model was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
 
 Blocks begin at multiples of 128 in the checkpoint's tensor, not in the parameter: a rank's shard
-may begin in the middle of a block, and a view may have other dims than the tensor.
+may begin in the middle of a block. A box (index ranges) may be read from a view of the tensor,
+which has other dims than the tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 _FP8 = torch.float8_e4m3fn
 _SCALE = "_scale_inv"
 _ACTIVATION_SCALE = "activation_scale"
-_BIAS = 127
+_BIAS = 127  # of the exponents in E8M0
 # A weight that stacks all experts has this number of dims.
 _STACKED = 3
 # The number of values that are decoded at a time; each takes about 8 bytes of temporary memory.

@@ -1,23 +1,28 @@
 """Send the values of sharded parameters to rank 0 or to all ranks, shard by shard.
 
-To rank 0 (`slabs_of`, `gather_state_dict`): the shards of a tensor are sent one after the other. A
-shard is broadcast along one mesh axis, then along the next. So besides its own shards a rank needs
-memory for one shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for
-the experts of one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+A box is the index range of a shard in each dim of the tensor. A slab is the part of a tensor that a
+range of dim 0 selects.
 
-    experts   owner      along ep_fsdp   along ep
-    first     rank 0     -               -
-    second    rank 2     2 to 0          -
-    third     rank 1     -               1 to 0
-    fourth    rank 3     3 to 1          1 to 0
+To rank 0 (`slabs_of`): the shards of a tensor are sent one after the other. A shard is broadcast
+along one mesh axis, then along the next. So besides its own shards a rank needs memory for one
+shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of
+one ep rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+
+    quarter of the experts   owner      sent along ep_fsdp   sent along ep
+    first                    rank 0     -                    -
+    second                   rank 2     2 to 0               -
+    third                    rank 1     -                    1 to 0
+    fourth                   rank 3     3 to 1               1 to 0
 
 An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-To all ranks (`slabs_for_all`): a few rows of dim 0 are sent at a time. Their owner broadcasts them
-along the first axis; then every rank that has them broadcasts them along the next axis. In the
+To all ranks (`slabs_for_all`): one slab is sent at a time. The owner of its rows broadcasts them
+along the first axis; then every rank that has the rows broadcasts them along the next axis. In the
 table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
 receives each byte once. A change of the values, such as a cast, is computed by their owner.
+
 `gather_changed` and `gather_whole` use all-gathers and return a whole tensor on every rank.
+`gather_state_dict` gathers one tensor after the other in this way, and keeps them on rank 0.
 """
 
 from __future__ import annotations
@@ -106,6 +111,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab[slices(box, rows)].copy_(part)
         del part
         if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
+            # This was the last shard of these rows.
             yield rows, slab
             slab = None
 
@@ -116,15 +122,15 @@ def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
     coordinate = tuple(mesh.get_coordinate() or ())
     # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
     local = tensor.to_local().detach().contiguous().to(mesh.device_type)
-    sharded = _sharded_axes(tensor)
+    sharded = _list_sharded_axes(tensor)
     for owner, box in _list_shards(tensor, (0,) * mesh.ndim):
         part = local if owner == coordinate else None
         # Broadcast axis by axis, from the owner to rank 0, which has the coordinate 0, 0, ..
         position = list(owner)
         for axis in sharded:
             source, position[axis] = int(mesh.mesh[tuple(position)]), 0
-            others = (i for i in range(mesh.ndim) if i != axis)
-            takes_part = all(coordinate[i] == position[i] for i in others)
+            other_axes = (i for i in range(mesh.ndim) if i != axis)
+            takes_part = all(coordinate[i] == position[i] for i in other_axes)
             if owner[axis] == 0 or not takes_part:
                 continue
             if part is None:
@@ -213,7 +219,7 @@ def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> Non
     """Broadcast from the rank at `owner` along one axis, then from all receivers along the next."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
-    axes = _sharded_axes(tensor)
+    axes = _list_sharded_axes(tensor)
     for number, axis in enumerate(axes):
         if any(coordinate[later] != owner[later] for later in axes[number + 1 :]):
             continue
@@ -221,7 +227,7 @@ def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> Non
         dist.broadcast(values, src=int(mesh.mesh[source]), group=mesh.get_group(axis))
 
 
-def _sharded_axes(tensor: DTensor) -> list[int]:
+def _list_sharded_axes(tensor: DTensor) -> list[int]:
     placements = enumerate(tensor.placements)
     return [axis for axis, placement in placements if not isinstance(placement, Replicate)]
 
@@ -232,7 +238,7 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
     Args:
         replica: the mesh coordinate of any rank of the replica that is listed.
     """
-    mesh, sharded = tensor.device_mesh, _sharded_axes(tensor)
+    mesh, sharded = tensor.device_mesh, _list_sharded_axes(tensor)
     ranges = [
         range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
     ]

@@ -1,4 +1,8 @@
-"""Read a box of one parameter from the checkpoint tensors that store it, with `InFiles`."""
+"""Read a box of one parameter from the checkpoint tensors that store it, with `InFiles`.
+
+A box has one index range per dim (`storage/boxes.py`). A piece is a box of a checkpoint tensor and
+the elements of the parameter that it holds (`pieces.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
 """Find the hub layout of a model: the checkpoint tensors that make up each parameter.
 
-`hub_layout` derives the layout from transformers' own conversion: it replaces the model's
-parameters and buffers by traced tensors, transformers converts these as `save_pretrained` would,
-and `derived.py` computes the pieces from the results. A plan can override the layout of stacked
-expert weights.
+A layout lists the pieces of each parameter. A piece is a box (index ranges) of a checkpoint tensor
+and the elements of the parameter that it holds. `hub_layout` derives the layout from transformers'
+own conversion: it replaces the model's parameters and buffers by traced tensors, which record the
+origin of each element (`traced.py`). Transformers converts them as `save_pretrained` would, and
+`derived.py` computes the pieces from the results. A plan can override the layout of stacked expert
+weights.
 
 `find_pieces` accepts a checkpoint in the layout that `save_pretrained` writes. Stacked weights are
 also accepted in their shape in memory (transformers writes this shape with
 save_original_format=False, and always for Qwen3-VL-MoE), and with the last two dims of that shape
-exchanged. Both shapes fit a square weight (in = out); then the other weight of the same experts
-module decides, because all weights of a module are read in the same layout.
+exchanged. If a weight is square (in = out), both shapes fit it. Then the other weight of the same
+experts module decides, because all weights of a module are read in the same layout.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
 from hf_moe_ep.upstream.module_names import canonical_name
 
-_SHOWN = 5  # names in an error
+_SHOWN = 5  # an error lists at most this many names
 
 # The pieces that make up each parameter, by the name of the parameter. The key PADDING has the
 # pieces of zeros, which belong to no parameter.
@@ -43,7 +45,10 @@ Shape = tuple[int, ...]
 
 
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, without tied copies and names `without`."""
+    """Return parameters and persistent buffers by name, without tied copies.
+
+    The names in `without` are left out.
+    """
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if canonical_name(name) not in without:
@@ -87,7 +92,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     tensors = {name: tracer.tensor(number, shapes[name]) for number, name in enumerate(names)}
     originals = {id(tensor): name for name, tensor in tensors.items()}
     layout: dict[str, list[Piece]] = {name: [] for name in names}
-    finder, ranks = PieceFinder(), [len(shapes[name]) for name in names]
+    finder, num_dims = PieceFinder(), [len(shapes[name]) for name in names]
     padding: list[Piece] = []
     key = "its conversion"
     try:
@@ -96,7 +101,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
             if name is not None:
                 layout[name].append(whole_piece(key, shapes[name]))
                 continue
-            for number, piece in finder.pieces(key, tensor, ranks):
+            for number, piece in finder.pieces(key, tensor, num_dims):
                 (padding if number == ZEROS else layout[names[number]]).append(piece)
     except Untraceable as error:
         raise ValueError(
@@ -142,7 +147,8 @@ def find_pieces(
         ]
         fitting = next((candidate for candidate in layouts if _fits(candidate, tensors)), None)
         if fitting is None:
-            # The error compares with a layout whose keys all exist, otherwise with the hub's.
+            # The error names the differences from a layout whose keys the checkpoint has, or else
+            # from the hub's layout.
             with_all_keys = [
                 candidate
                 for candidate in layouts
@@ -175,8 +181,8 @@ def group_by_shared_tensors(layout: Layout, names: Iterable[str]) -> list[list[s
     group_of: dict[str, list[str]] = {}  # by the key of a checkpoint tensor
     groups: list[list[str]] = []
     for name in names:
-        sharing = {id(g): g for p in layout[name] if (g := group_of.get(p.key)) is not None}
-        group, *to_merge = sharing.values() or [[]]
+        overlapping = {id(g): g for p in layout[name] if (g := group_of.get(p.key)) is not None}
+        group, *to_merge = overlapping.values() or [[]]
         if not group:
             groups.append(group)
         group.append(name)
@@ -215,7 +221,7 @@ def _weight_name(name: str) -> str:
 def _candidate_layouts(
     layout: Layout, plan: ModelPlan
 ) -> list[Callable[[str, Shape], list[Piece]]]:
-    """List the layouts to try: the hub's, the one in memory, and its transpose.
+    """List the layouts to try: the layout of the hub, of the model, and of the model transposed.
 
     Each layout is a function that returns the pieces of a parameter from its name and shape.
     """

@@ -1,10 +1,12 @@
 """Decode MXFP4 weights of the hub (gpt-oss) while a rank reads its own experts.
 
-A checkpoint stores a weight [E, in, out] as two tensors. 32 values along `in` share one scale, and
-each byte holds two values, the first of them in its low bits:
+A checkpoint stores a weight [E, in, out] as two tensors. 32 values along `in` share one scale. Each
+byte holds the codes of two values; the low four bits are the code of the first value:
 
+    key               shape                   example
     down_proj_blocks  [E, out, in / 32, 16]   the byte 0x72 has the codes 2 and 7: values 1.0, 6.0
-    down_proj_scales  [E, out, in / 32]       the scale 130 multiplies them by 2 ** (130 - 127) = 8
+    down_proj_scales  [E, out, in / 32]       the scale 130 multiplies both values by
+                                              2 ** (130 - 127) = 8
 
 The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
 Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
@@ -26,7 +28,7 @@ from hf_moe_ep.checkpoints.storage.boxes import Box, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 
 _BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
-# The values and the bytes of a block, which shares one scale.
+# The number of values in a block, which share one scale, and the number of its bytes.
 _BLOCK_VALUES, _BLOCK_BYTES = 32, 16
 _SCALE_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -99,7 +101,7 @@ def _pack_weight(
     blocks_key, scales_key = key + _BLOCKS_SUFFIX, key + _SCALES_SUFFIX
     blocks, scales = tensors[blocks_key], tensors.get(scales_key)
     if scales is None:
-        raise ValueError(f"missing 1 tensors: {scales_key}, which scales {blocks_key}")
+        raise ValueError(f"missing 1 tensors: {scales_key}, the scales of {blocks_key}")
     experts, inner, out = shape if len(shape) == 3 else (0, 0, 0)
     scales_shape = (experts, out, inner // _BLOCK_VALUES)
     blocks_shape = (*scales_shape, _BLOCK_BYTES)

@@ -14,8 +14,9 @@ With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be sto
 A tensor in a file is contiguous, so a reader may view it in another shape (`Piece.view`). For every
 rearrangement that transformers makes, there is a view in which each piece is a box.
 
-Each rank needs only its shard of a parameter. `Piece.cut` restricts a piece to a box of the
-parameter; the result is a smaller piece. Here for expert 1, rows 2 to 4, of the interleaved w13:
+A box is one index range [start, stop) per dim. Each rank needs only its shard of a parameter.
+`Piece.cut` restricts a piece to a box of the parameter; the result is a smaller piece. For example,
+to read rows 2 to 4 of expert 1 from the interleaved w13:
 
     piece               elements of the parameter       box of the view
     [:, :, 0, :]        expert 1, row 2                 (1, 2), (2, 3), (0, 1), (0, 5)
@@ -97,6 +98,7 @@ class Piece:
 
     def in_view(self, values: Tensor) -> Tensor:
         """Permute values of the parameter to the order of the view's dims; the memory is shared."""
+        # Dims of the parameter that have no dim in the view have one index here.
         varying = [dim for dim, axis in enumerate(self.axes) if axis is not None]
         single = [dim for dim, axis in enumerate(self.axes) if axis is None]
         axes = [axis for axis in self.axes if axis is not None]
@@ -120,8 +122,8 @@ def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
 def filled_box(pieces: Sequence[Piece]) -> Box | None:
     """Return the box of the view that several pieces fill together.
 
-    With this box interleaved rows are read and written at once instead of row by row. The result is
-    None for a single piece, and for pieces that do not fill a box.
+    Interleaved rows that fill this box can be read and written at once instead of row by row. The
+    result is None for a single piece, and for pieces that do not fill a box.
     """
     if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):
         return None

@@ -7,12 +7,12 @@ For 2 experts [4, 128] on a rank, in nf4, from a bf16 checkpoint:
 
 Besides the quantised bytes a rank needs memory for one matrix of one expert, in the dtype that the
 model was built in. For every format of a checkpoint the result is the same as if the whole model
-were loaded first and quantised then. With double quantisation the first scales of all rows of a
-matrix are quantised together, so a rank reads all rows even if it holds only some of them.
+were loaded first and quantised then. With double quantisation the scales of all rows of a matrix
+are quantised together, so a rank reads all rows even if its shard has only some of the rows.
 
 If a checkpoint is in FP8 and experts_dtype is "fp8", bytes and scales are copied and no value is
-decoded. For this the blocks of the checkpoint must be the blocks of 128 x 128 of the expert's
-matrix. Otherwise (other block sizes, or gate and up with a number of rows that 128 does not divide)
+decoded. This needs a checkpoint whose blocks are the 128 x 128 blocks of the expert's matrix.
+Otherwise (other block sizes, or gate and up with a number of rows that 128 does not divide)
 values are decoded and quantised again.
 """
 
@@ -31,6 +31,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, dequantised_shape, quantise
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
 
+# The number of rows, and of columns, in a block of FP8 values with one scale.
 _BLOCK = 128
 
 
@@ -118,12 +119,12 @@ def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
             [local_box(tensor) for tensor in tensors],
             dequantised_shape(matrix.values, quantisation.kind),
             quantisation,
-            _compute_of(model, name).transposed,
+            _find_compute(model, name).transposed,
         )
     return shards
 
 
-def _compute_of(model: nn.Module, name: str) -> Compute:
+def _find_compute(model: nn.Module, name: str) -> Compute:
     layer = getattr(model.get_submodule(name.rpartition(".")[0]), STATE)
     assert isinstance(layer, MoELayer) and layer.compute is not None
     return layer.compute

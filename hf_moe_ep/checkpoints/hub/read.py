@@ -1,10 +1,10 @@
 """Load a hub checkpoint into a sharded model; every rank reads only its own shards.
 
-The model is built on the meta device. `find_weights` finds its parameters in the checkpoint; then
-the model is sharded, and `load_weights` allocates each rank's shards and reads their byte ranges.
-Besides its shards a rank needs memory for its part of one tensor, or for one matrix of one expert
-where experts are held quantised (`quantised.py`). With dp_replicate_size > 1 every replica reads
-the files.
+The model is built on the meta device, and `find_weights` finds its parameters in the checkpoint.
+Then the model is sharded, and `load_weights` allocates each rank's shards and reads their byte
+ranges. Besides its shards a rank needs memory for its part of one tensor, or, for experts that are
+held quantised (`quantised.py`), for one matrix of one expert. With dp_replicate_size > 1 every
+replica reads the files.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def find_weights(
 
     Args:
         model: not sharded yet; only its shapes and dtypes are used.
-        empty: the names of parameters in `named_parameters`, which has a tied weight under its
-            first name. The checkpoint may store a tied weight under any of its names.
+        empty: the names of the parameters to read, as in `named_parameters`, which lists a tied
+            weight under its first name only. The checkpoint may store a tied weight under any of
+            its names.
 
     Raises:
         ValueError: on every rank: the folder is no complete checkpoint; tensors are missing, have
@@ -126,9 +127,9 @@ def _rename_keys(
 ) -> Mapping[str, FileTensor]:
     """Rename the tensors of a checkpoint to the keys under which `model` is saved.
 
-    As in transformers, a base model loads the checkpoint of a model with a head, without that head;
-    a model with a head loads the checkpoint of its base model, in which the head is missing; and
-    both load a checkpoint with older names.
+    As in transformers, a base model accepts the checkpoint of a model with a head and ignores the
+    head, a model with a head accepts the keys of its base model, and both accept older names. A
+    head that is then missing is an error later, unless its weight is tied.
     """
     stock = without_adapters(model)
     prefix = base_prefix(stock)
@@ -176,7 +177,7 @@ def _match_parameters(
     aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    # By the name under which the checkpoint stores a parameter:
+    # The keys of these three are the names under which the checkpoint stores the parameters.
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     model_names: dict[str, list[str]] = {}
@@ -184,8 +185,8 @@ def _match_parameters(
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*parameters, *persistent_buffers(model)):
         names = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
-        present = [alias for alias in names if _single_key(alias, layout, tensors)]
-        keys = [_single_key(alias, layout, tensors) for alias in present]
+        present = [alias for alias in names if _find_single_key(alias, layout, tensors)]
+        keys = [_find_single_key(alias, layout, tensors) for alias in present]
         _check_tied({key: tensors[key] for key in filter(None, keys)})
         tied_keys |= set(filter(None, keys[1:]))
         stored_name = (present or names)[0]
@@ -217,7 +218,7 @@ def _match_parameters(
     }
 
 
-def _single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
+def _find_single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
     """Return the key of a parameter that a checkpoint stores as one tensor, otherwise None."""
     keys = [piece.key for piece in layout[name]]
     present = [key for key in (*keys, name) if key in tensors]
@@ -231,7 +232,7 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
         if not same_values(tensors[first], tensors[other]):
             raise ValueError(
                 f"{first} and {other} have different values, but the config ties them to one "
-                f"weight; load the model with tie_word_embeddings=False, or correct its config.json"
+                f"weight; load the model with tie_word_embeddings=False, or correct config.json"
             )
 
 

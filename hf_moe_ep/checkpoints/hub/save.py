@@ -66,8 +66,10 @@ def save_pretrained(
         kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
-        ValueError: `max_shard_size` is no size; the experts are held quantised and the model has no
-            adapters; ranks pass different arguments (raised on every rank).
+        ValueError: the model is not patched; `max_shard_size` is no size; the experts are held
+            quantised and the model has no adapters; ranks pass different arguments (raised on every
+            rank).
+        TypeError: `kwargs` are given for a model without adapters.
         RuntimeError: a rank has not called this within five minutes; rank 0 cannot write (raised on
             every rank; the previous checkpoint stays complete).
     """

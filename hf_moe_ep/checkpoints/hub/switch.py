@@ -37,7 +37,7 @@ def changed_files(folder: Path, staged: Path) -> list[Path]:
     """List the files of `staged`, as relative paths, that `folder` lacks or that differ there."""
     return [
         name
-        for name in _files(staged)
+        for name in _list_files(staged)
         if not (folder / name).is_file()
         or not filecmp.cmp(folder / name, staged / name, shallow=False)
     ]
@@ -56,7 +56,7 @@ def switch_files(folder: Path, staged: Path, to_remove: Iterable[str] = ()) -> b
         then.
     """
     switch = folder / f"{SWITCH}{uuid.uuid4().hex[:8]}"
-    new = _files(staged)
+    new = _list_files(staged)
     names = [*new, *(Path(name) for name in to_remove if (folder / name).exists())]
     switch.mkdir()
     try:
@@ -90,7 +90,7 @@ def settle(folder: Path) -> None:
     files after the commit, and to the old files before it.
     """
     for switch in folder.glob(f"{SWITCH}*"):
-        for name in {*_files(switch / _OLD), *_files(switch / _NEW)}:
+        for name in {*_list_files(switch / _OLD), *_list_files(switch / _NEW)}:
             path, current = folder / name, switch / _CURRENT / name
             if not path.is_symlink() or switch.name not in Path(os.readlink(path)).parts:
                 continue
@@ -105,7 +105,7 @@ def settle(folder: Path) -> None:
 def _link_old(file: Path, old: Path) -> None:
     """Make `old` a second name of `file`, by a hard or symbolic link; skip a missing file."""
     old.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_symlink() and file.exists():  # as files in the hub's cache are
+    if file.is_symlink() and file.exists():  # for example, in the hub's cache
         old.symlink_to(file.resolve())
     elif file.exists():
         os.link(file, old)
@@ -126,7 +126,7 @@ def _set_link(switch: Path, target: str, path: Path) -> None:
     link.replace(path)
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """List the files and links under a folder as relative paths; [] if it is missing."""
-    found = folder.rglob("*")
-    return sorted(p.relative_to(folder) for p in found if p.is_symlink() or p.is_file())
+    paths = folder.rglob("*")
+    return sorted(p.relative_to(folder) for p in paths if p.is_symlink() or p.is_file())

@@ -43,10 +43,11 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.module_names import unwrap
 
-# max_bytes // _SLABS is the size of a slab. In memory at the same time are a slab that the caller
-# still holds and a slab that is being filled; the rank that owns a shard also has the shard in the
-# dtype of the master weights, the product of the adapter's factors, and the sum of both, each up to
-# twice as large as the sent values. An all-gather needs two slabs besides its result.
+# max_bytes // _SLABS is the size of a slab. A rank needs memory for a slab that the caller still
+# holds and for a slab that is being filled. The rank that owns a shard also needs memory for the
+# shard in the dtype of the master weights, the product of the adapter's factors, and the sum of
+# shard and product; each is up to twice as large as the sent values. An all-gather needs two slabs
+# besides its result.
 _SLABS = 8
 
 
@@ -69,9 +70,9 @@ def hub_tensors(
     All ranks must iterate to the end and in step, because each tensor is gathered from all ranks.
     Do not run the model or move its experts during the iteration. If a rank stops early (`break`,
     `close()`, an error that is handled), the other ranks raise a RuntimeError that names this rank
-    at their next tensor; if all ranks stop, no rank raises. A stored exception (`last = error`)
-    keeps the iterator alive together with the other variables of its frames; then the iterator is
-    not closed and the other ranks wait. To avoid this, write the loop inside
+    at their next tensor; if all ranks stop, no rank raises. If you store a caught exception
+    (`last = error`), its traceback keeps the local variables of the loop's function alive, so the
+    iterator is not closed and the other ranks wait. To avoid this, write the loop inside
     `with contextlib.closing(tensors):`. An unhandled error ends the process, and torchrun then ends
     the other ranks.
 
@@ -162,10 +163,11 @@ def _describe_groups(
     model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
 ) -> list[TensorGroup]:
     """Describe every tensor of a checkpoint, with slabs that every rank receives."""
-    # This comes before any all-gather, because the modules of a gathered FSDP unit hold other
-    # tensors.
+    # The tensors are listed before any all-gather: while FSDP2 has gathered the parameters of a
+    # layer, its modules hold other tensors.
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
+    # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
     dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
 

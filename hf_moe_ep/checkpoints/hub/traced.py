@@ -1,11 +1,15 @@
-"""Trace how transformers' conversion rearranges parameters, by tensors that have no values.
+"""Trace how transformers' conversion rearranges parameters, with tensors that have no values.
 
-For each element of a `Traced` tensor, the tensor knows an element of a parameter. If transformers'
-own conversion runs on such tensors, the results show how checkpoint tensors are made up of
-parameters, so this package needs no conversion code of its own. Parameters are numbered; the
-element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0, 0). After any views,
-transpositions and concatenations, the coordinates of a tensor are a base plus one term per dim:
+When transformers saves a model, its conversion turns the parameters in memory into the tensors of a
+checkpoint. A `Traced` tensor has no values; for each element it records the parameter from which
+the element comes, and the index there. If the conversion runs on such tensors, the results show how
+checkpoint tensors are made up of parameters, so this package needs no conversion code of its own.
 
+Parameters are numbered. The element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0,
+0). After any views, transpositions and concatenations, the coordinates of a tensor are a base plus
+one term per dim:
+
+    tensor                      base               terms
     parameter 7, [2, 6, 5]      (7, 0, 0, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
     its rows 3 to 5             (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
     expert 1 of these rows      (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
@@ -33,6 +37,7 @@ ZEROS = -1
 
 # The terms of one dim, [size, COORDINATES]: the numbers that each index adds to the coordinates.
 Axis = np.ndarray
+# The terms of all dims, or functions that compute them.
 Axes = tuple[Axis, ...] | list[Callable[[], Axis]]
 
 
@@ -119,7 +124,7 @@ class Traced(torch.Tensor):
     def squeeze(self, dim: int | None = None) -> Traced:  # type: ignore[override]
         if dim is not None:
             return self.select(dim, 0) if len(self.axes[dim]) == 1 else self
-        # transformers 5.17 squeezes each chunk of a weight without a dim.
+        # transformers 5.17 calls squeeze() without a dim on each chunk of a weight.
         squeezed = self
         for axis in reversed(range(self.ndim)):
             squeezed = squeezed.squeeze(axis)
@@ -173,9 +178,10 @@ class Tracer:
             raise Untraceable(f"a tensor with {len(shape)} dims, {tuple(shape)}, cannot be traced")
         base = np.zeros(COORDINATES, np.int64)
         base[0] = number
-        return Traced(base, [partial(self._along, dim + 1, n) for dim, n in enumerate(shape)])
+        return Traced(base, [partial(self._terms_along, dim + 1, n) for dim, n in enumerate(shape)])
 
-    def _along(self, coordinate: int, size: int) -> Axis:
+    def _terms_along(self, coordinate: int, size: int) -> Axis:
+        """Return the terms of a dim whose index i adds i to one coordinate."""
         if (coordinate, size) not in self._axes:
             axis = _make_zero_terms(size)
             axis[:, coordinate] = np.arange(size)
@@ -199,7 +205,7 @@ def _concatenate(tensors: Sequence[Traced], dim: int = 0) -> Traced:
         for other, (axis, expected) in enumerate(zip(tensor.axes, first.axes, strict=True)):
             same = axis is expected or np.array_equal(axis - axis[:1], expected - expected[:1])
             if other != dim and not same:
-                raise Untraceable("it concatenates tensors that are arranged differently")
+                raise Untraceable("the conversion concatenates tensors of different arrangements")
         parts.append(tensor.axes[dim] - tensor.axes[dim][:1] + start)
     axes = [axis if axis[0].any() == 0 else axis - axis[:1] for axis in first.axes]
     axes[dim] = np.concatenate(parts)
@@ -214,7 +220,8 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
     """Split and merge dims, [E, 2F, H] to [E, 2, F, H] or [E * 2F, H] and back.
 
     The new dims are made one after the other: dims of the tensor are merged until the merged dim
-    has at least the new size; if it is larger, it is split into the new size and the rest.
+    has at least the new size. If the merged dim is larger, it is split into the new size and a
+    rest, which is used for the next new dim.
     """
     sizes = list(shape)
     if -1 in sizes:
@@ -230,7 +237,7 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
             next_axis = axes.pop(0)
             axis = (axis[:, None] + next_axis[None]).reshape(-1, COORDINATES)
         if len(axis) > size:
-            # A table [size, rest]; the rest is used for the next dims.
+            # A table [size, rest].
             table = axis.reshape(size, -1, COORDINATES)
             outer, inner = table[:, 0], table[0] - table[0, 0]
             if len(axis) % size or not np.array_equal(outer[:, None] + inner[None], table):

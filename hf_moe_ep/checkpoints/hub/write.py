@@ -1,22 +1,28 @@
 """Write a checkpoint in the hub's layout: rank 0 writes, one slab of a parameter at a time.
 
-    .configs-..: config.json, .., tokenizer            written first, into a temporary folder
-    model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
-    config.json, generation_config.json, tokenizer     these and the index are replaced at one
-    model.safetensors.index.json                       moment: the commit
+A slab is the part of a parameter that a range of dim 0 selects. The steps of a save, in order:
+
+    files                                              what happens
+    .configs-../config.json, .., tokenizer             are written into a temporary folder
+    model-3f9c21ab-00001-of-00013.safetensors, ..      are written; no earlier checkpoint has these
+                                                       names
+    config.json, generation_config.json, tokenizer,    are all replaced at one moment: the commit
+    model.safetensors.index.json
     shards that the index does not name                are removed
 
-The state of the folder when a process is killed or fails:
+If a process is killed or fails, the folder contains this:
 
-    before the commit    the previous checkpoint, configs and shards
-    after the commit     the new checkpoint; old shards may be left that the index does not name
+    before the commit    the previous checkpoint, and possibly some new shards
+    after the commit     the new checkpoint, and possibly some old shards
 
-If the folder has no config.json yet, or an index and configs equal to the new ones, the commit is
+The next save removes the shards that the index does not name.
+
+If the folder has no config.json yet, or has an index already and the same configs, the commit is
 the rename of the index. Otherwise `switch.py` replaces configs and index with one rename of a link;
 it also removes a model.safetensors, which readers would prefer to the index. A file system without
 links does not allow that: configs, index and model.safetensors are then changed one after the other
-within milliseconds, and a warning says that a kill in between leaves configs that do not describe
-the weights. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
+within milliseconds, and a warning says that a kill in between leaves a folder that cannot be
+loaded. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations
@@ -56,8 +62,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-# (box, values) of a parameter, cut along dim 0 and in order. While a checkpoint is written, the
-# values are used only on rank 0, but every rank iterates to the end.
+# The slabs of a parameter, in order: (box, values), where a box is the index range in each dim.
+# While a checkpoint is written, only rank 0 uses the values, but every rank iterates to the end.
 Slabs = Iterable[tuple[Box, Tensor | None]]
 
 
@@ -69,8 +75,9 @@ class TensorGroup:
     ..), or several if they share a checkpoint tensor.
 
     Attributes:
-        parameters: for each parameter, its pieces in order and a function that yields its slabs.
-            Zeros that pad a checkpoint tensor are listed like a parameter.
+        parameters: for each parameter, its pieces in order (a piece fills a box of one checkpoint
+            tensor) and a function that yields its slabs. Zeros that pad a checkpoint tensor are
+            listed like a parameter.
         dtype: the dtype in the checkpoint.
     """
 
@@ -131,12 +138,12 @@ def group_tensors(
         dtype = dtypes[group[0]]
         keys = {piece.key for pieces, _ in parameters for piece in pieces}
         padding = [piece for piece in layout[PADDING] if piece.key in keys]
-        parameters += [([piece], partial(_zero_slabs, piece, dtype)) for piece in padding]
+        parameters += [([piece], partial(_make_zero_slabs, piece, dtype)) for piece in padding]
         groups.append(TensorGroup(parameters, dtype))
     return groups
 
 
-def _zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
+def _make_zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
     dims = zip(piece.start, piece.sizes, strict=True)
     box = tuple((start, start + size) for start, size in dims)
     return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]
@@ -194,7 +201,8 @@ def write_checkpoint(
     Args:
         writes: True on the process that writes; other ranks only iterate over the slabs.
         together: runs a step on all ranks and raises an error of one rank on every rank.
-        configs: the result of `stage_configs`; it is published with the commit, or removed.
+        configs: the folder that `stage_configs` returned; the commit publishes its files, and an
+            error removes it.
         names: the names of the files, for a folder without a checkpoint; None chooses names that no
             earlier checkpoint in the folder has.
         what: describes the work in the progress bar and in errors.
@@ -230,7 +238,7 @@ def _write_file(
                 del slab
         writer.finish_file(number, file)
     finally:
-        for _ in slabs:  # if writing failed, the other ranks are still in the collectives
+        for _ in slabs:  # after an error too: the other ranks still call the collectives
             pass
 
 

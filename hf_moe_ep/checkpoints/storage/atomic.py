@@ -1,4 +1,4 @@
-"""Replace files and folders so that a kill or a power cut leaves a complete old or new one."""
+"""Replace files and folders so that a kill or a power cut leaves the old or the new content."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     a tensor [4, 6]                       overlap of both boxes     slices of the overlap in the
     rank 1 holds     (2, 4), (0, 6)       (2, 4), (3, 6)            rank's local tensor:
-    a file holds     (0, 4), (3, 6)                                 rows 0 to 2, columns 3 to 6
+    a file holds     (0, 4), (3, 6)                                 rows 0:2, columns 3:6
 
 The mesh and the placements of a sharded tensor determine the box that each rank holds.
 """
@@ -42,7 +42,7 @@ def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield a tensor that is not sharded as a single slab, (box, values)."""
+    """Yield a tensor as a single slab, (box, values); the tensor must not be sharded."""
     yield whole_box(tensor.shape), tensor
 
 

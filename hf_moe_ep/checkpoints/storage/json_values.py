@@ -3,6 +3,7 @@
 JSON has no tuples, bytes or tensors, and its keys are strings. `encode` turns such values into an
 object with a reserved key:
 
+    value                         encoded
     (0.9, 0.999)                  {"__tuple__": [0.9, 0.999]}
     {3: "a"}                      {"__items__": [[3, "a"]]}
     Counter({3: 1})               {"__counter__": [[3, 1]]}
@@ -10,8 +11,9 @@ object with a reserved key:
     torch.zeros(0, 3)             {"__tensor__": [], "dtype": "float32", "shape": [0, 3]}
     torch.tensor(2 + 1j)          {"__tensor__": [2.0, 1.0], "dtype": "complex64"}
 
-This is for the small values of a training state: learning rates, schedulers, positions. For
-functions and other objects `encode` raises an error that names their position.
+The functions are meant for the small values of a training state: learning rates, schedulers,
+positions. If a value contains a function or another object, `encode` raises an error that names the
+position of the object.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def encode(value: Any, where: str) -> Any:
         return encode(value.item(), where)
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{where} is a tensor of {value.numel()} elements; other tensors than those of model "
-            f"and optimizer may have up to {_LARGEST} elements: save this tensor in another file"
+            f"{where} is a tensor of {value.numel()} elements; a tensor outside of model and "
+            f"optimizer may have up to {_LARGEST} elements: save this tensor in another file"
         )
     raise ValueError(
         f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; use "

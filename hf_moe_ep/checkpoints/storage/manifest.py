@@ -11,10 +11,10 @@ Rank 0 writes `manifest.json` last. The manifest names every other file of the f
 The folder counts as unfinished until the manifest is renamed to its final name. So if any rank is
 killed at any moment, the previous checkpoint stays the newest. Each file is synced to disk (fsync)
 before the manifest is written: if the manifest survives a power failure, so do its files. The rank
-that writes a file may hash it; the other files are each read and hashed by one rank.
+that writes a file may hash it; each of the other files is read and hashed by one rank.
 
-The number is one more than the highest number in the neighbouring folders; `order.py` uses it to
-choose the newest checkpoint. Manifests of older versions have no number.
+"number" is one more than the highest number in the manifests of the neighbouring folders;
+`order.py` uses it to choose the newest checkpoint. Manifests of older versions have no number.
 
 Files that are added to the folder later are not checked. The manifest is no protection against an
 attacker, who can change both the files and the manifest.
@@ -55,7 +55,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 def begin(folder: str | os.PathLike[str]) -> None:
-    """Mark a folder as unfinished until `write`: loading it is an error. One rank calls this."""
+    """Mark a folder as unfinished until `write`, so that loading it fails. One rank calls this."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)
@@ -86,7 +86,8 @@ def write(
         group: the process group for the exchange; None is the default group.
 
     Raises:
-        RuntimeError: on every rank, with the rank that failed and the reason; there is no manifest.
+        RuntimeError: a rank failed; every rank raises the error, which names that rank and the
+            reason. No manifest is written.
     """
     path = Path(folder)
     known: dict[str, dict[str, Any]] = {}
@@ -206,7 +207,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints in `root`, the newest last, and {other folder: reason}."""
+    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete."""
     complete: list[Saved] = []
     reasons: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:

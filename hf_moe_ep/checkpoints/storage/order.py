@@ -12,8 +12,8 @@ A clock is not reliable: rank 0 of the next job may run on another machine whose
     step-100 (number 1), step-200 (2), best (3)     the newest is best
     step-100 (number 1), best (2), step-200 (3)     the newest is step-200
 
-Manifests of older versions have no number and count as number 0. If rule 1 does not order two of
-them, the time in the manifest does.
+Manifests of older versions have no number and count as number 0. Two folders with number 0 are
+ordered by the times in their manifests, unless rule 1 orders them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Write the shards of each rank to files, and read them on ranks of any other layout.
 
-    shard-00002-model-00001-of-00001.safetensors     written by rank 1; ranks count from 1 here
+    shard-00002-model-00001-of-00001.safetensors     written by rank 1; file names count from 1
     header    {"__metadata__": {"DCP_SHARDING_INFO": "{\"w\": {\"saved_offsets\": [4, 0]}, .. }"},
                "w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ..}
 
-This file holds rows 4 to 8 of w. The format is that of torch.distributed.checkpoint
+This file holds rows 4 to 7 of w. The format is that of torch.distributed.checkpoint
 (hf_storage.py), so torch can read these files and `read_parts` can read torch's files. torch's
 reader reads all headers on every rank and stores every shard in a list: 433,000 shards for 3384
 tensors on 128 ranks. With `read_parts` a rank reads the headers of one file after the other, and
@@ -82,8 +82,8 @@ def nearest_first(names: Iterable[str], rank: int, world: int) -> list[str]:
 
     If the number of ranks has not changed, the rank's own file is the first. Otherwise the first
     file is that of the rank at the same relative position. Ranks hold shards in order, so the
-    shards that a rank needs are in this file or near it; with fewer ranks than at the save they are
-    also in the files after it.
+    shards that a rank needs are in this file or near it. If there are fewer ranks than at the save,
+    they are also in the files after this file.
     """
     writers = {name: of_rank(name) for name in names}
     position = rank * (1 + max(writers.values(), default=0)) // world
@@ -147,7 +147,7 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
     if missing:
         name, shard = next(iter(missing.items()))
         raise ValueError(
-            f"files of {num_files} ranks lack {shard.num_missing} of "
+            f"{num_files} files lack {shard.num_missing} of "
             f"{math.prod(shard.local.shape)} values in this rank's shard of {name} "
             f"({len(missing)} tensors are incomplete); take an older checkpoint"
         )
@@ -157,7 +157,7 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
 def _find_shards(
     file: Path, missing: Mapping[str, _Missing]
 ) -> Iterator[tuple[str, Box, FileTensor]]:
-    """Yield (name, box, tensor in the file) for each shard in a file that has missing elements."""
+    """Yield (name, box, tensor in the file) for each shard in a file that this rank has to read."""
     tensors, metadata = read_header(file)
     try:
         offsets = json.loads(metadata.get(_SHARDING, "{}"))

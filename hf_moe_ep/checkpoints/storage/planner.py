@@ -17,9 +17,11 @@ of planner, and Accelerate saves a model and an optimizer in turn, so the entry 
 of planning on 4 gloo ranks, for 3,111 tensors of a model and then 6,222 of its optimizer, in three
 saves:
 
+                         model and optimizer                   model alone
+    planner              save 1      save 2      save 3        save 1   save 2   save 3
     DCP                  1.81 3.70   1.63 3.36   1.76 3.79
-    DCP, plan caching    1.81 4.06   1.86 3.88   2.54 4.45     (model alone: 1.71   0.58   0.84)
-    this planner         0.89 1.22   0.75 1.44   0.57 1.37     (model alone: 0.52   0.86   0.56)
+    DCP, plan caching    1.81 4.06   1.86 3.88   2.54 4.45     1.71     0.58     0.84
+    this planner         0.89 1.22   0.75 1.44   0.57 1.37     0.52     0.86     0.56
 """
 
 from __future__ import annotations

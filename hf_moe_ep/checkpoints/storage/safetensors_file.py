@@ -6,15 +6,16 @@
 
 https://huggingface.co/docs/safetensors/en/index#format
 
-The library's own `save_file` needs all tensors of a file in memory; `Writer` writes one after the
-other.
+The library's own `save_file` needs all tensors of a file in memory; `Writer` needs one at a time.
 
 The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
-ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0), reading whole tensors |
-a quarter of the rows | a quarter of the columns:
+ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
 
-    seconds                  library  0.09 | 0.03 | 0.05     Reader  0.17 | 0.04 | 0.85
-    peak of resident MiB     library   775 |  260 |  772     Reader     8 |    8 |    8
+                                 seconds               peak of resident MiB
+    part of each tensor      library    Reader         library    Reader
+    the whole tensor            0.09      0.17             775         8
+    a quarter of the rows       0.03      0.04             260         8
+    a quarter of the columns    0.05      0.85             772         8
 
 So a load with `Reader` needs memory for its shards only. Network file systems can truncate a file
 during a load: `Reader` then raises a ValueError that names the file, while a process that maps the
@@ -63,7 +64,7 @@ _DTYPES = {
     "C64": torch.complex64,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the library's own limit
 # A fingerprint reads this many bytes of up to this many tensors of each kind.
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
@@ -90,7 +91,7 @@ class FileTensor:
     def read_into(
         self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
     ) -> None:
-        """Read a box of the tensor, viewed in the shape `view`, into `out`.
+        """Read a box (index ranges) of the tensor, viewed in the shape `view`, into `out`.
 
         `dtype` is used by subclasses that decode quantised weights: values are rounded to `dtype`.
         """
@@ -109,7 +110,7 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
             safetensors file; a file lacks a tensor that the index names. The error names the file.
     """
     directory, index = Path(directory), f"{single}.index.json"
-    if (directory / single).is_file():  # as in transformers, it has precedence over an index
+    if (directory / single).is_file():  # this file has precedence over an index, as in transformers
         return read_header(directory / single)[0]
     if not (directory / index).is_file():
         raise ValueError(
@@ -151,7 +152,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             raise ValueError(f"{path} is no safetensors file or is truncated: it has {size} bytes")
         text = file.read(length)
     try:
-        rows, metadata = _parse(text)
+        rows, metadata = _parse_header(text)
     # json raises RecursionError if brackets are nested too deeply.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -175,10 +176,10 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _parse(
+def _parse_header(
     text: bytes,
 ) -> tuple[list[tuple[int, int, str, str, tuple[int, ...]]], dict[str, str]]:
-    """Return the metadata, and (start, stop, key, dtype, shape) in the order of the bytes."""
+    """Return (start, stop, key, dtype, shape) in the order of the bytes, and the metadata."""
     header = json.loads(text)
     metadata = dict(header.pop("__metadata__", None) or {})
     rows = []
@@ -228,12 +229,12 @@ def same_values(tensor: FileTensor, other: FileTensor) -> bool:
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError if safetensors files cannot hold a dtype."""
-    if dtype not in _NAMES:
+    if dtype not in _DTYPE_NAMES:
         raise ValueError(f"{name} is {dtype}, which safetensors files cannot hold")
 
 
 class Reader:
-    """Reads boxes of tensors; files stay open until `close` is called."""
+    """Reads boxes (index ranges) of tensors; files stay open until `close` is called."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
@@ -265,11 +266,11 @@ class Reader:
             if tensor.file not in self._open:
                 self._open[tensor.file] = os.open(tensor.file, os.O_RDONLY)
             for start, length in _byte_ranges(tensor, shape, box):
-                self._fill(tensor.file, target[position : position + length], start)
+                self._fill_from_file(tensor.file, target[position : position + length], start)
                 position += length
         return flat.view(tensor.dtype).view(sizes)
 
-    def _fill(self, file: Path, target: memoryview, start: int) -> None:
+    def _fill_from_file(self, file: Path, target: memoryview, start: int) -> None:
         while target:
             count = os.preadv(self._open[file], [target], start)  # reads at most 2 GiB
             if count == 0:
@@ -317,7 +318,11 @@ class Writer:
         for key, shape, dtype in header:
             tensors.append((key, FileTensor(path, dtype, shape, end)))
             offsets = [end, end + tensors[-1][1].nbytes]
-            table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+            table[key] = {
+                "dtype": _DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": offsets,
+            }
             end = offsets[1]
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -326,7 +331,7 @@ class Writer:
         self._path, self._num_missing = path, data + end
         self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
         self._file = path.open("wb", buffering=0)
-        self._put(len(text).to_bytes(8, "little") + text, 0)
+        self._write_bytes(len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Write a box of a tensor that is viewed in the shape `view`.
@@ -337,10 +342,10 @@ class Writer:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         position = 0
         for start, length in _byte_ranges(self._tensors[key], view, box):
-            self._put(data[position : position + length], start)
+            self._write_bytes(data[position : position + length], start)
             position += length
 
-    def _put(self, data: bytes | memoryview, start: int) -> None:
+    def _write_bytes(self, data: bytes | memoryview, start: int) -> None:
         self._in_order = self._in_order and start == self._end
         if self._in_order:
             self._digest.update(data)

@@ -1,17 +1,17 @@
 """Describe how a tensor is sharded, which ranks write it, and which ranks hold a box of it.
 
-`Spread` describes the sharding over a grid of ranks. Each axis of the grid cuts one dim of a tensor
-or none; the last axis cuts first, and each earlier axis cuts the resulting shards. The ranks along
-an axis that cuts no dim are replicas. Example with 8 rows on 8 ranks, cut by the second axis of a
-grid [2, 4], `cuts` (None, 0):
+A box is one index range per dim (`boxes.py`). `Spread` describes the sharding over a grid of ranks.
+Each axis of the grid cuts one dim of a tensor, or no dim; the last axis cuts first, and each
+earlier axis cuts the resulting shards. The ranks along an axis that cuts no dim are replicas.
+Example with 8 rows on 8 ranks, cut by the second axis of a grid [2, 4], `cuts` (None, 0):
 
                    rows 0, 1   2, 3   4, 5   6, 7
     replica 0      rank 0      1      2      3
     replica 1      rank 4      5      6      7
 
 One replica writes a tensor: `choose_writers` takes the replica with the fewest bytes so far. Every
-rank knows the layout and computes the same result, so ranks exchange nothing. A training checkpoint
-stores the sharding for the ranks that load it.
+rank knows the layout and computes the same result, so no communication is needed. A training
+checkpoint stores the sharding for the ranks that load it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Spread:
                 yield rank, cut_box(shape, self.grid, self.cuts, coordinate)
 
     def _replica_of(self, coordinate: Iterable[int]) -> int:
-        """Number the replicas row-major over the axes that cut no dim."""
+        """Return the number of a rank's replica, row-major over the axes that cut no dim."""
         number = 0
         for index, size, dim in zip(coordinate, self.grid, self.cuts, strict=True):
             number = number * size + index if dim is None else number

@@ -13,7 +13,7 @@ allowed after torch.serialization.add_safe_globals([TheClass]).
 
 This package calls `torch.distributed.checkpoint.load` with `ValuesPlanner` and `MetadataReader`.
 Accelerate creates its own planner and reader, so `loading_values` first reads all pickles of a
-folder, which are small, with the classes of this module. No function of torch is replaced.
+folder with the classes of this module; pickles are small. No function of torch is replaced.
 
 Files that DCP does not read are not checked: Accelerate loads `custom_checkpoint_*.pkl`, the state
 of objects that were registered for checkpointing, with weights_only=False.
@@ -115,16 +115,16 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
     path = metadata_path(self, kwargs.get("rank"))
     with self.fs.create_stream(path, "rb") as file:
         try:
-            found = _Unpickler(file).load()
-            found.storage_meta = found.storage_meta or StorageMeta()
-            found.storage_meta.load_id = self.load_id
-            # Errors must name the folder that is read; the file names the one where it was written.
-            found.storage_meta.checkpoint_id = os.fspath(self.path)
+            loaded = _Unpickler(file).load()
+            loaded.storage_meta = loaded.storage_meta or StorageMeta()
+            loaded.storage_meta.load_id = self.load_id
+            # The file names the folder of the save. Errors must name the folder that is read now.
+            loaded.storage_meta.checkpoint_id = os.fspath(self.path)
         except _UNREADABLE as error:
             raise ValueError(
                 f"{path} cannot be loaded: {error}; take an older checkpoint"
             ) from error
-    metadata: Metadata = found
+    metadata: Metadata = loaded
     return metadata
 
 
@@ -144,13 +144,13 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
             f"loading it could run code that someone put into the file, or the file is damaged "
-            f"({_reason(error)}); take an older checkpoint, or allow a class of your own by "
-            f"torch.serialization.add_safe_globals"
+            f"({_describe_reason(error)}); take an older checkpoint, or allow a class of your own "
+            f"by torch.serialization.add_safe_globals"
         ) from error
     put_value(planner, item.dest_index.fqn, loaded)
 
 
-def _reason(error: Exception) -> str:
+def _describe_reason(error: Exception) -> str:
     """Return the reason of torch.load in one line, without its advice to load the file unsafely."""
     cause = error.__context__ or error
     return " ".join(str(cause).split()) or repr(cause)

@@ -1,16 +1,17 @@
-"""Identify the base of a run whose experts are held quantised, by hashes instead of a copy.
+"""Identify the base model of a run whose experts are held quantised, by hashes instead of a copy.
 
     quantised_base.json    {"format": 1, "model": "Qwen/Qwen3-30B-A3B", "experts_dtype": "nf4",
                             "experts_double_quant": false,
                             "hashes": {"model.layers.0.mlp.experts.gate_up_proj": "03f2...", ..}}
 
 `describe_base` computes the hashes, `check_base` compares them. A hash is two 64-bit sums over the
-words of a stacked matrix or of its scales. The summands depend on the word and on its position in
-the whole tensor. So the sums of the ranks add up to the sum of the whole tensor: no tensor is
-gathered, and every layout gives the same hash. Different bases have different hashes, but the hash
-is no protection against an attacker.
+words (of 1 to 8 bytes) of a stacked matrix or of its scales. Each summand depends on a word and on
+the position of the word in the whole tensor. So the sums of the ranks add up to the sum of the
+whole tensor: no tensor is gathered, and every layout of ranks gives the same hash. Different bases
+have different hashes, but the hash is no protection against an attacker.
 
-If `balance_experts` has moved an expert, the hash uses its position in hub order.
+If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
+which row e is expert e.
 
 Frozen bytes do not change, so a rank reads its shards once and stores the sums. The rank reads a
 shard again if autograd has counted a write into the tensor, or if another tensor has replaced it. A
@@ -39,16 +40,17 @@ from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
 _FORMAT = 1
-# The word sizes in which a row of bytes can be read, the largest that fits first.
+# The words in which a row of bytes can be read; the first one that divides the row is used.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # The seeds of the two independent sums.
 _SEEDS = (1, 0x5851F42D4C957F2D)
 
 
 def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | None:
-    """Describe the quantised experts of a resharded model; every rank calls this.
+    """Describe the quantised experts of a model; every rank calls this.
 
     Args:
+        model: resharded, so its parameters are shards and not gathered.
         anew: read all bytes instead of using stored sums.
 
     Returns:
@@ -80,14 +82,14 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
         "experts_dtype": config.experts_dtype,
         "experts_double_quant": config.experts_double_quant,
         "hashes": {
-            name: "".join(f"{total % 2**64:016x}" for total in both)
-            for name, both in zip(tensors, totals, strict=True)
+            name: "".join(f"{total % 2**64:016x}" for total in two_totals)
+            for name, two_totals in zip(tensors, totals, strict=True)
         },
     }
 
 
 def base_file(index: int) -> str:
-    """Return the file name for model `index` of a folder, with Accelerate's way of numbering."""
+    """Return the file name for model `index` of a folder, numbered as Accelerate numbers files."""
     return BASE if index == 0 else f"{Path(BASE).stem}_{index}.json"
 
 
@@ -112,7 +114,7 @@ def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
             f"{folder} was saved by a run on {saved['model'] or 'a model'} with {first} "
             f"{saved['hashes'].get(first)}, and this is {base['model'] or 'a model'} with "
             f"{base['hashes'][first]} ({len(names)} of {len(base['hashes'])} tensors of experts "
-            f"differ): this is another base; load the base on which those adapters were trained"
+            f"differ): this is another base; load the base on which the saved adapters were trained"
         )
 
 
@@ -180,13 +182,13 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     for slot, rows in enumerate(local, first_slot):
         # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        positions = _word_positions(words, box, expert_of[slot], tensor.shape[1])
+        positions = _find_word_positions(words, box, expert_of[slot], tensor.shape[1])
         for index, seed in enumerate(_SEEDS):
             total[index] += _mix_bits(words + _mix_bits(positions + seed)).sum()
     return total
 
 
-def _word_positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
+def _find_word_positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
     """Return the position of each word of an expert's rows in the whole tensor."""
     _, (first_row, _), *_ = box
     words_per_row = words.shape[-1]

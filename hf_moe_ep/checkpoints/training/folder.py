@@ -1,5 +1,6 @@
 """Write and read the files in the folder of a training checkpoint.
 
+    file                     content
     manifest.json            written last: names, sizes and hashes of all files (`manifest.py`)
     hf_moe_ep.json           written first: marks the folder as a checkpoint of this package
     tensors/shard-*          parameters, buffers, moments (`tensors.py`) as safetensors; each rank
@@ -71,7 +72,7 @@ def check_free(path: Path) -> None:
         manifest.check_sizes(path)
         raise ValueError(f"{path} holds a complete checkpoint; save to another directory")
     names = {item.name for item in path.iterdir()} if path.exists() else set()
-    # A file like config.json is removed only beside the marker, as other programs write it, too.
+    # Other programs write files like config.json, too. They are removed only if the marker exists.
     has_marker = manifest.STARTED in names
     others = [name for name in names if not (has_marker and _is_known(name))]
     if others:
@@ -125,7 +126,10 @@ def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> No
 
 
 def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | None:
-    """Return the ranks that wrote shards this rank needs; None if the checkpoint lacks spreads."""
+    """Return the ranks that wrote the shards that this rank needs.
+
+    The result is None for a checkpoint of an older version, which does not store the shardings.
+    """
     needed: set[int] = set()
     # Many tensors have the same shape and sharding: layers, and an optimizer's moments.
     known: dict[tuple[Any, ...], frozenset[int]] = {}

@@ -2,10 +2,14 @@
 
 `load_checkpoint` has four steps:
 
-    find        find the newest complete folder, and compare every file with its hash
-    compare     compare names, shapes, dtypes and optimizer (`same_run.py`), and change nothing
-    read        each rank reads its shards: parameters into the model, moments into new tensors
-    restore     restore single numbers, optimizer, scheduler and random generators
+    step        what happens
+    find        the newest complete folder is found, and every file is compared with its hash
+    compare     names, shapes, dtypes and optimizer are compared (`same_run.py`)
+    read        each rank reads its shards: parameters into the model, and moments (the optimizer's
+                state of a parameter's shape) into new tensors
+    restore     single numbers, optimizer, scheduler and random generators are restored
+
+The model does not change before the third step.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from hf_moe_ep.checkpoints.training.same_run import check_model, check_optimizer
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     allocate_moment,
-    model_slots,
+    model_state_tensors,
     parameter_names,
     restore_optimizer,
 )
@@ -56,8 +60,8 @@ def load_checkpoint(
     """Load a checkpoint into model, optimizer and scheduler; every rank calls this.
 
     Parameters, moments and `step` are restored bit by bit at any layout. Random generators are
-    restored if the number of data ranks is the same; otherwise they are seeded again, with a
-    warning.
+    restored if the number of data ranks (world size / sp_size) is the same; otherwise they are
+    seeded again, with a warning.
 
     Args:
         directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
@@ -109,7 +113,8 @@ def load_checkpoint(
             scheduler.load_state_dict(saved.scheduler)
         _restore_random(path, saved.layout, state)
 
-    # The optimizer's new state is in hub order, too. On exit it moves back with the experts.
+    # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
+    # order; at the end of the block it is moved with its experts.
     with experts_in_hub_order(model, optimizer):
         saved, targets = together(f"reading {path}", compare)
         together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
@@ -118,12 +123,14 @@ def load_checkpoint(
 
 
 def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Tensor]:
-    """Return the tensors to read into: those of the model if they have the form of the files."""
+    """Return the tensors to read into: the model's own, unless the files have another form."""
     targets: dict[str, Tensor] = {}
-    for name, slot in model_slots(model).items():
-        if slot.tensor.ndim:
-            is_packed = slot.to_file is not None
-            targets[f"model.{name}"] = slot.in_file_form(slot.tensor) if is_packed else slot.tensor
+    for name, entry in model_state_tensors(model).items():
+        if entry.tensor.ndim:
+            is_packed = entry.to_file is not None
+            targets[f"model.{name}"] = (
+                entry.in_file_form(entry.tensor) if is_packed else entry.tensor
+            )
     if optimizer is None or saved.optimizer is None:
         return targets
     _, trained = parameter_names(model, optimizer)
@@ -141,12 +148,12 @@ def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[
 
 @torch.no_grad()
 def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFile) -> None:
-    """Fill those tensors of the model into which `read_tensors` did not read directly."""
-    for name, slot in model_slots(model).items():
-        if not slot.tensor.ndim:
-            slot.tensor.copy_(saved.scalars[name])
-        elif slot.from_file is not None:
-            slot.tensor.copy_(slot.in_model_form(targets[f"model.{name}"]))
+    """Fill the tensors of the model that `read_tensors` could not fill."""
+    for name, entry in model_state_tensors(model).items():
+        if not entry.tensor.ndim:
+            entry.tensor.copy_(saved.scalars[name])
+        elif entry.from_file is not None:
+            entry.tensor.copy_(entry.in_model_form(targets[f"model.{name}"]))
 
 
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:

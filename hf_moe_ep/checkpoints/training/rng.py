@@ -1,8 +1,9 @@
 """Capture, restore or reseed the random generators of one rank.
 
-If the number of data ranks is the same, each rank restores its own generators. Otherwise every
-generator is seeded from the saved state of rank 0 and the data rank. So if a run is resumed twice
-from one checkpoint, it draws the same numbers both times, and other numbers than in its first
+A data rank is a sequence-parallel group, or a single rank without sequence parallelism. If the
+number of data ranks is the same, each rank restores its own generators. Otherwise every generator
+is seeded from the saved state of rank 0 and the number of the data rank. So if a run is resumed
+twice from one checkpoint, it draws the same numbers both times, and other numbers than in its first
 steps. The ranks of a sequence-parallel group get the same seed, because they share their batches
 and must draw the same samples.
 """
@@ -23,11 +24,11 @@ def capture(device: torch.device) -> dict[str, Any]:
     state = {
         "python": random.getstate(),
         "numpy": (name, np.asarray(keys).tobytes(), *rest),
-        "torch": _bytes(torch.get_rng_state()),
+        "torch": _to_bytes(torch.get_rng_state()),
         "device": device.type,
     }
     if device.type != "cpu":
-        state["of_device"] = _bytes(torch.get_device_module(device).get_rng_state(device))
+        state["of_device"] = _to_bytes(torch.get_device_module(device).get_rng_state(device))
     return state
 
 
@@ -36,9 +37,9 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
     name, keys, *rest = saved["numpy"]
     random.setstate(saved["python"])
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_tensor(saved["torch"]))
+    torch.set_rng_state(_to_tensor(saved["torch"]))
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(_tensor(saved["of_device"]), device)
+        torch.get_device_module(device).set_rng_state(_to_tensor(saved["of_device"]), device)
 
 
 def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
@@ -50,9 +51,9 @@ def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
     torch.manual_seed(seed)  # seeds all devices, too
 
 
-def _bytes(state: torch.Tensor) -> bytes:
+def _to_bytes(state: torch.Tensor) -> bytes:
     return bytes(state.cpu().numpy().tobytes())
 
 
-def _tensor(state: bytes) -> torch.Tensor:
+def _to_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Check that a checkpoint belongs to this model and this optimizer, before anything is changed.
 
-After a partial load, training would continue with a mixture of two runs. So `check_model` and
-`check_optimizer` raise an error for every difference and name it.
+If only a part of a checkpoint were loaded, training would continue with a mixture of two runs. So
+`check_model` and `check_optimizer` raise an error that names the differences.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from hf_moe_ep.checkpoints.training.tensors import (
     StateTensor,
     base_names_of,
     class_name_of,
-    model_slots,
+    model_state_tensors,
     parameter_names,
 )
 
 _MODEL_PREFIX = "model."
+# Entries of a parameter group that are not options.
 _NO_OPTIONS = {"params", "param_names"}
 # Options that schedulers add to parameter groups (torch/optim/lr_scheduler.py).
 _SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-_SHOWN = 5  # names in an error
+_SHOWN = 5  # an error lists at most this many names
 
 
 def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     """Raise ValueError if parameters and buffers differ from those of the checkpoint."""
-    slots = model_slots(model)
+    state_tensors = model_state_tensors(model)
     forms = {
         name.removeprefix(_MODEL_PREFIX): form
         for name, form in saved.tensors.items()
@@ -38,18 +39,18 @@ def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     }
     names = forms.keys() | saved.scalars.keys()
     problems = []
-    if missing := slots.keys() - names:
+    if missing := state_tensors.keys() - names:
         problems.append(f"it lacks {_list_some(missing)}")
-    if unexpected := names - slots.keys():
+    if unexpected := names - state_tensors.keys():
         problems.append(f"the model lacks {_list_some(unexpected)}")
     differences: list[str] = []
-    for name in sorted(slots.keys() & names):
-        is_scalar = not slots[name].tensor.ndim
+    for name in sorted(state_tensors.keys() & names):
+        is_scalar = not state_tensors[name].tensor.ndim
         if is_scalar != (name in saved.scalars):
             owner = "model" if is_scalar else "checkpoint"
             differences.append(f"{name} is a 0-dim tensor only in the {owner}")
         elif not is_scalar:
-            differences += _find_differences(name, slots[name], forms[name])
+            differences += _find_differences(name, state_tensors[name], forms[name])
     if differences:
         problems.append("; ".join(differences[:_SHOWN]) + _count_others(differences))
     if problems:
@@ -74,7 +75,7 @@ def check_optimizer(
     """Raise ValueError if the optimizer's class, groups or parameters differ."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
-    _check_kind(optimizer, saved, where)
+    _check_class(optimizer, saved, where)
     names, _ = parameter_names(model, optimizer)
     groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     saved_groups = [set(group.names) for group in saved.groups]
@@ -92,7 +93,7 @@ def check_optimizer(
             )
 
 
-def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
+def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
     """Accept the saved class, a class derived from it, or one of its bases."""
     saved_kind, kind = saved.kind, class_name_of(optimizer)
     if saved_kind in (None, kind):
@@ -100,7 +101,7 @@ def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
     if saved_kind not in base_names_of(optimizer) and kind not in saved.bases:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, which would take over "
-            f"the lr of {saved_kind} without its own state; load into {saved_kind}, then create "
+            f"the saved lr but cannot use the saved state; load into {saved_kind}, then create "
             f"{kind}"
         )
     options = set().union(*(group.keys() for group in optimizer.param_groups))

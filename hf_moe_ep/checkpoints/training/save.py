@@ -2,7 +2,8 @@
 
 `save_checkpoint` has four steps:
 
-    check       an error names ranks that do not call, or that call with other arguments
+    step        what happens
+    check       an error names ranks that do not call `save_checkpoint`, or have other arguments
     prepare     each rank names its tensors (`tensors.py`) and encodes the rest as JSON; if a rank
                 fails in this step, or if ranks differ, nothing is written
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)
@@ -47,7 +48,8 @@ from hf_moe_ep.ranks.together import (
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
 
-# The size of a file. Each file is verified by one rank, so large files would balance badly.
+# The size of a file. Each file is verified by one rank; with larger files some ranks would have to
+# read much more than others.
 _FILE_BYTES = 1 << 30
 
 
@@ -81,11 +83,11 @@ def save_checkpoint(
         directory: a folder for this checkpoint only (`out/step-100`), shared by all ranks. If it
             holds the files of an unfinished save, they are removed.
         model: patched; sharded, or not sharded in a single process.
-        optimizer: the optimizer of the model's current parameters, whose state is made of tensors
-            of the parameter's shape and of single numbers; None saves only the model.
+        optimizer: the optimizer of the model's current parameters. Its state must consist of
+            tensors of the parameter's shape and of single numbers. None saves only the model.
         scheduler: an object with `state_dict()`, or None.
-        progress: the position of the training (step, epoch, position in the data), made of numbers,
-            strings, lists, tuples, dicts and small tensors; the `progress` of rank 0 is saved.
+        progress: the position of the training (step, epoch, position in the data), as a dict of
+            numbers, strings, lists, tuples, dicts and small tensors; that of rank 0 is saved.
         asynchronous: return when the state is copied to host memory, and write in the background.
             The background threads wait for each other up to the process group's timeout. The next
             save waits for this one and raises its error. Call `wait()` on the handle before the
@@ -97,8 +99,8 @@ def save_checkpoint(
     Raises:
         ValueError: on every rank: `directory` holds a complete checkpoint or other files, the model
             is not patched, or a value cannot be saved.
-        RuntimeError: on every rank, with the rank that failed and the reason; earlier checkpoints
-            are unchanged and training can continue.
+        RuntimeError: a rank failed. Every rank raises the error, which names that rank and the
+            reason; earlier checkpoints are unchanged and training can continue.
     """
     check_everyone_calls("save_checkpoint")
     state = patched_state(model)

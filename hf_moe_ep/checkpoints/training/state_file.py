@@ -4,7 +4,7 @@
      "layout": {"world_size": 8, "ep_size": 4, ...},         the layout at the time of the save
      "progress": {"step": 100},                              given by the user
      "scheduler": {"last_epoch": 100, ...},                  null without a scheduler
-     "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     see `spread.py`
+     "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     the shardings
      "tensors": {"model.norm.weight": {"shape": [32], "dtype": "float32",
                                        "spread": 0, "replica": 0}, ...},
      "rest": {"scalars": {"scale": ...},                     0-dim tensors of the model
@@ -14,9 +14,10 @@
                   "exp_avg": {"__in_file__": "optimizer.exp_avg.norm.weight"},
                   "step": {"on": "host", "value": ...}}}}}
 
-Only this module uses the names of these fields. Values are encoded by `json_values.py`. A file
-without a format number has format 1; older files lack the number, "bases", "spreads", "spread" and
-"replica".
+The "spread" of a tensor is its index in "spreads", and "replica" is the replica that wrote it
+(`spread.py`). Only this module uses the names of these fields. Values are encoded by
+`json_values.py`. A file without a format number has format 1; older files lack the number, "bases",
+"spreads", "spread" and "replica".
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 from hf_moe_ep.checkpoints.storage.spread import Spread
 
 FORMAT = 1
+# A 0-dim tensor of the optimizer was in host memory, or on the device of its parameter.
 _HOST, _PARAMETER = "host", "parameter"
 
 

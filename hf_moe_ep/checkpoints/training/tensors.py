@@ -1,16 +1,17 @@
-"""Collect the state of a training run as named tensors that do not depend on the layout.
+"""Collect the state of a training run as named tensors, for any number of ranks and mesh sizes.
 
-    model.<parameter>             parameters (tied parameters under their first name), buffers
+    name                          tensor
+    model.<parameter>             a parameter (tied parameters have their first name) or a buffer
     optimizer.<key>.<parameter>   optimizer state of the parameter's shape: exp_avg, ...
-    everything else               JSON (`state_file.py`): single numbers like `step`, options
 
-Sharded tensors are DTensors of the global shape, so they can be sharded for any other layout
+Everything else is saved as JSON (`state_file.py`): single numbers like `step`, and options. Sharded
+tensors are DTensors of the global shape, so another run can shard them over its own ranks
 (`spread.py`, `part_files.py`). LoRA factors of experts are saved in the form of a sharded model,
 [E, r, in] and [E, out, r]; loading packs them for a model that is not sharded (`factors.py`).
 
-torch's get_optimizer_state_dict is not used: if an optimizer has no state yet, it takes a step with
-lr 0 to create the state, which leaves `step` at 1. A run that was saved before its first step would
-then resume with another bias correction.
+torch's get_optimizer_state_dict is not used: if an optimizer has no state yet, this function takes
+a step with lr 0 to create the state, which leaves `step` at 1. A run that was saved before its
+first step would then resume with another bias correction.
 """
 
 from __future__ import annotations
@@ -110,11 +111,11 @@ class NamedState:
         return list(files)
 
 
-def model_slots(model: nn.Module) -> dict[str, StateTensor]:
+def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     """Return the tensors of a model that are saved, by name.
 
-    The base model that PEFT froze is not saved, nor are experts that are held quantised; `base.py`
-    saves hashes of these experts.
+    The base model that PEFT froze is left out, and so are experts that are held quantised;
+    `base.py` saves hashes of these experts instead.
     """
     inner = unwrap(model)
     has_adapters = any(wraps_for_adapters(module) for module in inner.modules())
@@ -135,18 +136,20 @@ def model_slots(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """Collect the state of a resharded model and its optimizer, which may share the memory.
+    """Collect the state of a model and its optimizer; the result may share their memory.
+
+    The model must be resharded, so that its parameters are shards and not gathered.
 
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
     """
-    slots = model_slots(model)
+    of_model = model_state_tensors(model)
     tensors = {
-        f"model.{name}": slot.in_file_form(slot.tensor)
-        for name, slot in slots.items()
-        if slot.tensor.ndim
+        f"model.{name}": saved.in_file_form(saved.tensor)
+        for name, saved in of_model.items()
+        if saved.tensor.ndim
     }
-    scalars = {name: slot.tensor for name, slot in slots.items() if not slot.tensor.ndim}
+    scalars = {name: saved.tensor for name, saved in of_model.items() if not saved.tensor.ndim}
     if optimizer is None:
         return NamedState(tensors, scalars, None)
     moments, optimizer_state = _collect_optimizer(model, optimizer)
@@ -174,7 +177,7 @@ def _collect_optimizer(
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
                 where = f"{key} of {name} in {type(optimizer).__name__}"
-                _check_like(where, value, parameter)
+                _check_same_shape(where, value, parameter)
                 in_file = f"optimizer.{key}.{name}"
                 tensors[in_file] = trained[name].in_file_form(value.detach())
                 values[name][key] = OptimizerValue(in_file=in_file)
@@ -184,7 +187,7 @@ def _collect_optimizer(
             else:
                 values[name][key] = OptimizerValue(value=value)
     groups = [
-        Group([names[id(parameter)] for parameter in group["params"]], _options(group))
+        Group([names[id(parameter)] for parameter in group["params"]], _select_options(group))
         for group in optimizer.param_groups
     ]
     return tensors, OptimizerState(
@@ -272,12 +275,12 @@ def restore_optimizer(
             name = names[id(parameter)]
             if name in saved.values:
                 optimizer.state[parameter] = {
-                    key: _restore(value, trained[name], parameter, tensors)
+                    key: _restore_value(value, trained[name], parameter, tensors)
                     for key, value in saved.values[name].items()
                 }
 
 
-def _restore(
+def _restore_value(
     saved: OptimizerValue, trained: StateTensor, parameter: Tensor, tensors: dict[str, Tensor]
 ) -> Any:
     """Return one entry of a parameter's optimizer state."""
@@ -286,7 +289,7 @@ def _restore(
     return saved.value.to(parameter.device) if saved.on_device else saved.value
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def _select_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group: lr, betas, and the options of a scheduler."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -300,7 +303,7 @@ def _find_converters(model: nn.Module) -> dict[nn.Parameter, tuple[Convert, Conv
     }
 
 
-def _check_like(where: str, value: Tensor, parameter: Tensor) -> None:
+def _check_same_shape(where: str, value: Tensor, parameter: Tensor) -> None:
     sharded = isinstance(parameter, DTensor)
     if value.shape != parameter.shape or isinstance(value, DTensor) != sharded:
         kind = f"{'sharded' if sharded else 'whole'} parameter {tuple(parameter.shape)}"
