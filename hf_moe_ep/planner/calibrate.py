@@ -14,17 +14,18 @@ times every operator and collective separately: the device is synchronised befor
 and the ranks meet in a barrier before each collective, so that no rank is timed while it waits for
 another. `fit` divides work by time:
 
-    matmul_flops        one rate per dtype; experts and attention reach fractions of it
+    rate                how it is computed
+    matmul_flops        one rate per dtype; experts and attention reach a fraction of this rate
     memory_bandwidth    from operators that read and write LARGE bytes or more
-    links               latency and bandwidth: a straight line fitted to (bytes, seconds)
-    host_seconds        on a GPU the median launch; on a CPU, where the host cannot launch ahead,
-                        the seconds of a whole step that the other rates do not explain
-    overlap             the part of the overlappable communication that a whole step hides
+    links               latency and bandwidth: a straight line is fitted to (bytes, seconds)
+    host_seconds        on a GPU: the median time of a launch; on a CPU, where the host cannot
+                        launch ahead: the seconds of a step that the other rates do not explain
+    overlap             the share of the overlappable communication that a whole step hides
 
-A step uses few dtypes. So the first of these steps also repeats each product, and each operator
-that moves LARGE bytes or more, in each of DTYPES. The ratios of their rates give the rates of
-dtypes that the step does not use. On a single node, the links between nodes are not measured;
-`hardware.calibrated` then keeps their published numbers.
+A step uses few dtypes. The first of the STEPS steps therefore also runs every product again in each
+of DTYPES, and so every operator that moves LARGE bytes or more. The ratios of the repeated rates
+give the rates of dtypes that the step does not use. On a single node, the links between nodes are
+not measured; `hardware.calibrated` then keeps their published numbers.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def _can_repeat(
 ) -> bool:
     """Return True if an operator can be repeated with its inputs in another dtype.
 
-    These operators cannot: the backward of attention, which reads fp32 sums besides its factors;
-    operators with a dtype argument or a list of tensors; FSDP2's own operators.
+    These operators cannot be repeated: the backward of attention, which reads fp32 sums besides its
+    factors; operators with a dtype argument or a list of tensors; FSDP2's own operators.
     """
     floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
     return (
@@ -203,8 +204,8 @@ def fit(
 
     Args:
         samples: the timed operators and collectives of all ranks.
-        work: the work of one rank's step, in one stretch.
-        seconds: the seconds of this step without timers.
+        work: the work of one rank's step, in one stretch (a part of a step that is counted apart).
+        seconds: the seconds of this step if operators are not timed.
         again: for each kind and dtype, the rate of the operators that were repeated in all dtypes.
         launched: seconds that the host takes per launch; 0 on a CPU.
         host_ahead: True if the host launches operators while the device computes.
@@ -235,8 +236,8 @@ def fit(
     nbytes = sum(moved_bytes for moved_bytes, _ in moved.values())
     if not flops or not nbytes:
         raise ValueError(
-            f"{len(flops)} kinds of products were timed, and {nbytes:.0f} bytes moved by "
-            f"operators of at least {LARGE} bytes; both must be above 0: measure a larger batch"
+            f"{len(flops)} kinds of products were timed, and operators of {LARGE} bytes or more "
+            f"moved {nbytes:.0f} bytes; both numbers must be above 0: measure a larger batch"
         )
     rates, fractions = _product_rates(flops, again or {})
     bandwidth, memory_fractions = _memory_rates(moved, (again or {}).get("memory", {}))
@@ -273,7 +274,8 @@ def _product_rates(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the rate of the fastest kind in each dtype, and the fraction that each kind reaches.
 
-    An entry of a kind without a dtype has the kind's fraction in the dtype with most FLOPs.
+    "grouped float32" is the fraction of one dtype. "grouped" is the fraction of the dtype in which
+    this kind has most FLOPs.
     """
     measured: dict[tuple[str, str], float] = {
         key: work / seconds for key, (work, seconds) in flops.items() if seconds
@@ -299,7 +301,7 @@ def _memory_rates(
 ) -> tuple[float, dict[str, float]]:
     """Return the bandwidth in the fastest dtype, and the fraction that each dtype reaches.
 
-    Operators on integers or on several dtypes reach the mean rate of all operators.
+    Operators on integers or on several dtypes get the entry "memory", the mean of all operators.
     """
     known = {dtype: total for dtype, total in moved.items() if dtype in DTYPES}
     rates = {dtype: nbytes / seconds for dtype, (nbytes, seconds) in known.items()}
@@ -359,7 +361,7 @@ def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
 
 
 def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
-    """Return a value of `host_seconds` or of `overlap` with which the plan takes `seconds`."""
+    """Return a value of `host_seconds` or of `overlap` with which a plan gives `seconds`."""
     record = record_of(rates)
     planned = time_of_work(work, record).seconds
     if seconds >= planned and not record.host_ahead:

@@ -122,7 +122,7 @@ def _watch_held(
 ) -> None:
     """Count the tensors that exist before the step, and record their kinds."""
     states = optimizer.state.values()
-    # Generators, so that no list keeps a gradient alive.
+    # These are functions that return iterators, because a list would keep gradients alive.
     held: dict[str, Callable[[], Iterator[Tensor]]] = {
         "parameters": lambda: iter(model.parameters()),
         "buffers": lambda: iter(model.buffers()),
@@ -208,8 +208,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer `name` of `held.OPTIMIZERS` for the trainable parameters.
 
-    As by default on a GPU, the optimizer updates all parameters at once (foreach). With `on_host`
-    the parameters are on the host, where torch updates one after the other.
+    The optimizer updates all parameters at once (foreach), which is torch's default on a GPU. With
+    `on_host` the parameters are on the host, where torch updates one parameter after the other.
     """
     trained = [p for p in parameters if p.requires_grad]
     if name == "sgd":
