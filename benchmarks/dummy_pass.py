@@ -7,7 +7,8 @@ Every rank trains on text alone, on the model of `make demo-vision`. The benchma
 of steps in turn:
 
     bare      no rank checks if a batch has pictures: the cost of the language model alone
-    rests     the default: ranks ask each other, no rank has pictures, and the tower does not run
+    rests     the default: the ranks compare their batches, no rank has pictures, and the tower
+              does not run
     dummy     as if another rank had a picture: every rank runs the tower once, on one patch of
               zeros. The step includes the tower's collectives and its update by AdamW. In training
               other ranks would run the tower on their pictures at that time, which takes longer

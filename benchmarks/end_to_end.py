@@ -17,7 +17,7 @@ losses must agree with those of stock; further lines of JSON compare them.
 
     step_s           forward, backward and AdamW, until the device is done; median and spread
     mfu              FLOP/s of the model / FLOP/s in the GPU's data sheet. A token has 6 FLOPs per
-                     trained weight and 4 per frozen weight, and those of causal attention.
+                     trained weight, 4 FLOPs per frozen weight, and the FLOPs of causal attention.
                      Recomputation does not count
     peak_gib         peak of allocated memory in these steps; on a CPU, of resident memory
     kept             bytes per token that autograd keeps between forward and backward, without the

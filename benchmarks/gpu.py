@@ -48,8 +48,8 @@ PART_SECONDS = 570.0
 # A job is skipped if less than this time is left, or less than a third of its time limit.
 LEAST_SECONDS = 15.0
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger_kernel", "pytest")
-ASKED = "name driver_version clocks.sm clocks.mem clocks.max.sm power.draw power.limit"
-ASKED += " temperature.gpu memory.used"
+GPU_FIELDS = "name driver_version clocks.sm clocks.mem clocks.max.sm power.draw power.limit"
+GPU_FIELDS += " temperature.gpu memory.used"
 SAMPLE_SECONDS = 5.0
 
 
@@ -475,7 +475,7 @@ def ask_gpu() -> dict[str, Any]:
     """Query the first GPU with nvidia-smi; empty without a GPU."""
     query = [
         "nvidia-smi",
-        f"--query-gpu={','.join(ASKED.split())}",
+        f"--query-gpu={','.join(GPU_FIELDS.split())}",
         "--format=csv,noheader,nounits",
     ]
     try:
@@ -486,7 +486,7 @@ def ask_gpu() -> dict[str, Any]:
     values = [value.strip() for value in first.split(",")]
     return {
         name: float(value) if re.fullmatch(r"[\d.]+", value) and name != "driver_version" else value
-        for name, value in zip(ASKED.split(), values, strict=False)
+        for name, value in zip(GPU_FIELDS.split(), values, strict=False)
     }
 
 

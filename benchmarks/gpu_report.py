@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py report benchmarks/results/GPU        writes figures.md and figures.png
 
-This module measures nothing. A table shows the last line for each set of sizes, also if the line
+This module measures nothing. For each set of sizes, a table shows the last line, even if this line
 holds an error or a failed job.
 """
 
@@ -119,7 +119,7 @@ def read(folder: Path) -> list[Line]:
 
 
 def last(lines: Iterable[Line], *keys: str) -> list[Line]:
-    """Return for each combination of values of `keys` its last line, in order of first lines."""
+    """Return the last line of each combination of values of `keys`, in order of the first lines."""
     last_lines: dict[tuple[str, ...], Line] = {}
     for line in lines:
         last_lines[tuple(str(line.get(key)) for key in keys)] = line

@@ -1,4 +1,4 @@
-"""Time each Triton kernel of one MoE layer separately, with the table's blocks or with others.
+"""Time each Triton kernel of one MoE layer separately, with the blocks of TABLE or other blocks.
 
     python benchmarks/layer_kernels.py --tokens 32768             every kernel, with TABLE's blocks
     python benchmarks/layer_kernels.py --tokens 32768 --sweep --seconds 120      other blocks
@@ -11,7 +11,7 @@ call is then repeated separately and timed, with the same arguments as in the la
 A sweep times the blocks of `block_candidates.py` and a few others. Worker processes compile them
 first, into Triton's cache on disk. A candidate is valid if its result differs from that of the
 table's block by two roundings at most. If a candidate fails, its line gives the reason. Each
-measurement is printed at once as one line of JSON:
+measurement is printed at once as one line of JSON. The keys of a line, and values of "kernel":
 
     ms           time on the device, the median of several measurements of three calls each
     tflops       FLOPs of the product / time
@@ -62,7 +62,7 @@ from hf_moe_ep.ops.self_check import some_bytes
 KERNELS = "hf_moe_ep.ops.kernels."
 # Allowed difference, relative to the largest element: two roundings of bf16.
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
-# A block replaces the table's block only if it needs less than this fraction of its time.
+# A block replaces the table's block only if it needs less than this fraction of the table's time.
 TIE = 0.985
 # Labels of the n-th call of each launching function. With adapters `outer` has other products.
 LABELS = {

@@ -127,12 +127,12 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[int, Measured]:
     optimizers = {sp: torch.optim.AdamW(model.parameters()) for sp, model in models.items()}
     activations, sent = {}, {}
     for sp, model in models.items():
-        with SentBytes(sizes.hidden) as wire:
+        with SentBytes(sizes.hidden) as counter:
             with saved_storages(model) as saved:
                 loss = model(**batches[sp]).loss
             loss.backward()
         model.zero_grad()
-        activations[sp], sent[sp] = sum(saved.values()), sum(wire.sent.values())
+        activations[sp], sent[sp] = sum(saved.values()), sum(counter.sent.values())
     seconds: dict[int, list[float]] = {sp: [] for sp in sizes.sp}
     for step in range(WARMUP_STEPS + sizes.steps):
         for sp, model in models.items():

@@ -15,7 +15,8 @@ The figures:
                    run in the same processes and take turns (A B A B ...), so a busy machine slows
                    down both. The processes keep freed memory, as a GPU's caching allocator does:
                    with malloc's defaults, clearing pages takes up to a quarter of a step
-    CPU seconds    CPU time of the same steps, summed over ranks; a busy machine disturbs it least
+    CPU seconds    CPU time of the same steps, summed over ranks; a busy machine changes CPU time
+                   less than wall-clock time
     sent           bytes that a rank sends to other ranks in the collectives of the MoE layers in
                    one step, counted when torch dispatches them. FSDP2's collectives and rows that
                    stay on their rank do not count
@@ -183,7 +184,8 @@ class SentBytes(TorchDispatchMode):
 def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     """Count the bytes that autograd saves in the forward of every experts module.
 
-    Our side also keeps the tensors of its exchanges, which autograd does not save. They are added.
+    Our side also keeps the tensors of its exchanges. Autograd does not save these tensors, so their
+    bytes are added.
     """
     total: Counter[str] = Counter()
     plan = AllToAll.plan
@@ -260,10 +262,10 @@ def _paired(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
     optimizers: dict[str, torch.optim.Optimizer] = {}
     sent, saved = {}, {}
     for side, model in models.items():
-        with saved_bytes(model) as total, SentBytes(sizes.hidden) as wire:
+        with saved_bytes(model) as total, SentBytes(sizes.hidden) as counter:
             loss = model(**batch).loss
             loss.backward()
-        losses[side], sent[side], saved[side] = loss.detach(), dict(wire.sent), total["bytes"]
+        losses[side], sent[side], saved[side] = loss.detach(), dict(counter.sent), total["bytes"]
         optimizers[side] = torch.optim.AdamW(model.parameters(), lr=1e-4)
     error = check_equal(models, losses)
     seconds, cpu = _time_in_turns(models, optimizers, batch, sizes.steps)

@@ -4,17 +4,18 @@ The pictures are the 1797 handwritten digits of 8 x 8 pixels that scikit-learn c
 real scans (UCI, "Optical Recognition of Handwritten Digits") and need no download. The last 320
 digits are held out. The text is the text of text_data.py. There are two kinds of samples:
 
-    pictures   What digits are these? [picture] -> 7 [picture] -> 0       1 to 6 pictures
-    text       one block of plain text                                    no picture
+    kind       content                                                    pictures
+    pictures   What digits are these? [picture] -> 7 [picture] -> 0       1 to 6
+    text       one block of plain text                                    none
 
 In picture samples only the digits have labels; in text samples every token has a label.
 `DigitsAndText` draws both kinds with equal probability, in runs of `run` samples of one kind. If a
 run is as long as a rank's batch, a rank may have pictures in one step and none in the next, and
 other ranks may differ.
 
-The stock image processor of Qwen-VL models prepares the pictures, in its PIL version. The stock
-processor that contains it is not used, because it needs torchvision for videos. Its only remaining
-task is done here: inserting a placeholder token for every 2 x 2 patches.
+The PIL version of Qwen-VL's stock image processor prepares the pictures. The stock processor for
+text and pictures, which contains the image processor, is not used, because it needs torchvision for
+videos. This file does the rest of its work: it inserts a placeholder token for every 2 x 2 patches.
 """
 
 import torch
