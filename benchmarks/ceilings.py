@@ -1,6 +1,6 @@
 """Measure a GPU's highest rates: FLOP/s of a matrix product, bytes/s of its memory and L2 cache.
 
-    python benchmarks/ceilings.py     prints lines of JSON. On a CPU, the sizes are small, and the L2
+    python benchmarks/ceilings.py     prints lines of JSON; on a CPU, sizes are small, and the L2
                                       cache is not measured
 
 A matrix-product kernel takes at least the largest of three times: its operations over the FLOP/s,
