@@ -78,7 +78,7 @@ class Launch:
     options: dict[str, int]
 
     def role(self) -> str:
-        """Tell the launches of a kernel with several purposes apart; "" for other kernels."""
+        """Return the purpose of this launch if its kernel has several purposes, else ""."""
         if self.kernel.__name__ == "grouped_mm_kernel":
             gathers = "" if self.arguments["row_of_position"] is None else ", gathers"
             return f"thin{gathers}" if self.arguments["SCALED"] else "wide"

@@ -27,13 +27,14 @@ measured with identity experts; the sides take turns (A B A B ...). The figures:
     skewed         experts are drawn by a Zipf law; the busy ones are spread over the ranks
 
 The last table is computed, not measured. A token with k distinct experts of E, drawn uniformly,
-needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these are other ranks.
-The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and RDMA, without latency
-and imbalance. The bandwidths are those that DeepEP V1 publishes for H800 (docs/legacy.md, the lower
-of dispatch and combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA. DeepEP's tests also count rows
-that stay on their GPU or node (DeepEP issues 51, 285), so the links carry 7/8 of these rates: 134
-and 44 GB/s. The rates on the link are lower for EP32 (57 published, 43 on the link) and for EP16
-(43 published, 22 on the link), where forwarding within nodes is the limit.
+needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these ranks are not the
+token's own rank. The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and RDMA,
+without latency and imbalance. The bandwidths are those that DeepEP V1 publishes for H800
+(docs/legacy.md, the lower of dispatch and combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA.
+DeepEP's tests also count rows that stay on their GPU or node (DeepEP issues 51, 285), so the links
+carry 7/8 of these rates: 134 and 44 GB/s. The rates on the link are lower for EP32 (57 published,
+43 on the link) and for EP16 (43 published, 22 on the link), where forwarding within nodes is the
+limit.
 """
 
 from __future__ import annotations

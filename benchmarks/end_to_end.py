@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from hf_moe_ep import apply_ep_fsdp2, patch
 
 SIDES = ("ours", "grouped_mm", "eager", "ours_recompute")
-# The losses of all other sides are compared with those of the first of these sides that ran.
+# The stock sides. The losses of all other sides are compared with the first stock side that ran.
 STOCK = ("grouped_mm", "eager")
 MODES = ("full", "lora")
 WARMUP_STEPS = 3

@@ -48,7 +48,7 @@ from hf_moe_ep.moe.experts import choose_compute, run_experts
 from hf_moe_ep.state import Compute
 
 IMPLEMENTATIONS = ("ours", "eager", "grouped_mm", "liger")
-# All other implementations must agree with the first of these that runs.
+# The first of these implementations that runs is the truth for all other implementations.
 TRUTHS = ("eager", "grouped_mm")
 # Largest allowed difference, relative to the largest element; it covers roundings of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}

@@ -399,7 +399,7 @@ def run(
     lines: IO[str],
     about: dict[str, Any],
 ) -> tuple[str, str, dict[str, Any]]:
-    """Run a command; returns (status, output, state of the GPU), and kills its process group.
+    """Run a command, kill its process group, and return (status, output, state of the GPU).
 
     The command writes directly to the log, so its output is on disk even if this process is killed.
     """

@@ -1,4 +1,4 @@
-"""Measure start-up and checkpoints on one of 8 to 1,024 ranks: seconds, memory, bytes received.
+"""Measure start-up and checkpoints on one rank of 8 to 1,024: seconds, memory, bytes received.
 
     python benchmarks/scale.py                              prints the tables
     python benchmarks/scale.py --write benchmarks/results   also writes scale-cpu.md
@@ -80,7 +80,7 @@ LAYERS, KINDS, COPIES = 94, 12, 3
 COLUMNS = 2
 
 
-def measured(function: Callable[..., Any], *args: Any) -> Any:
+def run_in_new_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a new process and return its result."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe()
@@ -332,18 +332,20 @@ def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
     """Measure all figures, by number of ranks."""
     rows: dict[int, dict[str, Any]] = {}
     for world in worlds:
-        row = rows[world] = measured(shard_and_plan, world, layers)
+        row = rows[world] = run_in_new_process(shard_and_plan, world, layers)
         row["manifest"] = manifest_bytes(world)
-        row["groups of torch"] = measured(groups_of_torch, world)
-        row["dcp plan"] = measured(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
+        row["groups of torch"] = run_in_new_process(groups_of_torch, world)
+        row["dcp plan"] = (
+            run_in_new_process(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
+        )
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_files(folder, world, layers)
             if world <= DCP_FILES:
-                row["dcp"] = measured(read_by_dcp, folder, world, layers)
-            row["as saved"] = measured(read_ours, folder, world, world, layers, True)
-            row["half"] = measured(read_ours, folder, world, world // 2, layers, True)
-            row["older"] = measured(read_ours, folder, world, world // 2, layers, False)
+                row["dcp"] = run_in_new_process(read_by_dcp, folder, world, layers)
+            row["as saved"] = run_in_new_process(read_ours, folder, world, world, layers, True)
+            row["half"] = run_in_new_process(read_ours, folder, world, world // 2, layers, True)
+            row["older"] = run_in_new_process(read_ours, folder, world, world // 2, layers, False)
         print(f"{world} ranks: {row}", file=sys.stderr)
     return rows
 
@@ -406,7 +408,7 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
     figures = run_all(tuple(args.worlds), LAYERS)
-    hub = measured(find_on_hub, LAYERS, 128)
+    hub = run_in_new_process(find_on_hub, LAYERS, 128)
     text = "\n".join(
         [
             "# Start-up and checkpoints on 8 to 1,024 ranks\n",

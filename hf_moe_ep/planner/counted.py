@@ -11,8 +11,8 @@ A stretch begins when a layer's forward begins, or when the gradient of a layer'
 
 With `offload`, FSDP2 keeps parameters, gradients and optimizer state on the host (CPUOffloadPolicy)
 and copies shards to the device before it gathers them. All fake tensors are on the CPU, so
-`TensorMemory` records which of them are on the host: a tensor computed from a host tensor is on the
-host too, unless it is a copy to the device.
+`TensorMemory` records which of them stand for tensors on the host: a tensor computed from a host
+tensor is on the host too, unless it is a copy to the device.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Each known GPU has a record in `rates.json` beside this file, with the source of every number. FLOP
 rates are peaks for dense matrices, without sparsity. A gigabyte is 10^9 bytes, as in data sheets.
-The bandwidth of a link is that of one direction; data sheets often add up both directions. Until
-`calibrate.py` measures them, three things are assumptions: the fraction of a peak that a kernel
+The bandwidth of a link is that of one direction; data sheets often add up both directions. Three
+things are assumptions until `calibrate.py` measures them: the fraction of a peak that a kernel
 reaches, the latency of a link, and the time of a kernel launch.
 """
 

@@ -4,8 +4,8 @@
     plan.largest.held + plan.gathered
 
 The model is built on the meta device, patched, and sharded by the same code as in training, over
-torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. That is
-exact, and includes the padding of FSDP2:
+torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. The sum
+is exact, and includes the padding of FSDP2:
 
     5 rows over 4 ranks          rank 0   rank 1   rank 2   rank 3
     rows of the parameter           2        2        1        0
@@ -13,10 +13,11 @@ exact, and includes the padding of FSDP2:
     rows of its reduced gradient    2        2        2        2    the gradient is padded as well
     rows of each AdamW moment       2        2        1        0    moments are not padded
 
-So ranks differ only in their optimizer state. Ranks whose shards have the same sizes form one kind;
-every replica (HSDP) has the same kinds. `plan_memory` shards the model for rank 0, which holds
-most, and computes the other kinds from their chunk sizes. As a check, it also shards the model for
-the last rank of a replica, which holds least.
+The padding makes parameters and gradients equally large on all ranks, so ranks differ only in their
+optimizer state. Ranks whose shards have the same sizes form one kind; every replica (HSDP) has the
+same kinds. `plan_memory` shards the model for rank 0, which holds most, and computes the other
+kinds from their chunk sizes. As a check, it also shards the model for the last rank of a replica,
+which holds least.
 
 During a step, a rank also gathers FSDP2 units (modules whose parameters FSDP2 gathers and frees
 together) in the compute dtype. A stage is a decoder layer with its experts, the embedding, or the

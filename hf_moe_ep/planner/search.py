@@ -12,7 +12,7 @@ Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py
 Each plan takes seconds to compute, so the search tries few layouts:
 
     1. It plans every grid with one sequence per forward and with checkpointing, which needs least
-       memory. If a grid takes more than FAR times the limit, the other ep_sizes with the same
+       memory. If a grid takes more than FAR times the limit, larger ep_sizes with the same
        dp_replicate_size are skipped.
     2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
        with as many sequences per forward as fit (all, or a power of two). The first number to try

@@ -14,7 +14,8 @@ Each stretch of a step (`counted.py`) is counted separately, because communicati
 computation of the same stretch.
 
 The functions on the call stack show the purpose of a collective. The purpose determines how much of
-the collective can overlap computation:
+the collective can overlap computation. In this table, rows are hidden states of tokens, and
+`dispatch_chunks` sends them in `chunks` parts:
 
     what is sent                share that can overlap
     parameters, gradients       all; FSDP2 gathers and reduces them during any computation
