@@ -24,7 +24,7 @@ measured with identity experts; the sides take turns (A B A B ...). The figures:
     routing        bytes of the rows' expert ids, their routing weights and the weights' gradients
     counts         the small exchange of the numbers of rows to receive
     ms             time until the slowest rank is done, including the final barrier
-    skewed         experts are drawn by a Zipf law; the busy ones are spread over the ranks
+    skewed         experts are drawn by a Zipf law; the busy experts are spread over the ranks
 
 The last table is computed, not measured. A token with k distinct experts of E, drawn uniformly,
 needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these ranks are not the

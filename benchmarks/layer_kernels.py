@@ -59,7 +59,7 @@ from hf_moe_ep.ops.quantised import KINDS
 from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.self_check import some_bytes
 
-KERNELS = "hf_moe_ep.ops.kernels."
+KERNEL_FOLDER = "hf_moe_ep.ops.kernels"
 # Allowed difference, relative to the largest element: two roundings of bf16.
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
 # A block replaces the table's block only if it needs less than this fraction of the table's time.
@@ -255,9 +255,7 @@ def _recording_calls(calls: list[Call], row: Blocks, *, outer_is_known: bool) ->
     try:
         for name, value in originals.items():
             module = getattr(value, "__module__", "")
-            if not isinstance(value, FunctionType) or not module.startswith(
-                "hf_moe_ep.ops.kernels"
-            ):
+            if not isinstance(value, FunctionType) or not module.startswith(KERNEL_FOLDER):
                 continue
             if module != table.__name__ and name != "max_tiles":
                 setattr(triton_mlp, name, recorder(name, value))
@@ -439,7 +437,7 @@ def compile_all(layer: Layer, row: Blocks, changed_rows: list, workers: int, unt
 
 
 def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> None:
-    """Time all candidates, and print a line for each and one for the best block of each kernel."""
+    """Time all candidates; print a line for each, and a line for the best block of each kernel."""
     changed_rows = candidates(row)[: args.most]
     if args.workers:
         compile_all(layer, row, changed_rows, args.workers, until - 0.4 * args.seconds)

@@ -151,7 +151,7 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
     return {kind: Measured(saved[kind], seconds[kind]) for kind in KINDS}
 
 
-def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
+def measure_memory(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
     """Return by how many MiB three steps raise the peak of resident memory.
 
     The first value counts from the process before the model is built, the second from the process
@@ -315,7 +315,7 @@ def main() -> None:
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
     measured = {world: spawn(measure_rank, world, sizes, **options) for world in WORLDS}
     memory = {
-        (world, kind): spawn(memory_rank, world, sizes, kind, timeout=600.0)
+        (world, kind): spawn(measure_memory, world, sizes, kind, timeout=600.0)
         for world in WORLDS
         for kind in KINDS
     }

@@ -327,7 +327,7 @@ def seconds_by_round(measured: Sequence[Sequence[Measured]], index: int) -> list
 
 
 def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
-    """Return the ranks of lists of measurements by their medians.
+    """Return the statistical rank of each list of measurements: its position by median.
 
     Lists whose quartiles overlap share the mean of their ranks.
     """
@@ -344,7 +344,7 @@ def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
 
 
 def spearman(first: Tensor, second: Tensor) -> float:
-    """Return the correlation of two lists of ranks; NaN if all ranks of a list are equal."""
+    """Return the correlation of two lists of statistical ranks; NaN if a list is constant."""
     return float(torch.corrcoef(torch.stack([first, second]))[0, 1])
 
 

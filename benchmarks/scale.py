@@ -76,6 +76,8 @@ WORLDS = (8, 64, 256, 1024)
 # The largest numbers of ranks for which DCP is measured: plans of 1,024 ranks would be 3.5 million
 # objects.
 DCP_PLANS, DCP_FILES = 64, 256
+# The checkpoint has 12 parameters per layer, in 3 copies (values and AdamW's two moments). All of
+# these tensors have COLUMNS columns.
 LAYERS, KINDS, COPIES = 94, 12, 3
 COLUMNS = 2
 

@@ -96,7 +96,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Result:
-    """The results for one ep size: `ranks` by rank, `peaks` by side and rank (see memory_rank)."""
+    """The results for one ep size: `ranks` by rank, `peaks` by side and rank (see measure_memory)."""
 
     ep: int
     ranks: list[Paired]
@@ -247,15 +247,15 @@ def check_equal(models: dict[str, nn.Module], losses: dict[str, Tensor]) -> floa
     return max(errors)
 
 
-def paired_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
+def measure_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
     measured = {}
     for ep in sizes.ep:
-        measured[ep] = _paired(rank, sizes, directory, ep)
+        measured[ep] = _measure_sides(rank, sizes, directory, ep)
         gc.collect()  # frees the sharded model, which has reference cycles, before the next one
     return measured
 
 
-def _paired(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
+def _measure_sides(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
     models = {side: load(side, directory, ep) for side in SIDES}
     batch = make_batch(sizes, rank)
     losses: dict[str, Tensor] = {}
@@ -308,7 +308,9 @@ def _profile(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batc
     return table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=50)
 
 
-def memory_rank(rank: int, sizes: Sizes, directory: str, ep: int, side: str) -> tuple[float, float]:
+def measure_memory(
+    rank: int, sizes: Sizes, directory: str, ep: int, side: str
+) -> tuple[float, float]:
     """Return the peak resident MiB of loading and sharding, and of three training steps."""
     batch = make_batch(sizes, rank)
     reset_peak()
@@ -327,10 +329,10 @@ def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[R
     with tempfile.TemporaryDirectory(prefix="step_vs_native_model_") as directory:
         write_model(sizes, directory)
         options = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
-        by_rank = spawn(paired_rank, WORLD, sizes, directory, **options)
+        by_rank = spawn(measure_rank, WORLD, sizes, directory, **options)
         for ep in sizes.ep:
             peaks = {
-                side: spawn(memory_rank, WORLD, sizes, directory, ep, side, timeout=timeout)
+                side: spawn(measure_memory, WORLD, sizes, directory, ep, side, timeout=timeout)
                 for side in SIDES
                 if memory
             }

@@ -85,7 +85,7 @@ def held_out_samples(
 
 
 class DigitsAndText(Dataset):
-    """Random training samples. Sample i is drawn by a generator with the seed i."""
+    """Random training samples. The generator of sample i has the seed i."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, image_processor, *, num_samples: int, run: int
@@ -99,11 +99,11 @@ class DigitsAndText(Dataset):
         return self.num_samples
 
     def __getitem__(self, i: int) -> Sample:
-        run, sample = (torch.Generator().manual_seed(seed) for seed in (i // self.run, i))
-        if torch.randint(2, (), generator=run):
-            return self.blocks[torch.randint(len(self.blocks), (), generator=sample)]
-        count = int(torch.randint(1, MAX_PICTURES + 1, (), generator=sample))
-        chosen = torch.randint(len(self.pictures), (count,), generator=sample).tolist()
+        of_run, of_sample = (torch.Generator().manual_seed(seed) for seed in (i // self.run, i))
+        if torch.randint(2, (), generator=of_run):
+            return self.blocks[torch.randint(len(self.blocks), (), generator=of_sample)]
+        count = int(torch.randint(1, MAX_PICTURES + 1, (), generator=of_sample))
+        chosen = torch.randint(len(self.pictures), (count,), generator=of_sample).tolist()
         pictures, digits = ([column[j] for j in chosen] for column in (self.pictures, self.digits))
         return picture_sample(self.tokenizer, self.image_processor, pictures, digits)
 

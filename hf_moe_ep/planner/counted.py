@@ -83,7 +83,7 @@ def count_step(
     Args:
         model: a sharded model. Train a real model for one step before, because an optimizer
             allocates its state in its first step.
-        work: the counter of the work; None makes one with `make_counter`.
+        work: the counter of the work; None makes a counter with `make_counter`.
         offload: True if the model was sharded with a CPUOffloadPolicy.
     """
     work = work or make_counter(model)

@@ -14,9 +14,10 @@ So this rank receives from each other rank as many rows as it sends to itself.
 
 Two shortcuts keep a plan fast. The torch path computes the experts in blocks. The experts of a
 block run one after the other and free their memory, so only three of these experts run: the two
-with the most pairs, and the one with the fewest. The work of the others is interpolated on a
-straight line. And if FSDP2 splits a tensor into MANY or more equal chunks, one per rank, the first
-chunk is used for all of them, because a thousand views would take longer than the layer.
+with the most pairs, and the expert with the fewest pairs. The work of the other experts is
+interpolated on a straight line. And if FSDP2 splits a tensor into MANY or more equal chunks, one
+per rank, the first chunk is used for all of them, because a thousand views would take longer than
+the layer.
 """
 
 from __future__ import annotations

@@ -364,13 +364,13 @@ class _Sharded:
         always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
         if units.tied:
             always += _dtensors(units.tail)
-        at_a_time = _largest_pair([stage_bytes(stage) for stage in stages])
+        largest_pair = _largest_pair([stage_bytes(stage) for stage in stages])
         if units.vision:
             *blocks, tower = units.vision
             outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
             in_tower = _largest_pair([stage_bytes([block]) for block in blocks]) + outside_blocks
-            at_a_time = max(at_a_time, in_tower)
-        return self.gathered_bytes(always, compute) + at_a_time
+            largest_pair = max(largest_pair, in_tower)
+        return self.gathered_bytes(always, compute) + largest_pair
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
         """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
@@ -443,7 +443,7 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:
-    """Map the id of each tensor of quantised experts to its number of values; scales have 0."""
+    """Map the id of each tensor of quantised experts to its number of values; scales count 0."""
     num_values: dict[int, int] = {}
     for name, matrix, quantisation in quantised_matrices(model):
         for tensor in matrix.by_name(name).values():

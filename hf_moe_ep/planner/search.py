@@ -19,8 +19,9 @@ Each plan takes seconds to compute, so the search tries few layouts:
        comes from a straight line between the memory of one sequence and the memory of all.
     3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
 
-sp_size > 1 is tried only if nothing fits without it, or if the request sets it. An ep_size larger
-than a node is tried with the default dispatcher and with the hierarchical one.
+sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If the request sets
+an ep_size larger than a node, it is tried with the default dispatcher and with the hierarchical
+dispatcher.
 
 With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
 first, then those with more sequences per forward, then those with more memory left.
