@@ -536,7 +536,7 @@ def sources() -> str:
 
 
 def machine() -> int:
-    """Print the machine as torch sees it."""
+    """Print the versions of the software, and the GPU as torch reports it."""
     if shutil.which("nvidia-smi"):
         print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
     import torch

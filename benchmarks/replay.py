@@ -60,7 +60,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Compared:
-    """The differences of a computation from the engine's; `gradient` is by GROUPS."""
+    """The differences between a computation and the engine's; `gradient` is by GROUPS."""
 
     logp: float
     loss: float
@@ -96,7 +96,7 @@ def group_of(name: str) -> str:
 
 
 def compare(computed: Computed, engine: Computed) -> Compared:
-    """Measure the differences of a computation from the engine's on the same batch."""
+    """Measure the differences between a computation and the engine's on the same batch."""
     distance = dict.fromkeys(GROUPS, 0.0)
     size = dict.fromkeys(GROUPS, 0.0)
     for name, engine_grad in engine.grads.items():

@@ -195,7 +195,7 @@ def named_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def groups_of_torch(world: int) -> int:
-    """Count the calls of `new_group` when torch makes the same meshes, with axes of one rank."""
+    """Count the calls of `new_group` if torch makes the same meshes, which have axes of one rank."""
     with fake_group(world // 2, world):
         stock = dist.device_mesh.new_group
         with swapped.object(dist.device_mesh, "new_group", wraps=stock) as new_group:
@@ -266,7 +266,7 @@ def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
 def read_ours(
     folder: Path, saved_by: int, world: int, layers: int, has_spread: bool
 ) -> tuple[float, float, int]:
-    """Read the part of the last of `world` ranks from files that `saved_by` ranks have written.
+    """Read the part of the last rank (of `world` ranks) from files that `saved_by` ranks wrote.
 
     Without `has_spread` the checkpoint does not record which rank wrote which rows. Returns
     (seconds, MiB, number of headers that were read).

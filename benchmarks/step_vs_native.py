@@ -96,7 +96,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Result:
-    """The results for one ep size: `ranks` by rank, `peaks` by side and rank (see measure_memory)."""
+    """The results for one ep size: `ranks` by rank, `peaks` (of `measure_memory`) by side and rank."""
 
     ep: int
     ranks: list[Paired]
@@ -123,7 +123,7 @@ def load(side: str, directory: str, ep: int) -> nn.Module:
 
 
 def clip(side: str, model: nn.Module) -> Tensor:
-    """Clip as each side does it; torch's function raises if parameters are on two meshes."""
+    """Clip gradients in the way of each side; torch's function raises if parameters are on two meshes."""
     if side == "ours":
         return clip_grad_norm_(model, MAX_NORM)
     # transformers' Trainer._mixed_mesh_grad_norm does the same.
@@ -150,7 +150,7 @@ def train_step(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, ba
 class SentBytes(TorchDispatchMode):
     """Count the bytes that this rank sends to others: rows (of hidden states), routing, counts.
 
-    All-to-alls and all-gathers of integers are counted. FSDP2 uses neither of them.
+    All all-to-alls are counted, and those all-gathers that gather integers. FSDP2 uses neither.
     """
 
     def __init__(self, hidden: int) -> None:

@@ -103,7 +103,7 @@ class DrawnChoicesMode(OperatorMode):
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True for an operator without tensor arguments that makes integers."""
+    """Return True if an operator without tensor arguments makes integers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _INTEGERS
