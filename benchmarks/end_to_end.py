@@ -315,7 +315,7 @@ def of_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
 def in_own_process(
     cell: Cell, seconds: float, measure: Callable[..., Any] = measure
 ) -> dict[str, Any]:
-    """Measure in a new process; return its figures, and an "error" if it fails or takes too long."""
+    """Measure in a new process; return its figures, and "error" if it fails or takes too long."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_and_send, args=(sender, cell, measure))

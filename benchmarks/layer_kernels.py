@@ -135,9 +135,9 @@ class Sizes:
 class Call:
     """One call of a function that launches kernels.
 
-    `run(blocks)` repeats the call with the blocks of another row of TABLE. None stands for the blocks
-    of the recorded call.
-    `fills` is the output tensor that was passed to the call, if there is one.
+    `run(blocks)` repeats the call with the blocks of another row of TABLE. None stands for the
+    blocks of the recorded call. `fills` is the output tensor that was passed to the call, if there
+    is one.
     """
 
     label: str

@@ -195,7 +195,7 @@ def named_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def groups_of_torch(world: int) -> int:
-    """Count the calls of `new_group` if torch makes the same meshes, which have axes of one rank."""
+    """Count the calls of `new_group` if torch makes the same meshes; they have axes of one rank."""
     with fake_group(world // 2, world):
         stock = dist.device_mesh.new_group
         with swapped.object(dist.device_mesh, "new_group", wraps=stock) as new_group:

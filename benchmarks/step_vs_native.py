@@ -96,7 +96,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Result:
-    """The results for one ep size: `ranks` by rank, `peaks` (of `measure_memory`) by side and rank."""
+    """The results for one ep size: `ranks` by rank; `peaks` (`measure_memory`) by side and rank."""
 
     ep: int
     ranks: list[Paired]
@@ -123,7 +123,7 @@ def load(side: str, directory: str, ep: int) -> nn.Module:
 
 
 def clip(side: str, model: nn.Module) -> Tensor:
-    """Clip gradients in the way of each side; torch's function raises if parameters are on two meshes."""
+    """Clip the gradients of a side; torch's function raises if parameters are on two meshes."""
     if side == "ours":
         return clip_grad_norm_(model, MAX_NORM)
     # transformers' Trainer._mixed_mesh_grad_norm does the same.
