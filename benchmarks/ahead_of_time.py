@@ -75,10 +75,10 @@ def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
     return {(line["triton"], line["arch"], line["name"]): line for line in lines}
 
 
-def on_file(names: list[str], arch: int) -> dict[str, Any] | None:
-    """Return the recorded figures of the first of `names`, launches that compile to the same code.
+def recorded_figures(names: list[str], arch: int) -> dict[str, Any] | None:
+    """Return the recorded figures of launches that compile to the same code.
 
-    The result is None if no figures are recorded for any of the launches.
+    The result belongs to the first of `names` with figures, and is None if no name has figures.
     """
     lines = recorded()
     figures_now = (lines.get((version(), arch, name), {}).get("now") for name in names)
@@ -91,9 +91,11 @@ def record(reports: list[dict[str, Any]], when: str = "now") -> None:
     If a report has only names and an architecture, the recorded figures stay as they are.
     """
     lines = recorded()
-    on_disk = [on_file(x["names"], x["arch"]) if "loops" not in x else None for x in reports]
+    kept_figures = [
+        recorded_figures(x["names"], x["arch"]) if "loops" not in x else None for x in reports
+    ]
     old = {key: lines.pop(key) for key in list(lines) if key[0] == version()}
-    for report, old_figures in zip(reports, on_disk, strict=True):
+    for report, old_figures in zip(reports, kept_figures, strict=True):
         for name in report["names"]:
             key = (version(), report["arch"], name)
             old_line = old.get(key, {})

@@ -9,16 +9,17 @@ Two models of the demo's size are trained like the demo's model, for 160 steps o
 with the stock Trainer in one process. Each model is trained without balancing and with every method
 that its architecture supports:
 
+    model        method                                    options
     Qwen3-MoE    one auxiliary loss over all layers        router_aux_loss_coef
-                 the mean of one auxiliary loss per layer  the same with aux_loss_per_layer
+                 the mean of one auxiliary loss per layer  router_aux_loss_coef, aux_loss_per_layer
     GLM-4-MoE    a bias that is updated after every step   bias_update_rate
 
 The load in a layer is the number of tokens of its busiest expert, divided by the mean over experts.
 The columns of the table:
 
     worst layer, held-out        largest load of any layer, on text that was not trained on
-    worst layer, last 20 steps   the same for the tokens of the last 20 steps (`expert_load`)
-    in one of them               the same in the worst of these 20 steps
+    worst layer, last 20 steps   largest load of any layer in the last 20 steps (`expert_load`)
+    in one of them               largest load of any layer in the worst of these 20 steps
     all layers                   load in the last 20 steps after the counts of all layers were added
                                  up. Stock's loss balances only this sum (`moe/aux_loss.py`)
     loss                         nats per token on the held-out text, without the auxiliary loss
@@ -75,7 +76,7 @@ Blocks = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Method:
-    """A model, and how it is balanced; `aux` or `rate` of 0 switches that method off."""
+    """A model, and how it is balanced; a value of 0 switches the loss (`aux`) or the bias off."""
 
     model: str
     aux: float = 0.0

@@ -1,6 +1,7 @@
 """Measure a GPU's highest rates: FLOP/s of a matrix product, bytes/s of its memory and L2 cache.
 
-    python benchmarks/ceilings.py         prints one line of JSON; on a CPU small sizes, and no L2
+    python benchmarks/ceilings.py     prints lines of JSON; on a CPU, sizes are small, and the L2
+                                      cache is not measured
 
 A matrix-product kernel takes at least the largest of three times: its operations over the FLOP/s,
 its bytes of device memory over the memory's bytes/s, and the bytes that its tiles load over the

@@ -15,11 +15,11 @@ Every row comes from new processes with malloc's defaults. They load and save a 
 that imports and connections are not measured. The checkpoints that `ours` and `native` save must
 equal the original byte for byte, or the benchmark raises and prints no figures.
 
-    above shards     peak memory minus the memory of the process before and its local shards. The
-                     anonymous and shared memory is sampled every millisecond. The units are MiB,
-                     and the size of the largest tensor, the stacked weight of one layer's experts
-    with file pages  the same for all resident memory, with mapped pages of the checkpoint (VmHWM,
-                     exact). The system can reclaim these pages
+    above shards     peak of the anonymous and shared memory, which is sampled every millisecond,
+                     minus the memory of the process before and minus its local shards. The table
+                     has MiB, and multiples of the largest tensor (one layer's stacked weight)
+    with file pages  the same difference for all resident memory (VmHWM, exact), which includes the
+                     mapped pages of the checkpoint. The system can reclaim these pages
     read             bytes that a rank reads: by read calls and from mapped pages
     seconds          time until the slowest rank is done. Our save includes fsync and sha256;
                      transformers' save does neither
@@ -228,8 +228,8 @@ def check_equal(directory: str, saved: str) -> None:
         raise RuntimeError(f"the saved checkpoint and the loaded one differ in keys {different}")
     with Reader() as reader:
         for key, entry in index.items():
-            box = tuple((0, size) for size in entry.shape)
-            if not torch.equal(reader.read(entry, box), reader.read(saved_index[key], box)):
+            whole = tuple((0, size) for size in entry.shape)
+            if not torch.equal(reader.read(entry, whole), reader.read(saved_index[key], whole)):
                 raise RuntimeError(f"the saved values of {key} differ from the loaded ones")
 
 

@@ -3,8 +3,8 @@
     python benchmarks/compile_kernels.py            compiles the launches of `cases` for three GPU
                                                     architectures, each distinct kernel once, and
                                                     prints one JSON line per compiled kernel
-    python benchmarks/compile_kernels.py --check    compiles these launches and those with the block
-                                                    sizes of `block_candidates.py`; exits with 1 if
+    python benchmarks/compile_kernels.py --check    also compiles launches with the block sizes of
+                                                    `block_candidates.py`; exits with 1 if
                                                     `problems` finds anything
     python benchmarks/compile_kernels.py --write    writes the figures to `results/` (see
                                                     `ahead_of_time.py`)
@@ -12,8 +12,8 @@
                                                     change, for a comparison
         --write --new                               adds only launches without recorded figures
 
-`make gpu-rehearsal` runs the check (about seven minutes on two cores). It finds kernels that would
-be slow on a GPU or could not start there.
+`make gpu-rehearsal` runs the check (about seven minutes on two cores). The check finds kernels that
+would be slow on a GPU or could not start there.
 
 The launchers of the kernels run on meta tensors of real sizes, while a `Recorder` replaces the
 kernels and stores the arguments of each launch. A kernel is therefore compiled for the same
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import triton
-from ahead_of_time import IN_TABLE, figures, on_file, record, recorded, version
+from ahead_of_time import IN_TABLE, figures, record, recorded, recorded_figures, version
 from block_candidates import CANDIDATES
 from machine_code import product_loops
 from torch import Tensor
@@ -50,10 +50,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
-from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sort_pairs, up
+from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer, reduce, sort_pairs
 from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 
-KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
+KERNEL_MODULES = (dgated, gate_up, grouped_mm, outer, reduce, sort_pairs)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
 # For A100, H100 and RTX 50xx: CUDA's programming guide, "Technical specifications per capability".
 SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 120: 100 * 1024}
@@ -78,7 +78,7 @@ class Launch:
     options: dict[str, int]
 
     def role(self) -> str:
-        """Tell the launches of a kernel with several purposes apart; "" for other kernels."""
+        """Return the purpose of this launch if its kernel has several purposes, else ""."""
         if self.kernel.__name__ == "grouped_mm_kernel":
             gathers = "" if self.arguments["row_of_position"] is None else ", gathers"
             return f"thin{gathers}" if self.arguments["SCALED"] else "wide"
@@ -93,7 +93,7 @@ class Launch:
 class Case:
     """One call of the expert MLP, whose forward and backward launch the kernels to compile.
 
-    `chunks` also launches the kernels that add weight gradients to those of an earlier chunk.
+    `chunks` also launches the kernels that add weight gradients to the gradients of earlier chunks.
     `quantised` is the format of quantised matrices, which are frozen; "" for other matrices.
     """
 
@@ -519,7 +519,7 @@ def main() -> int:
     args = parser.parse_args()
     chosen = jobs() + (candidate_jobs() if args.check else [])
     if args.new:
-        chosen = [job for job in chosen if not on_file(job.names, job.arch)]
+        chosen = [job for job in chosen if not recorded_figures(job.names, job.arch)]
     with multiprocessing.Pool(os.cpu_count()) as pool:
         reports = pool.imap(run_job, chosen)
         if args.check:
@@ -530,7 +530,7 @@ def main() -> int:
             return 0
         written = list(reports)
     if args.new:
-        written += [asdict(job) for job in jobs() if on_file(job.names, job.arch)]
+        written += [asdict(job) for job in jobs() if recorded_figures(job.names, job.arch)]
     record(written, "before" if args.before else "now")
     return 0
 

@@ -15,25 +15,26 @@ products:
 
 Each case first runs with experts that each multiply by a number: output and gradients (x, weights)
 of both sides must be within 1e-5 of a formula that needs no communication. Bytes and seconds are
-measured with identity experts; the sides take turns (A B A B ...).
+measured with identity experts; the sides take turns (A B A B ...). The figures:
 
     rows           hidden states sent to other ranks; rows that stay on their rank do not count
     lower bound    one row for each distinct pair of token and other rank, out and back, forward and
                    backward: the minimum if whole rows go directly to the ranks that need them. Our
                    bytes must equal this bound exactly, or the benchmark raises
-    routing        expert ids and routing weights of the rows, and the weights' gradient
+    routing        bytes of the rows' expert ids, their routing weights and the weights' gradients
     counts         the small exchange of the numbers of rows to receive
     ms             time until the slowest rank is done, including the final barrier
-    skewed         experts are drawn by a Zipf law; the busy ones are spread over the ranks
+    skewed         experts are drawn by a Zipf law; the busy experts are spread over the ranks
 
 The last table is computed, not measured. A token with k distinct experts of E, drawn uniformly,
-needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these are other ranks.
-The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and RDMA, without latency
-and imbalance. The bandwidths are those that DeepEP V1 publishes for H800 (docs/legacy.md, the lower
-of dispatch and combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA. DeepEP's tests also count rows
-that stay on their GPU or node (DeepEP issues 51, 285), so the links carry 7/8 of that: 134 and 44.
-DeepEP's figures for EP32 (57) and EP16 (43) are 43 and 22 on the link; forwarding within nodes
-limits the latter.
+needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these ranks are not the
+token's own rank. The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and RDMA,
+without latency and imbalance. The bandwidths are those that DeepEP V1 publishes for H800
+(docs/legacy.md, the lower of dispatch and combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA.
+DeepEP's tests also count rows that stay on their GPU or node (DeepEP issues 51, 285), so the links
+carry 7/8 of these rates: 134 and 44 GB/s. The rates on the link are lower for EP32 (57 published,
+43 on the link) and for EP16 (43 published, 22 on the link), where forwarding within nodes is the
+limit.
 """
 
 from __future__ import annotations
@@ -194,9 +195,9 @@ def measure_case(
     error = check_equal(problem)
     sent = {}
     for side in SIDES:
-        with SentBytes(hidden) as wire:
+        with SentBytes(hidden) as counter:
             problem.run(side, identity=True)
-        sent[side] = dict(wire.sent)
+        sent[side] = dict(counter.sent)
     all_ids: list[list[list[int]]] = [[]] * mesh["ep"].size()
     dist.all_gather_object(all_ids, ids_TK.tolist(), group=mesh["ep"].get_group())
     bound = lower_bound(all_ids, mesh["ep"].get_local_rank(), problem.local, hidden * FP32)
@@ -248,7 +249,7 @@ def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def ranks_met(ep: int, experts: int, top_k: int) -> float:
-    """Return the expected number of ranks that a token needs, with its own (uniform routing)."""
+    """Return the expected number of ranks (with its own) that a token needs; routing is uniform."""
     return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
 
 

@@ -1,13 +1,14 @@
-"""Measure what a vision tower, sharded over all ranks, costs in steps on text alone.
+"""Measure how much time a vision tower, sharded over all ranks, costs in steps without pictures.
 
     python benchmarks/dummy_pass.py                            prints the table
     python benchmarks/dummy_pass.py --write benchmarks/results
 
-Every rank trains on text alone, on the model of `make demo-vision`. The benchmark runs three kinds
-of steps in turn:
+Every rank trains the model of `make demo-vision` on text without pictures. The benchmark runs three
+kinds of steps in turn:
 
-    bare      no rank checks if a batch has pictures: the cost of the language model alone
-    rests     the default: ranks ask each other, no rank has pictures, and the tower does not run
+    bare      no rank checks if a batch has pictures: the cost of only the language model
+    rests     the default: the ranks compare their batches, no rank has pictures, and the tower
+              does not run
     dummy     as if another rank had a picture: every rank runs the tower once, on one patch of
               zeros. The step includes the tower's collectives and its update by AdamW. In training
               other ranks would run the tower on their pictures at that time, which takes longer

@@ -17,7 +17,7 @@ losses must agree with those of stock; further lines of JSON compare them.
 
     step_s           forward, backward and AdamW, until the device is done; median and spread
     mfu              FLOP/s of the model / FLOP/s in the GPU's data sheet. A token has 6 FLOPs per
-                     trained weight and 4 per frozen weight, and those of causal attention.
+                     trained weight, 4 FLOPs per frozen weight, and the FLOPs of causal attention.
                      Recomputation does not count
     peak_gib         peak of allocated memory in these steps; on a CPU, of resident memory
     kept             bytes per token that autograd keeps between forward and backward, without the
@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from hf_moe_ep import apply_ep_fsdp2, patch
 
 SIDES = ("ours", "grouped_mm", "eager", "ours_recompute")
-# The losses of all other sides are compared with those of the first of these sides that ran.
+# The stock sides. The losses of all other sides are compared with the first stock side that ran.
 STOCK = ("grouped_mm", "eager")
 MODES = ("full", "lora")
 WARMUP_STEPS = 3
@@ -315,7 +315,7 @@ def of_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
 def in_own_process(
     cell: Cell, seconds: float, measure: Callable[..., Any] = measure
 ) -> dict[str, Any]:
-    """Return all figures that a new process sends, and an "error" if it fails or takes too long."""
+    """Measure in a new process; return its figures, and "error" if it fails or takes too long."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_and_send, args=(sender, cell, measure))

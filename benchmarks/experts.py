@@ -7,7 +7,8 @@
 
 Liger's fused experts are included if Liger is installed. Before a shape is timed, outputs and
 gradients must agree with transformers' eager loop (with grouped_mm if eager runs out of memory). If
-an implementation disagrees, fails or runs out of memory, its row says so, and the others are timed.
+an implementation disagrees, fails or runs out of memory, its row says so, and the other
+implementations are timed.
 
     ms          forward, and forward + backward with gradients of rows, router and weights; median
                 (min .. max). Implementations take turns, so a busy machine slows down all of them.
@@ -47,7 +48,7 @@ from hf_moe_ep.moe.experts import choose_compute, run_experts
 from hf_moe_ep.state import Compute
 
 IMPLEMENTATIONS = ("ours", "eager", "grouped_mm", "liger")
-# All other implementations must agree with the first of these that runs.
+# The first of these implementations that runs is the truth for all other implementations.
 TRUTHS = ("eager", "grouped_mm")
 # Largest allowed difference, relative to the largest element; it covers roundings of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -216,9 +217,10 @@ def difference(problem: Problem, name: str, truth: list[Tensor]) -> str:
 
 
 def check(problem: Problem, rows: dict[str, Row]) -> None:
-    """Set `checked` and `error` of each row: run it, and compare it with the first truth that runs.
+    """Run the implementation of each row, and compare it with the first of TRUTHS that runs.
 
-    If no truth runs, as a shape is too large for all of them, the others stay unchecked.
+    The results are set as `checked` and `error` of the rows. If none of TRUTHS can run, because the
+    shape is too large, the other implementations stay unchecked.
     """
     truth: list[Tensor] = []
     truths_first = [name for name in TRUTHS if name in rows]
@@ -240,7 +242,7 @@ def check(problem: Problem, rows: dict[str, Row]) -> None:
             row.error = why_not(error)
 
 
-def timed(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) -> None:
+def time_rows(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) -> None:
     """Add the milliseconds of every repeat to the rows, whose implementations take turns."""
     run: Callable[[str], Any] = problem.both if backward else problem.forward
     for turn in range(-2, repeats):  # two to warm up
@@ -309,8 +311,8 @@ def measure(
             row.error = why_not(error)
         return list(rows.values())
     check(problem, rows)
-    timed(problem, rows, backward=False, repeats=repeats)
-    timed(problem, rows, backward=True, repeats=repeats)
+    time_rows(problem, rows, backward=False, repeats=repeats)
+    time_rows(problem, rows, backward=True, repeats=repeats)
     for name, row in rows.items():
         if not row.error:
             try:

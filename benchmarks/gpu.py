@@ -48,8 +48,8 @@ PART_SECONDS = 570.0
 # A job is skipped if less than this time is left, or less than a third of its time limit.
 LEAST_SECONDS = 15.0
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger_kernel", "pytest")
-ASKED = "name driver_version clocks.sm clocks.mem clocks.max.sm power.draw power.limit"
-ASKED += " temperature.gpu memory.used"
+GPU_FIELDS = "name driver_version clocks.sm clocks.mem clocks.max.sm power.draw power.limit"
+GPU_FIELDS += " temperature.gpu memory.used"
 SAMPLE_SECONDS = 5.0
 
 
@@ -399,7 +399,7 @@ def run(
     lines: IO[str],
     about: dict[str, Any],
 ) -> tuple[str, str, dict[str, Any]]:
-    """Run a command; returns (status, output, state of the GPU), and kills its process group.
+    """Run a command, kill its process group, and return (status, output, state of the GPU).
 
     The command writes directly to the log, so its output is on disk even if this process is killed.
     """
@@ -475,7 +475,7 @@ def ask_gpu() -> dict[str, Any]:
     """Query the first GPU with nvidia-smi; empty without a GPU."""
     query = [
         "nvidia-smi",
-        f"--query-gpu={','.join(ASKED.split())}",
+        f"--query-gpu={','.join(GPU_FIELDS.split())}",
         "--format=csv,noheader,nounits",
     ]
     try:
@@ -486,7 +486,7 @@ def ask_gpu() -> dict[str, Any]:
     values = [value.strip() for value in first.split(",")]
     return {
         name: float(value) if re.fullmatch(r"[\d.]+", value) and name != "driver_version" else value
-        for name, value in zip(ASKED.split(), values, strict=False)
+        for name, value in zip(GPU_FIELDS.split(), values, strict=False)
     }
 
 
@@ -536,7 +536,7 @@ def sources() -> str:
 
 
 def machine() -> int:
-    """Print the machine as torch sees it."""
+    """Print the versions of the software, and the GPU as torch reports it."""
     if shutil.which("nvidia-smi"):
         print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
     import torch

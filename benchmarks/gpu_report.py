@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py report benchmarks/results/GPU        writes figures.md and figures.png
 
-This module measures nothing. A table shows the last line for each set of sizes, also if the line
+This module measures nothing. For each set of sizes, a table shows the last line, even if this line
 holds an error or a failed job.
 """
 
@@ -119,7 +119,7 @@ def read(folder: Path) -> list[Line]:
 
 
 def last(lines: Iterable[Line], *keys: str) -> list[Line]:
-    """Return for each combination of values of `keys` its last line, in order of first lines."""
+    """Return the last line of each combination of values of `keys`, in order of the first lines."""
     last_lines: dict[tuple[str, ...], Line] = {}
     for line in lines:
         last_lines[tuple(str(line.get(key)) for key in keys)] = line
@@ -176,7 +176,7 @@ def text(lines: list[Line]) -> str:
     page += [*_settings(lines), ""]
     page += _ceilings(select("ceilings"))
     page += table(
-        "One layer, against others", last(select("implementation"), *_SHAPE), LAYER_COLUMNS
+        "One layer, against others", last(select("implementation"), *_LAYER_KEYS), LAYER_COLUMNS
     )
     page += table("Its kernels, alone", last(single, *sizes), KERNEL_COLUMNS)
     page += table("Kernels together, and the layer itself", last(sums, *sizes), WHOLE_COLUMNS)
@@ -191,7 +191,8 @@ def text(lines: list[Line]) -> str:
     return "\n".join(page)
 
 
-_SHAPE = ("shape", "tokens", "implementation")
+# The entries of a line that identify a measurement of one layer.
+_LAYER_KEYS = ("shape", "tokens", "implementation")
 
 
 def _settings(lines: list[Line]) -> list[str]:
@@ -237,7 +238,7 @@ def _profiles(lines: list[Line]) -> list[str]:
 
 def plot(lines: list[Line], path: Path) -> bool:
     """Plot the TFLOP/s of a layer and the tokens/s of training; return False without any line."""
-    layer = last((x for x in lines if "both_tflops" in x and "implementation" in x), *_SHAPE)
+    layer = last((x for x in lines if "both_tflops" in x and "implementation" in x), *_LAYER_KEYS)
     cells = ("end_to_end", "mode", "tokens", "checkpointing", "job")
     train = last((x for x in lines if "tok_per_s" in x), *cells)
     if not layer and not train:

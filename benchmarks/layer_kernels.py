@@ -1,4 +1,4 @@
-"""Time each Triton kernel of one MoE layer separately, with the table's blocks or with others.
+"""Time each Triton kernel of one MoE layer separately, with the blocks of TABLE or other blocks.
 
     python benchmarks/layer_kernels.py --tokens 32768             every kernel, with TABLE's blocks
     python benchmarks/layer_kernels.py --tokens 32768 --sweep --seconds 120      other blocks
@@ -11,7 +11,7 @@ call is then repeated separately and timed, with the same arguments as in the la
 A sweep times the blocks of `block_candidates.py` and a few others. Worker processes compile them
 first, into Triton's cache on disk. A candidate is valid if its result differs from that of the
 table's block by two roundings at most. If a candidate fails, its line gives the reason. Each
-measurement is printed at once as one line of JSON:
+measurement is printed at once as one line of JSON. The keys of a line, and values of "kernel":
 
     ms           time on the device, the median of several measurements of three calls each
     tflops       FLOPs of the product / time
@@ -59,10 +59,10 @@ from hf_moe_ep.ops.quantised import KINDS
 from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.self_check import some_bytes
 
-KERNELS = "hf_moe_ep.ops.kernels."
+KERNEL_FOLDER = "hf_moe_ep.ops.kernels"
 # Allowed difference, relative to the largest element: two roundings of bf16.
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
-# A block replaces the table's block only if it needs less than this fraction of its time.
+# A block replaces the table's block only if it needs less than this fraction of the table's time.
 TIE = 0.985
 # Labels of the n-th call of each launching function. With adapters `outer` has other products.
 LABELS = {
@@ -135,8 +135,9 @@ class Sizes:
 class Call:
     """One call of a function that launches kernels.
 
-    `run(blocks)` repeats the call with the blocks of another row, or of its own row for None.
-    `fills` is the output tensor that was passed to the call, if there is one.
+    `run(blocks)` repeats the call with the blocks of another row of TABLE. None stands for the
+    blocks of the recorded call. `fills` is the output tensor that was passed to the call, if there
+    is one.
     """
 
     label: str
@@ -255,9 +256,7 @@ def _recording_calls(calls: list[Call], row: Blocks, *, outer_is_known: bool) ->
     try:
         for name, value in originals.items():
             module = getattr(value, "__module__", "")
-            if not isinstance(value, FunctionType) or not module.startswith(
-                "hf_moe_ep.ops.kernels"
-            ):
+            if not isinstance(value, FunctionType) or not module.startswith(KERNEL_FOLDER):
                 continue
             if module != table.__name__ and name != "max_tiles":
                 setattr(triton_mlp, name, recorder(name, value))
@@ -439,7 +438,7 @@ def compile_all(layer: Layer, row: Blocks, changed_rows: list, workers: int, unt
 
 
 def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> None:
-    """Time all candidates, and print a line for each and one for the best block of each kernel."""
+    """Time all candidates; print a line for each, and a line for the best block of each kernel."""
     changed_rows = candidates(row)[: args.most]
     if args.workers:
         compile_all(layer, row, changed_rows, args.workers, until - 0.4 * args.seconds)

@@ -11,7 +11,8 @@ without expert parallelism, is compared with `apply_ep_fsdp2(model, ep_size=4)`.
     saved          bytes of the storages that autograd saves in a forward, without parameters
     peak           peak of resident memory over three training steps, minus the memory of the
                    process before the model was built. Each side runs in its own process
-    training       peak minus the memory with the model, sharded or not, before the first step
+    training       the same peak minus the memory of the process before the first step, when the
+                   model already exists (on 4 ranks, sharded)
     step           forward, backward and AdamW, until the slowest rank is done. Both sides take
                    turns in one process, so a busy machine slows down both
 
@@ -150,10 +151,11 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
     return {kind: Measured(saved[kind], seconds[kind]) for kind in KINDS}
 
 
-def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
-    """Return the peak of three steps in MiB: above an empty process, and above one with the model.
+def measure_memory(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
+    """Return by how many MiB three steps raise the peak of resident memory.
 
-    Both values are differences of resident memory.
+    The first value counts from the process before the model is built, the second from the process
+    with the model.
     """
     reset_peak()
     empty = peak_mib()
@@ -313,7 +315,7 @@ def main() -> None:
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
     measured = {world: spawn(measure_rank, world, sizes, **options) for world in WORLDS}
     memory = {
-        (world, kind): spawn(memory_rank, world, sizes, kind, timeout=600.0)
+        (world, kind): spawn(measure_memory, world, sizes, kind, timeout=600.0)
         for world in WORLDS
         for kind in KINDS
     }

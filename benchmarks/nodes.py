@@ -120,7 +120,7 @@ def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) 
         tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
         namespaces.Nodes(num_nodes, rate=rate) as nodes,
     ):
-        file = Path(folder, "found.json")
+        file = Path(folder, "figures.json")
         os.environ["SIZES"] = json.dumps(asdict(sizes))
         script = [__file__, "--rank", str(file)]
         commands = [

@@ -140,10 +140,10 @@ def measure(rank: int, sizes: Sizes) -> Measured:
     dist.barrier()
     began = time.perf_counter()
     with counting_bytes() as sent:
-        reached = balance_experts(model, optimizers["balanced"], load)
+        load_after = balance_experts(model, optimizers["balanced"], load)
     dist.barrier()
     move_seconds = time.perf_counter() - began
-    loads = (load, reached)
+    loads = (load, load_after)
     wall: dict[str, list[float]] = {side: [] for side in SIDES}
     own: dict[str, list[float]] = {side: [] for side in SIDES}
     error = 0.0

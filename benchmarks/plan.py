@@ -14,11 +14,11 @@ process, on tensors without memory, as if all ranks were like the first
     planned, load      the planned peak with the loads of experts in the measured step
     measured           the peak of each rank in its step; ratios are to the largest of these peaks
 
-Then ROUNDS rounds are timed, in each of which every configuration runs one step; the slowest rank
-counts. The rates of this machine are measured in one configuration, CALIBRATED
+Then ROUNDS rounds are timed. In each round every configuration runs one step, and the time of the
+slowest rank counts. The rates of this machine are measured in one configuration, CALIBRATED
 (`hf_moe_ep/planner/calibrate.py`), and give the predicted seconds of every plan. The result is the
-rank correlation (Spearman) of predicted and measured seconds. Configurations whose measured
-quartiles overlap share a rank in it.
+rank correlation (Spearman) of predicted and measured seconds. In this correlation, configurations
+whose measured quartiles overlap share a rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Sizes:
     vocab: int = 2048
 
     def config(self) -> PreTrainedConfig:
-        """The config of the model."""
+        """Return the config of the model."""
         return Qwen3MoeConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -327,7 +327,7 @@ def seconds_by_round(measured: Sequence[Sequence[Measured]], index: int) -> list
 
 
 def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
-    """Return the ranks of lists of measurements by their medians.
+    """Return the statistical rank of each list of measurements: its position by median.
 
     Lists whose quartiles overlap share the mean of their ranks.
     """
@@ -344,7 +344,7 @@ def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
 
 
 def spearman(first: Tensor, second: Tensor) -> float:
-    """Return the correlation of two lists of ranks; NaN if all ranks of a list are equal."""
+    """Return the correlation of two lists of statistical ranks; NaN if a list is constant."""
     return float(torch.corrcoef(torch.stack([first, second]))[0, 1])
 
 

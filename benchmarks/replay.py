@@ -15,7 +15,7 @@ its weights are rounded to bf16. These weights are run on held-out text in three
     same expert     share of the engine's (token, expert) pairs of a layer that `live` chooses too
     same set        share of the tokens of a layer for which `live` chooses the same set of experts
     asked           "same expert" for the choices that the routers of `replayed` would have made.
-                    The layers before used the engine's experts, so earlier choices do not matter
+                    The earlier layers used the engine's experts, so their choices do not matter
     log p           absolute difference of a token's log-probability, mean over tokens
     loss            absolute difference of the mean loss
     gradient        norm of the difference of all gradients / norm of the engine's gradients
@@ -60,7 +60,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Compared:
-    """The differences of a computation from the engine's; `gradient` is by GROUPS."""
+    """The differences between a computation and the engine's; `gradient` is by GROUPS."""
 
     logp: float
     loss: float
@@ -96,7 +96,7 @@ def group_of(name: str) -> str:
 
 
 def compare(computed: Computed, engine: Computed) -> Compared:
-    """Measure the differences of a computation from the engine's on the same batch."""
+    """Measure the differences between a computation and the engine's on the same batch."""
     distance = dict.fromkeys(GROUPS, 0.0)
     size = dict.fromkeys(GROUPS, 0.0)
     for name, engine_grad in engine.grads.items():
@@ -109,7 +109,7 @@ def compare(computed: Computed, engine: Computed) -> Compared:
 
 
 def shares(ids: Tensor, others: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return by layer the shares of pairs and of whole tokens of `ids` that `others` has too.
+    """Return for each layer the shares of pairs and of tokens that are the same in both tensors.
 
     Both tensors are expert ids [B, S, L, K]; the order of a token's experts does not matter.
     """

@@ -1,27 +1,28 @@
-"""Measure start-up and checkpoints on one of 8 to 1,024 ranks: seconds, memory, bytes received.
+"""Measure start-up and checkpoints on one rank of 8 to 1,024: seconds, memory, bytes received.
 
     python benchmarks/scale.py                              prints the tables
     python benchmarks/scale.py --write benchmarks/results   also writes scale-cpu.md
 
 The model has as many tensors as Qwen3-235B-A22B (94 layers, AdamW), but all of them are small, so
-that the costs depend on the number of tensors and ranks alone. One rank is simulated at a time, in
+that the costs depend only on the numbers of tensors and ranks. One rank is simulated at a time, in
 its own process: its process group is torch's fake group, whose collectives return at once. The
-network is not measured; instead, the bytes that a rank would receive are counted. `Before` is the
-way of torch, or of an earlier version of this package.
+network is not measured; instead, the bytes that a rank would receive are counted. Rows with the
+word "before" show how torch, or an earlier version of this package, does the same work.
 
     sharding    patch and shard a model, and count the calls of torch's `new_group`. Before: if an
                 axis of the mesh has one rank, torch lets every rank create a group for each rank
     agreeing    bytes that a rank receives when ranks compare model, config and state. Before:
                 every rank gathered every value
     planning    decide which rank writes which tensors. Before: rank 0 gathers the plans of all
-                ranks, merges them and sends them back (torch.distributed.checkpoint); rank 0 is
-                shown. `by Accelerate`: the work of rank 0 when Accelerate or the Trainer saves by
-                torch.distributed.checkpoint, and the bytes that rank 0 receives for it
+                ranks, merges them and sends them back (torch.distributed.checkpoint); the table
+                shows the cost on rank 0. `by Accelerate`: the work of rank 0 when Accelerate or
+                the Trainer saves by torch.distributed.checkpoint, and the bytes that rank 0
+                receives for it
     finding     find the tensors in the files of a checkpoint, and read them. Before: every rank
                 reads all headers first, as DCP does. `as saved`: as many ranks as saved it;
-                `half`: the last of half as many ranks; `older`: the same for a checkpoint that
-                does not record which rank wrote which tensors, so that headers are read, those of
-                the nearest ranks first
+                `half`: the last of half as many ranks; `older`: as `half`, for a checkpoint that
+                does not record which rank wrote which tensors, so the headers of files are read,
+                beginning with the files of the nearest ranks
     manifest    bytes that rank 0 and another rank receive when a checkpoint is committed. Before:
                 all ranks gathered all lists of files
     hub         `from_pretrained` finds 36,000 tensors in files in hub layout, with any number of
@@ -75,11 +76,13 @@ WORLDS = (8, 64, 256, 1024)
 # The largest numbers of ranks for which DCP is measured: plans of 1,024 ranks would be 3.5 million
 # objects.
 DCP_PLANS, DCP_FILES = 64, 256
+# The checkpoint has 12 parameters per layer, in 3 copies (values and AdamW's two moments). All of
+# these tensors have COLUMNS columns.
 LAYERS, KINDS, COPIES = 94, 12, 3
 COLUMNS = 2
 
 
-def measured(function: Callable[..., Any], *args: Any) -> Any:
+def run_in_new_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a new process and return its result."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe()
@@ -104,7 +107,7 @@ def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> No
 
 
 class Watch:
-    """Measure a block: `took` is its time in seconds, `grew` the growth of peak memory in MiB."""
+    """Measure a block: its `seconds`, and `mib`, the growth of peak memory."""
 
     def __enter__(self) -> Watch:
         gc.collect()
@@ -113,8 +116,8 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.took = time.perf_counter() - self._start
-        self.grew = peak_mib() - self._before
+        self.seconds = time.perf_counter() - self._start
+        self.mib = peak_mib() - self._before
 
 
 def _model(layers: int, num_experts: int = 8) -> Qwen3MoeForCausalLM:
@@ -174,14 +177,14 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             plan = planner.create_local_plan()
             planner.create_global_plan([plan] * world)
     return {
-        "by Accelerate": (by_accelerate.took, by_accelerate.grew),
+        "by Accelerate": (by_accelerate.seconds, by_accelerate.mib),
         "told for it": len(pickle.dumps(plan)) * world,
         "tensors": len(forms),
-        "sharding": (sharding.took, sharding.grew),
+        "sharding": (sharding.seconds, sharding.mib),
         "groups": groups[0],
         "gathered": gathered_bytes[0] + len(pickle.dumps(state_digest)) * world,
         "agreed": 2 * 64 + 8,
-        "planning": (planning.took, planning.grew),
+        "planning": (planning.seconds, planning.mib),
     }
 
 
@@ -192,7 +195,7 @@ def named_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def groups_of_torch(world: int) -> int:
-    """Count the calls of `new_group` when torch makes the same meshes, with axes of one rank."""
+    """Count the calls of `new_group` if torch makes the same meshes; they have axes of one rank."""
     with fake_group(world // 2, world):
         stock = dist.device_mesh.new_group
         with swapped.object(dist.device_mesh, "new_group", wraps=stock) as new_group:
@@ -240,15 +243,15 @@ def plan_by_dcp(world: int, layers: int) -> dict[str, Any]:
     planner.set_up_planner({}, None, True)
     with Watch() as watch:
         planner.create_global_plan([pickle.loads(text) for text in plans])
-    return {"planning": (watch.took, watch.grew), "gathered": size}
+    return {"planning": (watch.seconds, watch.mib), "gathered": size}
 
 
 def write_files(folder: Path, world: int, layers: int) -> None:
     """Write a checkpoint as `world` ranks do: rank r writes row r of each tensor."""
     values = torch.zeros(1, COLUMNS)
     for rank in range(world):
-        box = ((rank, rank + 1), (0, COLUMNS))
-        write_parts(folder, rank, [dict.fromkeys(_names(layers), (box, values))])
+        index_ranges = ((rank, rank + 1), (0, COLUMNS))
+        write_parts(folder, rank, [dict.fromkeys(_names(layers), (index_ranges, values))])
 
 
 def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
@@ -257,13 +260,13 @@ def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
         with Watch() as watch:
             metadata = HuggingFaceStorageReader(os.fspath(folder)).read_metadata()
             create_default_local_load_plan(targets, metadata)
-    return watch.took, watch.grew
+    return watch.seconds, watch.mib
 
 
 def read_ours(
     folder: Path, saved_by: int, world: int, layers: int, has_spread: bool
 ) -> tuple[float, float, int]:
-    """Read the part of the last of `world` ranks from files that `saved_by` ranks have written.
+    """Read the part of the last rank (of `world` ranks) from files that `saved_by` ranks wrote.
 
     Without `has_spread` the checkpoint does not record which rank wrote which rows. Returns
     (seconds, MiB, number of headers that were read).
@@ -282,7 +285,7 @@ def read_ours(
             number = part_files.read_parts(
                 (folder / name for name in nearest_first(names, rank, world)), targets
             )
-    return watch.took, watch.grew, number
+    return watch.seconds, watch.mib, number
 
 
 def manifest_bytes(world: int) -> dict[str, int]:
@@ -320,29 +323,31 @@ def find_on_hub(layers: int, num_experts: int) -> tuple[float, float, int]:
         header = [(key, shape, torch.float32) for key, shape in shapes.items()]
         with Writer(file, header) as writer:
             for key, shape, _ in header:
-                box = tuple((0, size) for size in shape)
-                writer.write(key, shape, box, torch.zeros(shape))
+                index_ranges = tuple((0, size) for size in shape)
+                writer.write(key, shape, index_ranges, torch.zeros(shape))
         with Watch() as watch:
             find_weights(model, folder, state.plan, names)
-    return watch.took, watch.grew, len(shapes)
+    return watch.seconds, watch.mib, len(shapes)
 
 
 def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
     """Measure all figures, by number of ranks."""
     rows: dict[int, dict[str, Any]] = {}
     for world in worlds:
-        row = rows[world] = measured(shard_and_plan, world, layers)
+        row = rows[world] = run_in_new_process(shard_and_plan, world, layers)
         row["manifest"] = manifest_bytes(world)
-        row["groups of torch"] = measured(groups_of_torch, world)
-        row["dcp plan"] = measured(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
+        row["groups of torch"] = run_in_new_process(groups_of_torch, world)
+        row["dcp plan"] = (
+            run_in_new_process(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
+        )
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_files(folder, world, layers)
             if world <= DCP_FILES:
-                row["dcp"] = measured(read_by_dcp, folder, world, layers)
-            row["as saved"] = measured(read_ours, folder, world, world, layers, True)
-            row["half"] = measured(read_ours, folder, world, world // 2, layers, True)
-            row["older"] = measured(read_ours, folder, world, world // 2, layers, False)
+                row["dcp"] = run_in_new_process(read_by_dcp, folder, world, layers)
+            row["as saved"] = run_in_new_process(read_ours, folder, world, world, layers, True)
+            row["half"] = run_in_new_process(read_ours, folder, world, world // 2, layers, True)
+            row["older"] = run_in_new_process(read_ours, folder, world, world // 2, layers, False)
         print(f"{world} ranks: {row}", file=sys.stderr)
     return rows
 
@@ -405,7 +410,7 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
     figures = run_all(tuple(args.worlds), LAYERS)
-    hub = measured(find_on_hub, LAYERS, 128)
+    hub = run_in_new_process(find_on_hub, LAYERS, 128)
     text = "\n".join(
         [
             "# Start-up and checkpoints on 8 to 1,024 ranks\n",

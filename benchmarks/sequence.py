@@ -127,12 +127,12 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[int, Measured]:
     optimizers = {sp: torch.optim.AdamW(model.parameters()) for sp, model in models.items()}
     activations, sent = {}, {}
     for sp, model in models.items():
-        with SentBytes(sizes.hidden) as wire:
+        with SentBytes(sizes.hidden) as counter:
             with saved_storages(model) as saved:
                 loss = model(**batches[sp]).loss
             loss.backward()
         model.zero_grad()
-        activations[sp], sent[sp] = sum(saved.values()), sum(wire.sent.values())
+        activations[sp], sent[sp] = sum(saved.values()), sum(counter.sent.values())
     seconds: dict[int, list[float]] = {sp: [] for sp in sizes.sp}
     for step in range(WARMUP_STEPS + sizes.steps):
         for sp, model in models.items():
@@ -145,7 +145,7 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[int, Measured]:
     return {sp: Measured(activations[sp], sent[sp], seconds[sp]) for sp in sizes.sp}
 
 
-def memory_rank(rank: int, sizes: Sizes, sp: int) -> float:
+def measure_memory(rank: int, sizes: Sizes, sp: int) -> float:
     """Return the growth of the peak resident memory over three steps, in MiB."""
     model, batch = build(sizes, sp), make_batch(sizes, sp)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -220,7 +220,7 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
     ranks = spawn(measure_rank, WORLD, sizes, **options)
-    peaks = {sp: spawn(memory_rank, WORLD, sizes, sp, timeout=600.0) for sp in sizes.sp}
+    peaks = {sp: spawn(measure_memory, WORLD, sizes, sp, timeout=600.0) for sp in sizes.sp}
     about = setting("benchmarks/sequence.py", load_before, WORLD)
     text = report(sizes, ranks, peaks, about)
     print(text)

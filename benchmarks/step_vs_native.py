@@ -15,7 +15,8 @@ The figures:
                    run in the same processes and take turns (A B A B ...), so a busy machine slows
                    down both. The processes keep freed memory, as a GPU's caching allocator does:
                    with malloc's defaults, clearing pages takes up to a quarter of a step
-    CPU seconds    CPU time of the same steps, summed over ranks; a busy machine disturbs it least
+    CPU seconds    CPU time of the same steps, summed over ranks; a busy machine changes CPU time
+                   less than wall-clock time
     sent           bytes that a rank sends to other ranks in the collectives of the MoE layers in
                    one step, counted when torch dispatches them. FSDP2's collectives and rows that
                    stay on their rank do not count
@@ -95,7 +96,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Result:
-    """The results for one ep size: `ranks` by rank, `peaks` by side and rank (see memory_rank)."""
+    """The results for one ep size: `ranks` by rank; `peaks` (`measure_memory`) by side and rank."""
 
     ep: int
     ranks: list[Paired]
@@ -122,7 +123,7 @@ def load(side: str, directory: str, ep: int) -> nn.Module:
 
 
 def clip(side: str, model: nn.Module) -> Tensor:
-    """Clip as each side does it; torch's function raises if parameters are on two meshes."""
+    """Clip the gradients of a side; torch's function raises if parameters are on two meshes."""
     if side == "ours":
         return clip_grad_norm_(model, MAX_NORM)
     # transformers' Trainer._mixed_mesh_grad_norm does the same.
@@ -149,7 +150,7 @@ def train_step(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, ba
 class SentBytes(TorchDispatchMode):
     """Count the bytes that this rank sends to others: rows (of hidden states), routing, counts.
 
-    All-to-alls and all-gathers of integers are counted. FSDP2 uses neither of them.
+    All all-to-alls are counted, and those all-gathers that gather integers. FSDP2 uses neither.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -183,7 +184,8 @@ class SentBytes(TorchDispatchMode):
 def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     """Count the bytes that autograd saves in the forward of every experts module.
 
-    Our side also keeps the tensors of its exchanges, which autograd does not save. They are added.
+    Our side also keeps the tensors of its exchanges. Autograd does not save these tensors, so their
+    bytes are added.
     """
     total: Counter[str] = Counter()
     plan = AllToAll.plan
@@ -245,25 +247,25 @@ def check_equal(models: dict[str, nn.Module], losses: dict[str, Tensor]) -> floa
     return max(errors)
 
 
-def paired_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
+def measure_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
     measured = {}
     for ep in sizes.ep:
-        measured[ep] = _paired(rank, sizes, directory, ep)
+        measured[ep] = _measure_sides(rank, sizes, directory, ep)
         gc.collect()  # frees the sharded model, which has reference cycles, before the next one
     return measured
 
 
-def _paired(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
+def _measure_sides(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
     models = {side: load(side, directory, ep) for side in SIDES}
     batch = make_batch(sizes, rank)
     losses: dict[str, Tensor] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
     sent, saved = {}, {}
     for side, model in models.items():
-        with saved_bytes(model) as total, SentBytes(sizes.hidden) as wire:
+        with saved_bytes(model) as total, SentBytes(sizes.hidden) as counter:
             loss = model(**batch).loss
             loss.backward()
-        losses[side], sent[side], saved[side] = loss.detach(), dict(wire.sent), total["bytes"]
+        losses[side], sent[side], saved[side] = loss.detach(), dict(counter.sent), total["bytes"]
         optimizers[side] = torch.optim.AdamW(model.parameters(), lr=1e-4)
     error = check_equal(models, losses)
     seconds, cpu = _time_in_turns(models, optimizers, batch, sizes.steps)
@@ -306,7 +308,9 @@ def _profile(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batc
     return table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=50)
 
 
-def memory_rank(rank: int, sizes: Sizes, directory: str, ep: int, side: str) -> tuple[float, float]:
+def measure_memory(
+    rank: int, sizes: Sizes, directory: str, ep: int, side: str
+) -> tuple[float, float]:
     """Return the peak resident MiB of loading and sharding, and of three training steps."""
     batch = make_batch(sizes, rank)
     reset_peak()
@@ -325,10 +329,10 @@ def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[R
     with tempfile.TemporaryDirectory(prefix="step_vs_native_model_") as directory:
         write_model(sizes, directory)
         options = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
-        by_rank = spawn(paired_rank, WORLD, sizes, directory, **options)
+        by_rank = spawn(measure_rank, WORLD, sizes, directory, **options)
         for ep in sizes.ep:
             peaks = {
-                side: spawn(memory_rank, WORLD, sizes, directory, ep, side, timeout=timeout)
+                side: spawn(measure_memory, WORLD, sizes, directory, ep, side, timeout=timeout)
                 for side in SIDES
                 if memory
             }

@@ -4,7 +4,7 @@ The checkpoint is reloaded with stock transformers and evaluated on the held-out
 compared with two baselines, which are fitted on the training blocks and evaluated on the same
 held-out tokens (all losses are in nats per token):
 
-    unigram   add-k counts
+    unigram   add-k: the count of each token plus k, divided by the sum of these numbers
     bigram    interpolated Kneser-Ney: with c = counts, d = a discount, types(v) = number of
               different successors of v, cont(w) = share of different bigrams that end in w:
               p(w|v) = (max(c(v,w) - d, 0) + d * types(v) * cont(w)) / c(v)

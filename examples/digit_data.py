@@ -4,17 +4,18 @@ The pictures are the 1797 handwritten digits of 8 x 8 pixels that scikit-learn c
 real scans (UCI, "Optical Recognition of Handwritten Digits") and need no download. The last 320
 digits are held out. The text is the text of text_data.py. There are two kinds of samples:
 
-    pictures   What digits are these? [picture] -> 7 [picture] -> 0       1 to 6 pictures
-    text       one block of plain text                                    no picture
+    kind       content                                                    pictures
+    pictures   What digits are these? [picture] -> 7 [picture] -> 0       1 to 6
+    text       one block of plain text                                    none
 
 In picture samples only the digits have labels; in text samples every token has a label.
 `DigitsAndText` draws both kinds with equal probability, in runs of `run` samples of one kind. If a
 run is as long as a rank's batch, a rank may have pictures in one step and none in the next, and
 other ranks may differ.
 
-The stock image processor of Qwen-VL models prepares the pictures, in its PIL version. The stock
-processor that contains it is not used, because it needs torchvision for videos. Its only remaining
-task is done here: inserting a placeholder token for every 2 x 2 patches.
+The PIL version of Qwen-VL's stock image processor prepares the pictures. The stock processor for
+text and pictures, which contains the image processor, is not used, because it needs torchvision for
+videos. This file does the rest of its work: it inserts a placeholder token for every 2 x 2 patches.
 """
 
 import torch
@@ -84,7 +85,7 @@ def held_out_samples(
 
 
 class DigitsAndText(Dataset):
-    """Random training samples. Sample i is drawn by a generator with the seed i."""
+    """Random training samples. The generator of sample i has the seed i."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, image_processor, *, num_samples: int, run: int
@@ -98,11 +99,11 @@ class DigitsAndText(Dataset):
         return self.num_samples
 
     def __getitem__(self, i: int) -> Sample:
-        run, sample = (torch.Generator().manual_seed(seed) for seed in (i // self.run, i))
-        if torch.randint(2, (), generator=run):
-            return self.blocks[torch.randint(len(self.blocks), (), generator=sample)]
-        count = int(torch.randint(1, MAX_PICTURES + 1, (), generator=sample))
-        chosen = torch.randint(len(self.pictures), (count,), generator=sample).tolist()
+        of_run, of_sample = (torch.Generator().manual_seed(seed) for seed in (i // self.run, i))
+        if torch.randint(2, (), generator=of_run):
+            return self.blocks[torch.randint(len(self.blocks), (), generator=of_sample)]
+        count = int(torch.randint(1, MAX_PICTURES + 1, (), generator=of_sample))
+        chosen = torch.randint(len(self.pictures), (count,), generator=of_sample).tolist()
         pictures, digits = ([column[j] for j in chosen] for column in (self.pictures, self.digits))
         return picture_sample(self.tokenizer, self.image_processor, pictures, digits)
 

@@ -37,7 +37,10 @@ class ScriptArguments:
 
 
 def continuations(text: str) -> list[dict[str, str]]:
-    """Return preferences for the passage's own next words. All texts have WORDS words."""
+    """Cut a text into preferences: the passage's own next words are chosen, others are rejected.
+
+    Each prompt and each answer has WORDS words.
+    """
     passages = [passage.split() for passage in text.split("\n\n")]
     passages = [words for words in passages if len(words) >= 2 * WORDS]
     return [

@@ -44,7 +44,7 @@ class ScriptArguments:
 
 
 def rank_stats(trainer: Trainer, block_size: int, steps: int, seconds: float) -> list[dict]:
-    """Return tokens per second and peak memory of every rank (GPU memory if it uses a GPU)."""
+    """Return tokens per second and peak memory of every rank (GPU memory if ranks use GPUs)."""
     args = trainer.args
     blocks = args.per_device_train_batch_size * args.gradient_accumulation_steps
     tokens = steps * blocks * block_size

@@ -53,7 +53,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--cpu", action="store_true", help="set with a use_cpu launch config")
+    parser.add_argument(
+        "--cpu", action="store_true", help="needed if the launch config has use_cpu"
+    )
     return parser.parse_args()
 
 

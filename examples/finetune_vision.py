@@ -40,8 +40,8 @@ class ScriptArguments:
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     args, training_args = parser.parse_args_into_dataclasses()
-    # The data set draws at random itself. In sequential order, each of its runs of samples of one
-    # kind is the batch of a single rank.
+    # The data set itself draws random samples, in runs of one kind (text or pictures). In the order
+    # of the data set, each run is the batch of a single rank.
     training_args.train_sampling_strategy = "sequential"
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -63,9 +63,9 @@ def main() -> None:
     tokenizer = train_tokenizer(train_text, args.vocab_size)
     set_seed(args.seed)
     model = Qwen3MoeForCausalLM(small_config(len(tokenizer), args.moe_intermediate_size))
-    # The embeddings are large compared with the outputs of the layers, so the residual stream shows
-    # from the first step on which token it belongs to. With embeddings as small as other weights,
-    # the loss falls several times slower.
+    # The embeddings are large compared with the outputs of the layers, so from the first step the
+    # residual stream of a token clearly differs from that of another token. With embeddings as
+    # small as other weights, the loss falls several times slower.
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)

@@ -68,7 +68,7 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
 
 
 def small_image_processor() -> Qwen2VLImageProcessorPil:
-    """Return a processor that scales pictures to about SIDE x SIDE pixels and values -1 .. 1."""
+    """Return a processor that scales pictures to about SIDE x SIDE pixels, with values -1 .. 1."""
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         temporal_patch_size=2,

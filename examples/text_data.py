@@ -40,8 +40,8 @@ def pack(
 ) -> list[dict]:
     """Tokenize `text` and cut it into at most `max_blocks` blocks of `block_size` tokens.
 
-    Tokens after the last whole block are dropped. So are the blocks after the last multiple of
-    `multiple_of`, which `dataloader_drop_last` would drop otherwise.
+    Tokens after the last whole block are dropped. The number of blocks is rounded down to a
+    multiple of `multiple_of`, because `dataloader_drop_last` would drop an incomplete batch.
     """
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     blocks = ids[: len(ids) // block_size * block_size].view(-1, block_size)[:max_blocks]

@@ -44,7 +44,6 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.convert import check_room, describes_model, list_leftovers
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
-from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.read import (
@@ -52,6 +51,7 @@ from hf_moe_ep.checkpoints.hub.read import (
     dtype_of_weights,
     find_weights,
 )
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, write_checkpoint
 from hf_moe_ep.checkpoints.storage.atomic import check_can_appear, whole_folder
 from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, local_box
@@ -210,7 +210,7 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
     return {key: tensors[name] for key, name in with_prefix(tensors).items()}
 
 
-def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, InFiles]:
+def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, StoredParameter]:
     """Return {id of a parameter or buffer: where the base's folder stores its values}."""
     tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
     weights = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
@@ -219,7 +219,7 @@ def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, InF
 
 def _match_adapter(
     model: nn.Module, adapter_tensors: Mapping[str, FileTensor]
-) -> dict[int, InFiles]:
+) -> dict[int, StoredParameter]:
     """Return {id of a tensor of the model: where the adapter's folder stores its values}.
 
     Raises:
@@ -240,7 +240,7 @@ def _match_adapter(
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
     return {
-        id(known[key]): InFiles([(whole_piece(key, tensor.shape), tensor)], tensor.dtype)
+        id(known[key]): StoredParameter([(whole_piece(key, tensor.shape), tensor)], tensor.dtype)
         for key, tensor in adapter_tensors.items()
     }
 
@@ -256,7 +256,7 @@ class _Merging:
     """
 
     reader: Reader
-    stored: Mapping[int, InFiles]
+    stored: Mapping[int, StoredParameter]
     updates: Mapping[int, list[LowRank]]
     max_bytes: int
 
@@ -284,7 +284,7 @@ class _Merging:
 
 
 def _assign_files(
-    groups: Iterable[TensorGroup], in_base: Iterable[InFiles]
+    groups: Iterable[TensorGroup], in_base: Iterable[StoredParameter]
 ) -> dict[str, list[TensorGroup]]:
     """Assign each group to the file in which the base stores the first tensor of the group."""
     file_of = {piece.key: tensor.file.name for stored in in_base for piece, tensor in stored.pieces}

@@ -1,4 +1,4 @@
-"""The command `hf-moe-ep`: one module per subcommand, which parses its options and prints.
+"""The command `hf-moe-ep`. Each subcommand has a module that parses its options and prints.
 
 A module is imported only when its subcommand is used, so that help and mistyped commands do not
 wait for torch. The work itself is done elsewhere: in `planner/` (plans), `doctor.py` (checks of an

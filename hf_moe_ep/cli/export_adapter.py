@@ -1,7 +1,7 @@
 """`hf-moe-ep export-adapter`: convert an adapter for servers that read single experts, or back.
 
 hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
-hf-moe-ep export-adapter out/adapter-for-vllm out/again --to fused
+hf-moe-ep export-adapter out/adapter-for-vllm out/adapter-fused --to fused
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ _LEGEND = {
     "sp": "sp_size: ranks over which a sequence is split",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
     "chunks": "dispatch_chunks: parts of a batch that are sent to the experts one by one",
-    "sequences": "per forward pass of a data rank x forward passes per optimizer step",
+    "sequences": "sequences per forward pass of a data rank x forward passes per optimizer step",
     "layers run": "twice: with activation checkpointing, which runs each layer again in backward",
     "peak, GiB": "largest memory of one GPU during a step",
     "left, GiB": "memory of the GPU that is left at the peak",

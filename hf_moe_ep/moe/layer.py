@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from hf_moe_ep.dispatcher import Header, RouteSource
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
-from hf_moe_ep.moe.dispatch.overlap import WayHome
+from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
@@ -136,7 +136,7 @@ def _ep_forward(
         exchanges = _plan_exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
-    with WayHome() as chunks:
+    with OverlappedChunks() as chunks:
         for chunk in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
             # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.

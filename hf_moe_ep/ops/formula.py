@@ -11,7 +11,7 @@ f is one of ACTIVATIONS; `swish` with alpha 1 is silu. gpt-oss uses swish with a
 and up_offset 1 (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
 
 `ExpertFormula` has the parameters. `activate` and `activate_backward` compute the formula in plain
-torch, and `kernels/gate.py` computes it in the Triton kernels.
+torch, and `kernels/epilogue.py` computes it in the Triton kernels.
 
 Pre-activations have the order of the weight's rows, so no matrix product of the backward needs a
 reordered copy of the weight. Weights that a model stores transposed are passed in as views.
@@ -52,7 +52,7 @@ class ExpertFormula:
         return self.limit != math.inf
 
     def kernel_constants(self) -> dict[str, Any]:
-        """Return the formula as compile-time arguments of the Triton kernels (`gate.py`)."""
+        """Return the formula as compile-time arguments of the Triton kernels (`epilogue.py`)."""
         return {
             "ACTIVATION": self.activation,
             "ALPHA": self.alpha,

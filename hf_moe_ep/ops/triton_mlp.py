@@ -49,11 +49,11 @@ from hf_moe_ep.ops.interface import (
 from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
 from hf_moe_ep.ops.kernels.dequantise import ByteMatrices, Matrices
 from hf_moe_ep.ops.kernels.dgated import dgated
+from hf_moe_ep.ops.kernels.gate_up import up
 from hf_moe_ep.ops.kernels.grouped_mm import grouped_mm, thin_mm
 from hf_moe_ep.ops.kernels.outer import outer
 from hf_moe_ep.ops.kernels.reduce import combine, segment_sum, weight_grads
 from hf_moe_ep.ops.kernels.sort_pairs import max_tiles, sort_pairs
-from hf_moe_ep.ops.kernels.up import up
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, plain_scales
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

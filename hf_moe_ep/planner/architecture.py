@@ -1,4 +1,4 @@
-"""Find out from a config alone which features a model supports, and why it lacks the others.
+"""Find out from a config which features a model supports, and why others are not supported.
 
 `look_at` builds the model on the meta device and derives its plan as `patch` would. Then it tries
 each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If one of these

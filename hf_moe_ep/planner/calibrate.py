@@ -10,21 +10,22 @@
         Path("rates.json").write_text(json.dumps(rates, indent=2))
 
 `measure_rates` first times whole steps. Then it runs STEPS more steps in which `OperatorTimer`
-times every operator and collective separately: the device is synchronised before and after each,
-and the ranks meet in a barrier before each collective, so that no rank is timed while it waits for
-another. `fit` divides work by time:
+times every operator and collective separately. The device is synchronised before and after each of
+them. The ranks meet in a barrier before each collective, so the time of a collective does not
+include waiting for other ranks. `fit` divides work by time:
 
-    matmul_flops        one rate per dtype; experts and attention reach fractions of it
+    rate                how it is computed
+    matmul_flops        one rate per dtype; experts and attention reach a fraction of this rate
     memory_bandwidth    from operators that read and write LARGE bytes or more
-    links               latency and bandwidth: a straight line fitted to (bytes, seconds)
-    host_seconds        on a GPU the median launch; on a CPU, where the host cannot launch ahead,
-                        the seconds of a whole step that the other rates do not explain
-    overlap             the part of the overlappable communication that a whole step hides
+    links               latency and bandwidth: a straight line is fitted to (bytes, seconds)
+    host_seconds        on a GPU: the median time of a launch; on a CPU, where the host cannot
+                        launch ahead: the seconds of a step that the other rates do not explain
+    overlap             the share of the overlappable communication that a whole step hides
 
-A step uses few dtypes. So the first of these steps also repeats each product, and each operator
-that moves LARGE bytes or more, in each of DTYPES. The ratios of their rates give the rates of
-dtypes that the step does not use. On a single node, the links between nodes are not measured;
-`hardware.calibrated` then keeps their published numbers.
+A step uses few dtypes. The first of the STEPS steps therefore also runs every product again in each
+of DTYPES, and likewise every operator that moves LARGE bytes or more. The ratios of the repeated
+rates give the rates of dtypes that the step does not use. On a single node, the links between nodes
+are not measured; `hardware.calibrated` then keeps their published numbers.
 """
 
 from __future__ import annotations
@@ -65,19 +66,19 @@ class Sample:
 class OperatorTimer(WorkCounter):
     """Count the work of a step, and time every operator and collective separately.
 
-    With `runs_again`, operators are also repeated in each of DTYPES.
+    With `repeats`, operators are also repeated in each of DTYPES.
 
     Attributes:
         samples: the operators and collectives, in the order in which they ran.
-        again: for each kind and dtype of repeated operators, [FLOPs or bytes, seconds].
+        repeated: for each kind and dtype of repeated operators, [FLOPs or bytes, seconds].
     """
 
-    def __init__(self, settings: WorkCounter, device: torch.device, *, runs_again: bool) -> None:
+    def __init__(self, settings: WorkCounter, device: torch.device, *, repeats: bool) -> None:
         super().__init__(chunks=settings.chunks, experts_train=settings.experts_train)
         self.samples: list[Sample] = []
-        self._runs_again = runs_again
+        self._repeats = repeats
         self._kwargs: dict[str, Any] = {}
-        self.again: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.repeated: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._seconds = 0.0
         self._device = device
 
@@ -99,7 +100,7 @@ class OperatorTimer(WorkCounter):
     def note(self, item: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
         super().note(item, func, args)
         self.samples.append(Sample(item, self._seconds))
-        if isinstance(item, Collective) or not self._runs_again:
+        if isinstance(item, Collective) or not self._repeats:
             return
         if not _can_repeat(item, func, args, self._kwargs):
             return
@@ -110,7 +111,7 @@ class OperatorTimer(WorkCounter):
             for _ in range(2):
                 # overloadpacket chooses the overload without an `out` argument.
                 seconds = self._timed(func.overloadpacket, copies, kwargs)[1]
-            total = self.again[item.kind, dtype]
+            total = self.repeated[item.kind, dtype]
             total[0] += item.flops or item.nbytes * _itemsize(dtype) / _itemsize(item.dtype)
             total[1] += seconds
 
@@ -127,8 +128,8 @@ def _can_repeat(
 ) -> bool:
     """Return True if an operator can be repeated with its inputs in another dtype.
 
-    These operators cannot: the backward of attention, which reads fp32 sums besides its factors;
-    operators with a dtype argument or a list of tensors; FSDP2's own operators.
+    These operators cannot be repeated: the backward of attention, which reads fp32 sums besides its
+    factors; operators with a dtype argument or a list of tensors; FSDP2's own operators.
     """
     floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
     return (
@@ -170,13 +171,13 @@ def measure_rates(
     seconds = [timed(step, device) for _ in range(repeat)]
     timers = []
     for number in range(STEPS):
-        timers.append(OperatorTimer(make_counter(model), device, runs_again=number == 0))
+        timers.append(OperatorTimer(make_counter(model), device, repeats=number == 0))
         timers[-1].begin("all")
         with timers[-1]:
             step()
     samples = [sample for timer in timers for sample in timer.samples]
     launched = _time_launches(make_counter(model), step) if device.type == "cuda" else 0.0
-    result = samples, dict(timers[0].again), statistics.median(seconds), launched
+    result = samples, dict(timers[0].repeated), statistics.median(seconds), launched
     results = everyone("measuring rates", lambda: result)
     return fit(
         [sample for samples_of_rank, *_ in results for sample in samples_of_rank],
@@ -203,8 +204,8 @@ def fit(
 
     Args:
         samples: the timed operators and collectives of all ranks.
-        work: the work of one rank's step, in one stretch.
-        seconds: the seconds of this step without timers.
+        work: the work of one rank's step, in one stretch (a part of a step that is counted apart).
+        seconds: the seconds of this step if operators are not timed.
         again: for each kind and dtype, the rate of the operators that were repeated in all dtypes.
         launched: seconds that the host takes per launch; 0 on a CPU.
         host_ahead: True if the host launches operators while the device computes.
@@ -235,8 +236,8 @@ def fit(
     nbytes = sum(moved_bytes for moved_bytes, _ in moved.values())
     if not flops or not nbytes:
         raise ValueError(
-            f"{len(flops)} kinds of products were timed, and {nbytes:.0f} bytes moved by "
-            f"operators of at least {LARGE} bytes; both must be above 0: measure a larger batch"
+            f"{len(flops)} kinds of products were timed, and operators of {LARGE} bytes or more "
+            f"moved {nbytes:.0f} bytes; both numbers must be above 0: measure a larger batch"
         )
     rates, fractions = _product_rates(flops, again or {})
     bandwidth, memory_fractions = _memory_rates(moved, (again or {}).get("memory", {}))
@@ -269,11 +270,12 @@ def timed(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def _product_rates(
-    flops: dict[tuple[str, str], list[float]], again: dict[str, dict[str, float]]
+    flops: dict[tuple[str, str], list[float]], repeated: dict[str, dict[str, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the rate of the fastest kind in each dtype, and the fraction that each kind reaches.
 
-    An entry of a kind without a dtype has the kind's fraction in the dtype with most FLOPs.
+    "grouped float32" is the fraction of one dtype. "grouped" is the fraction of the dtype in which
+    this kind has most FLOPs.
     """
     measured: dict[tuple[str, str], float] = {
         key: work / seconds for key, (work, seconds) in flops.items() if seconds
@@ -282,9 +284,9 @@ def _product_rates(
     for kind in {kind for kind, _ in measured}:
         flops_by_dtype = {dtype: flops[kind, dtype][0] for k, dtype in measured if k == kind}
         main = main_dtypes[kind] = max(flops_by_dtype, key=flops_by_dtype.__getitem__)
-        for dtype, rate in again.get(kind, {}).items():
+        for dtype, rate in repeated.get(kind, {}).items():
             if (kind, dtype) not in measured:
-                measured[kind, dtype] = measured[kind, main] * rate / again[kind][main]
+                measured[kind, dtype] = measured[kind, main] * rate / repeated[kind][main]
     rates: dict[str, float] = {}
     for (_, dtype), rate in measured.items():
         rates[dtype] = max(rates.get(dtype, 0.0), rate)
@@ -295,18 +297,18 @@ def _product_rates(
 
 
 def _memory_rates(
-    moved: dict[str, list[float]], again: dict[str, float]
+    moved: dict[str, list[float]], repeated: dict[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Return the bandwidth in the fastest dtype, and the fraction that each dtype reaches.
 
-    Operators on integers or on several dtypes reach the mean rate of all operators.
+    Operators on integers or on several dtypes get the entry "memory", the mean of all operators.
     """
     known = {dtype: total for dtype, total in moved.items() if dtype in DTYPES}
     rates = {dtype: nbytes / seconds for dtype, (nbytes, seconds) in known.items()}
     if known:
         main = max(known, key=lambda dtype: known[dtype][0])
-        for dtype, rate in again.items():
-            rates.setdefault(dtype, rates[main] * rate / again[main])
+        for dtype, rate in repeated.items():
+            rates.setdefault(dtype, rates[main] * rate / repeated[main])
     nbytes, seconds = (sum(part) for part in zip(*moved.values(), strict=True))
     fastest = max(*rates.values(), nbytes / seconds, 0.0)
     fractions = {f"memory {dtype}": rate / fastest for dtype, rate in rates.items()}
@@ -359,7 +361,7 @@ def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
 
 
 def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
-    """Return a value of `host_seconds` or of `overlap` with which the plan takes `seconds`."""
+    """Return a value of `host_seconds` or of `overlap` with which a plan gives `seconds`."""
     record = record_of(rates)
     planned = time_of_work(work, record).seconds
     if seconds >= planned and not record.host_ahead:

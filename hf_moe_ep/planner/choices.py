@@ -51,15 +51,16 @@ class Choices:
         return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
 
     def busiest(self, ep_size: int) -> int:
-        """Return the ep rank with the largest load of all ranks and layers, or the first of equals.
+        """Return the ep rank that has the largest load in any layer.
 
-        A rank's load is the sum of the shares of its experts.
+        A rank's load in a layer is the sum of the shares of its experts. If several ranks have the
+        largest load, the first rank is returned.
         """
         rows_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
         return int((rows_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
 
     def draw(self, layer: int, tokens: int) -> Tensor:
-        """Draw K different experts for each token, and return their ids_TK.
+        """Draw K = `top_k` different experts for each of T = `tokens` tokens; return ids (T, K).
 
         The method is systematic sampling (Madow 1949). Each token places the experts on a line in
         random order, each expert as long as its share, and marks K points at distances of 1. It

@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.ops.operators import STEPS_INSIDE
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id, tensors_in
 
-# Values of `made_by` for a storage that no operator made.
+# Values of `made_by` for a storage that no operator made. BEFORE is also the name of the stretch (a
+# named part of the run) that precedes the first `begin`.
 BEFORE, RESIZED = "before", "resize_"
 
 

@@ -11,8 +11,8 @@ A stretch begins when a layer's forward begins, or when the gradient of a layer'
 
 With `offload`, FSDP2 keeps parameters, gradients and optimizer state on the host (CPUOffloadPolicy)
 and copies shards to the device before it gathers them. All fake tensors are on the CPU, so
-`TensorMemory` records which of them are on the host: a tensor computed from a host tensor is on the
-host too, unless it is a copy to the device.
+`TensorMemory` records which of them stand for tensors on the host: a tensor computed from a host
+tensor is on the host too, unless it is a copy to the device.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def count_step(
     Args:
         model: a sharded model. Train a real model for one step before, because an optimizer
             allocates its state in its first step.
-        work: the counter of the work; None makes one with `make_counter`.
+        work: the counter of the work; None makes a counter with `make_counter`.
         offload: True if the model was sharded with a CPUOffloadPolicy.
     """
     work = work or make_counter(model)
@@ -122,7 +122,7 @@ def _watch_held(
 ) -> None:
     """Count the tensors that exist before the step, and record their kinds."""
     states = optimizer.state.values()
-    # Generators, so that no list keeps a gradient alive.
+    # These are functions that return iterators, because a list would keep gradients alive.
     held: dict[str, Callable[[], Iterator[Tensor]]] = {
         "parameters": lambda: iter(model.parameters()),
         "buffers": lambda: iter(model.buffers()),
@@ -208,8 +208,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer `name` of `held.OPTIMIZERS` for the trainable parameters.
 
-    As by default on a GPU, the optimizer updates all parameters at once (foreach). With `on_host`
-    the parameters are on the host, where torch updates one after the other.
+    The optimizer updates all parameters at once (foreach), which is torch's default on a GPU. With
+    `on_host` the parameters are on the host, where torch updates one parameter after the other.
     """
     trained = [p for p in parameters if p.requires_grad]
     if name == "sgd":

@@ -1,18 +1,18 @@
 """Extrapolate a step of a model with n layers from steps with 4 and with 5 layers.
 
 If all layers are alike, a plan runs the model with 4 and with 5 layers only. A step is cut into
-stretches: before the layers, one per layer and direction, the head, the optimizer. The first two
-and the last two layers differ from the others by their neighbours, so their stretches are kept;
-they are named by their number from the nearer end. All layers between are alike. The bytes of a
-stretch grow by the same amount with each layer of the model, because all layers keep the same
-number of bytes for later stretches:
+stretches: before the layers, the forward and the backward of each layer, the head, the optimizer.
+The first two and the last two layers have other neighbours than the layers between them, so their
+stretches are kept. A stretch is named by the number of its layer, counted from the nearer end (-1
+is the last layer). The bytes of a stretch grow by the same amount with each layer of the model,
+because all layers keep the same number of bytes for later stretches:
 
     n layers   forward 0  1 ..  -2  -1  head | backward head  -1  -2 ..  1  0 | optimizer
     value(n) = value(4) + (n - 4) * (value(5) - value(4))
 
 Example: a stretch with 100 bytes at 4 layers and 110 bytes at 5 layers has 100 + 44 * 10 = 540
-bytes at 48 layers. The bytes of the layers in the middle are between those of the two ends, so the
-peak of the step is at an end.
+bytes at 48 layers. The bytes of a layer in the middle are between the bytes of the first and of the
+last layer, so the peak of the step is at one of the two ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run one rank of a sharded model alone, on fake tensors: shapes and dtypes without memory.
 
-The model is sharded over torch's fake process group, whose collectives send nothing. Its own
-forward, backward and optimizer step run. Two results depend on values, which fake tensors do not
-have:
+The model is sharded over torch's fake process group, whose collectives send nothing. The model's
+own forward, backward and optimizer step run. Two results depend on values, which fake tensors do
+not have:
 
     the router's choice      It is replaced by drawn expert ids (`choices.py`). If checkpointing
                              computes a layer again, the layer gets the same ids. Integer tensors
@@ -12,11 +12,12 @@ have:
 
 So this rank receives from each other rank as many rows as it sends to itself.
 
-Two shortcuts keep a plan fast. The experts of a block run one after the other and free their
-memory, so only three of them run: the two with the most pairs, and the one with the fewest. The
-work of the others is interpolated on a straight line. And if FSDP2 splits a tensor into MANY or
-more equal chunks, one per rank, the first chunk is used for all of them, because a thousand views
-would take longer than the layer.
+Two shortcuts keep a plan fast. The torch path computes the experts in blocks. The experts of a
+block run one after the other and free their memory, so only three of these experts run: the two
+with the most pairs, and the expert with the fewest pairs. The work of the other experts is
+interpolated on a straight line. And if FSDP2 splits a tensor into MANY or more equal chunks, one
+per rank, the first chunk is used for all of them, because a thousand views would take longer than
+the layer.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 class DrawnChoicesMode(OperatorMode):
-    """A dispatch mode above the fake-tensor mode, with drawn expert ids and real integers."""
+    """Draw expert ids and keep integer tensors real; this mode runs above the fake-tensor mode."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class DrawnChoicesMode(OperatorMode):
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True for an operator without tensor arguments that makes integers."""
+    """Return True if an operator without tensor arguments makes integers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _INTEGERS
@@ -182,8 +183,8 @@ def split_in_three(
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield three experts of a block instead of all, and count the work of the others.
 
-    The expert with the fewest pairs comes first, then the two with the most pairs, by their
-    number. If experts 0 to 3 have 5, 9, 2 and 7 pairs, experts 2, 1 and 3 run.
+    The expert with the fewest pairs comes first, then the two experts with the most pairs, in the
+    order of their numbers. If experts 0 to 3 have 5, 9, 2 and 7 pairs, experts 2, 1 and 3 run.
     """
     order = sorted(range(len(block.sizes)), key=lambda index: -block.sizes[index])
     largest = sorted(order[:2])

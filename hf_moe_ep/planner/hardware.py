@@ -6,8 +6,8 @@
 
 Each known GPU has a record in `rates.json` beside this file, with the source of every number. FLOP
 rates are peaks for dense matrices, without sparsity. A gigabyte is 10^9 bytes, as in data sheets.
-The bandwidth of a link is that of one direction; data sheets often add up both directions. Until
-`calibrate.py` measures them, three things are assumptions: the fraction of a peak that a kernel
+The bandwidth of a link is that of one direction; data sheets often add up both directions. Three
+things are assumptions until `calibrate.py` measures them: the fraction of a peak that a kernel
 reaches, the latency of a link, and the time of a kernel launch.
 """
 
@@ -47,7 +47,7 @@ class Hardware:
         name: the name on the command line.
         matmul_flops: peak FLOPs per second of a dense product without sparsity, by dtype name
             ("bfloat16", "float32", "float8_e4m3fn"). A dtype that is missing runs at the rate of
-            the next wider one.
+            the next wider dtype.
         memory_bandwidth: peak bytes per second of the GPU's memory, the sum of reads and writes.
         memory_bytes: bytes of memory that the GPU has.
         node_size: GPUs per node. Ranks 0 to node_size - 1 are on the first node, and so on.
@@ -61,8 +61,8 @@ class Hardware:
         host_memory_bandwidth: peak bytes per second of the host's memory, per GPU.
         host_ahead: True if the host launches operators while the device computes: a step takes as
             long as the slower of host and device. False on a CPU: both times are added.
-        overlap: from 0 to 1; of the communication that could overlap computation, the fraction that
-            does overlap it.
+        overlap: how much of the overlappable communication really overlaps computation, from 0
+            (nothing) to 1 (all).
         fractions: for each of KINDS, the fraction of the peak that is reached (above 0, at most 1).
             An entry such as "grouped float32" or "memory bfloat16" is for one dtype only.
         sources: by field name, the source of the number: a page, a measurement or an assumption.

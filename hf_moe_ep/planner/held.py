@@ -4,25 +4,27 @@
     plan.largest.held + plan.gathered
 
 The model is built on the meta device, patched, and sharded by the same code as in training, over
-torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. That is
-exact, and includes the padding of FSDP2:
+torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. The sum
+is exact, and includes the padding of FSDP2:
 
-    5 rows over 4 ranks        rank 0   rank 1   rank 2   rank 3
-    rows of the parameter         2        2        1        0
-    allocated for it              2        2        2        2    dim 0 is padded to equal chunks
-    allocated for its gradient    2        2        2        2    the reduced gradient is padded too
-    each AdamW moment             2        2        1        0    moments are not padded
+    5 rows over 4 ranks          rank 0   rank 1   rank 2   rank 3
+    rows of the parameter           2        2        1        0
+    rows of its memory              2        2        2        2    dim 0 is padded to equal chunks
+    rows of its reduced gradient    2        2        2        2    the gradient is padded as well
+    rows of each AdamW moment       2        2        1        0    moments are not padded
 
-So ranks differ only in their optimizer state. Ranks whose shards have the same sizes form one kind;
-every replica (HSDP) has the same kinds. `plan_memory` shards the model for rank 0, which holds
-most, and computes the other kinds from their chunk sizes. As a check, it also shards the model for
-the last rank of a replica, which holds least.
+The padding makes parameters and gradients equally large on all ranks, so ranks differ only in their
+optimizer state. Ranks whose shards have the same sizes form one kind; every replica (HSDP) has the
+same kinds. `plan_memory` shards the model for rank 0, which holds most, and computes the other
+kinds from their chunk sizes. As a check, it also shards the model for the last rank of a replica,
+which holds least.
 
-During a step, a rank also gathers FSDP2 units in the compute dtype. A stage is a decoder layer with
-its experts, the embedding, or the head. FSDP2 prefetches the next stage, so two neighbouring stages
-are gathered at a time. The root unit stays gathered, and so does the unit of embedding and head if
-their weights are tied. Quantised experts (`ParallelConfig.experts_dtype`) are gathered as bytes,
-and their adapters in the dtype of the adapters.
+During a step, a rank also gathers FSDP2 units (modules whose parameters FSDP2 gathers and frees
+together) in the compute dtype. A stage is a decoder layer with its experts, the embedding, or the
+head. FSDP2 prefetches the next stage, so two neighbouring stages are gathered at a time. The root
+unit stays gathered. If the weights of embedding and head are tied, their unit stays gathered as
+well. Quantised experts (`ParallelConfig.experts_dtype`) are gathered as bytes, and their adapters
+in the dtype of the adapters.
 
 `NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
 """
@@ -62,7 +64,7 @@ NOT_COUNTED = (
     "FSDP2's copies while it gathers a unit",
     "communication buffers",
     "the CUDA context",
-    "memory that the allocator reserves beyond that",
+    "memory that the allocator reserves but does not hand out",
 )
 
 
@@ -88,15 +90,15 @@ class MemoryPlan:
         world_size, parallel, ep_fsdp_size: the layout with its resolved sizes.
         total: the number of parameters, with adapters.
         trained: the number of parameters that get gradients.
-        active: the number of parameters that one token uses: those of its experts, and all
-            parameters outside the experts.
+        active: the number of parameters that one token uses: the parameters of the experts that it
+            chooses, and all parameters outside experts.
         expert_bytes: the bytes of the experts' matrices on all ranks of a replica, with scales and
             padding, divided by the number of their parameters.
         kinds: the kinds of ranks, in the order of their first ranks.
         gathered: the most bytes that are gathered at a time: two neighbouring stages, and the
             units that stay gathered.
         unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
-        unit_reduction: bytes of these gradients in the dtype in which they are reduced.
+        unit_reduction: bytes of these gradients in the dtype of the reduce-scatter.
     """
 
     world_size: int
@@ -257,7 +259,7 @@ class _Sharded:
 
     Attributes:
         axes: for each parameter's id, the mesh axis over which FSDP2 splits it.
-        stands_for: for the id of each tensor of quantised experts, the number of values in it.
+        num_values: for the id of each tensor of quantised experts, the number of values in it.
     """
 
     def __init__(self, request: PlanRequest, rank: int) -> None:
@@ -271,7 +273,7 @@ class _Sharded:
             self.ep_fsdp_size = meshes.ep_fsdp_size
             self.parameters: list[DTensor] = _dtensors([model])
             self.axes = {id(p): _find_axis(p, meshes.ep_size) for p in self.parameters}
-            self.stands_for = _count_quantised_values(model)
+            self.num_values = _count_quantised_values(model)
 
     @property
     def replica(self) -> int:
@@ -313,20 +315,20 @@ class _Sharded:
         """Sum the bytes of parameters that are gathered in `dtype`, with padding.
 
         If `dtype` is None, parameters are gathered in the dtypes that they have. Quantised experts
-        and their adapters always are.
+        and their adapters are always gathered in the dtypes that they have.
         """
         total = 0
         for p in parameters:
             axis = self.axes[id(p)]
-            keeps_dtype = dtype is None or (self.stands_for and axis.name == EP_FSDP)
+            keeps_dtype = dtype is None or (self.num_values and axis.name == EP_FSDP)
             gathered_dtype = p.dtype if keeps_dtype else dtype
             assert gathered_dtype is not None
             total += _allocated(p) // p.dtype.itemsize * axis.size * gathered_dtype.itemsize
         return total
 
     def count(self, parameters: Iterable[DTensor]) -> int:
-        """Count parameters; the bytes of a quantised matrix count as the values in it."""
-        return sum(self.stands_for.get(id(p), p.numel()) for p in parameters)
+        """Count parameters. For a quantised matrix, the values are counted, not the bytes."""
+        return sum(self.num_values.get(id(p), p.numel()) for p in parameters)
 
     def active(self) -> int:
         """Count the parameters that one token uses."""
@@ -362,13 +364,13 @@ class _Sharded:
         always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
         if units.tied:
             always += _dtensors(units.tail)
-        at_a_time = _largest_pair([stage_bytes(stage) for stage in stages])
+        largest_pair = _largest_pair([stage_bytes(stage) for stage in stages])
         if units.vision:
             *blocks, tower = units.vision
             outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
             in_tower = _largest_pair([stage_bytes([block]) for block in blocks]) + outside_blocks
-            at_a_time = max(at_a_time, in_tower)
-        return self.gathered_bytes(always, compute) + at_a_time
+            largest_pair = max(largest_pair, in_tower)
+        return self.gathered_bytes(always, compute) + largest_pair
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
         """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
@@ -401,7 +403,7 @@ class _Axis:
     length: int
 
     def share(self, coordinate: int) -> int:
-        """Return how many rows torch.chunk gives to a coordinate: 2, 2, 1, 0 for 5 rows over 4."""
+        """Return how many rows torch.chunk gives to a rank: 2, 2, 1, 0 for 5 rows over 4 ranks."""
         chunk = -(-self.length // self.size)
         return max(0, min(chunk, self.length - coordinate * chunk))
 
@@ -441,7 +443,7 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:
-    """Map the id of each tensor of quantised experts to its number of values; scales have 0."""
+    """Map the id of each tensor of quantised experts to its number of values; scales count 0."""
     num_values: dict[int, int] = {}
     for name, matrix, quantisation in quantised_matrices(model):
         for tensor in matrix.by_name(name).values():

@@ -5,13 +5,15 @@ kernels of `ops/triton_mlp.py`, which compute the same products with fewer launc
 they gather rows while they multiply, and the activation is fused with the product before it. So for
 a GPU, `count_kernels` drops the operators of the torch path and counts these launches:
 
-    route        sort_pairs                            4 launches, no FLOPs
-    forward      up (with activation), down            2 products
-                 combine                               sums the rows of each token
-    backward     dgated (of down and activation)       1 product
-                 weight_grads                          gradients of the routing weights
-                 rows, combine                         1 product
-                 outer                                 1 product per trained matrix
+    pass         kernel                            counted
+    route        sort_pairs                        4 launches, no FLOPs
+    forward      up, with activation               1 product
+                 grouped_mm (down)                 1 product
+                 combine                           1 launch, which sums the rows of each token
+    backward     dgated, through down and gate     1 product
+                 weight_grads                      1 launch: gradients of the routing weights
+                 grouped_mm, combine (rows)        1 product and 1 launch: gradients of the rows
+                 outer                             1 product per trained matrix
 
 With an adapter of rank P, a thin product comes before each matrix product: it multiplies the rows
 by the adapter's first factor. The kernel of the matrix product then also adds the product with the
@@ -53,8 +55,8 @@ class ExpertCall:
 
     Attributes:
         pairs: (token, expert) pairs that are computed.
-        rows, top_k: the tokens, and the number of experts that each of them chooses.
-        pre: pre-activations per pair, the columns of the up product; 2 * `ffn` for gated experts.
+        rows, top_k: the number of tokens, and the number of experts per token.
+        pre: pre-activations per pair (columns of the up product); 2 * `ffn` for gated experts.
         ffn: activations per pair.
         up_bytes, down_bytes: bytes of the matrices of all experts; with scales if quantised.
         up_rank, down_rank: ranks of the adapters; 0 without an adapter.
@@ -128,11 +130,12 @@ class ExpertCall:
             nbytes = _FP32 * (partial + 2 * self.rows * self.top_k)
             launches.append(Operator("memory", "float32", 0, nbytes))
         moved = self.pre + self.hidden
-        back = self._product(self.pre, self.hidden, moved, self.up_bytes, self.up_rank)
+        row_grads = self._product(self.pre, self.hidden, moved, self.up_bytes, self.up_rank)
         if "rows" in need:
-            launches += [*back, self._combine(weighted=False)]
+            launches += [*row_grads, self._combine(weighted=False)]
         elif "up_a" in need:
-            launches += back[:1]
+            # Only the thin product with the adapter is needed.
+            launches += row_grads[:1]
         return launches
 
     def grad_launches(self, need: set[str]) -> list[Operator]:
@@ -176,8 +179,9 @@ class ExpertCall:
         return self._grouped(2 * self.pairs * height * width, moved)
 
     def _combine(self, *, weighted: bool) -> Operator:
-        slots = self.rows * self.top_k * (4 + _FP32 * weighted)
-        nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden + slots
+        positions_and_weights = self.rows * self.top_k * (4 + _FP32 * weighted)
+        nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden
+        nbytes += positions_and_weights
         return Operator("memory", self._dtype_name, 0, nbytes)
 
     def _grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:

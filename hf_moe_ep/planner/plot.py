@@ -2,8 +2,9 @@
 
     draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
-Every stretch of the step is drawn with the same width, whatever time it takes; its height is its
-peak. `over_step` returns the numbers. This module needs matplotlib.
+A stretch is a part of the step, such as the forward of one layer. All stretches are drawn with the
+same width, whatever time they take; the height of a stretch is its peak. `over_step` returns the
+numbers. This module needs matplotlib.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _COLOURS = {
     "gathered units, FSDP2's copies": "#F0E442",
     "activations, logits, transients": "#E69F00",
 }
-# About this many layers have a number on the axis.
+# The axis shows the numbers of about this many layers.
 _NUMBERED = 6
 
 

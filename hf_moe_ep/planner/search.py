@@ -12,15 +12,16 @@ Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py
 Each plan takes seconds to compute, so the search tries few layouts:
 
     1. It plans every grid with one sequence per forward and with checkpointing, which needs least
-       memory. If a grid takes more than FAR times the limit, the other ep_sizes with the same
+       memory. If a grid takes more than FAR times the limit, larger ep_sizes with the same
        dp_replicate_size are skipped.
     2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
-       with as many sequences per forward as fit, which are all or a power of two. A straight line
-       between the memory of one sequence and of all gives the first number to try.
+       with as many sequences per forward as fit (all, or a power of two). The first number to try
+       comes from a straight line between the memory of one sequence and the memory of all.
     3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
 
-sp_size > 1 is tried only if nothing fits without it, or if the request sets it. An ep_size larger
-than a node is tried with the default dispatcher and with the hierarchical one.
+sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If the request sets
+an ep_size larger than a node, it is tried with the default dispatcher and with the hierarchical
+dispatcher.
 
 With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
 first, then those with more sequences per forward, then those with more memory left.
@@ -45,7 +46,8 @@ from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
-# GPUs per node. By default, ep and sp groups stay inside a node, and a replica is made of nodes.
+# GPUs per node. By default, ep and sp groups stay inside a node, and a replica (HSDP) has the GPUs
+# of one node or of all nodes.
 NODE = 8
 CLOSER_LOOK = 3
 FAR = 2
@@ -94,7 +96,7 @@ class Layout:
     """A parallel layout of a training job.
 
     Attributes:
-        per_forward: sequences per forward of a data rank.
+        per_forward: sequences per forward of a data rank (the ranks that share a batch).
         accumulated: forwards per optimizer step (gradient accumulation).
         chunks: dispatch_chunks.
         node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
@@ -198,6 +200,7 @@ def find_layouts(asked: Asked) -> Found:
 
 def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, result: Found) -> None:
     """Plan variants of a grid that need more memory and may be faster."""
+    # The sequences of a data rank per optimizer step.
     share = grid.layout.per_forward * grid.layout.accumulated
     for checkpointing in (True, False):
         single = grid

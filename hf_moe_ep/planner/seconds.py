@@ -7,9 +7,9 @@
 
 An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, or its bytes
 at the memory bandwidth. A collective takes the latency of a link plus its bytes divided by the
-bandwidth; if it crosses nodes, the slower of both links counts. In each stretch of the step, the
-fraction `Hardware.overlap` of the communication that can overlap computation is hidden. The rest of
-the communication is exposed and makes the step longer:
+bandwidth; if it crosses nodes, the slower link counts. A stretch is a part of the step, such as the
+forward of one layer. In each stretch, the fraction `Hardware.overlap` of the communication that can
+overlap computation is hidden. All other communication is exposed and makes the step longer:
 
     FSDP2's collectives   can overlap all computation of the stretch
     rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives

@@ -7,7 +7,8 @@
                     --masters model            23.7 GiB    fits
 
 `shrink` plans the step again with each change, and drops a change that does not lower the peak. The
-first changes give the same training results up to rounding; the later ones do not.
+changes before `experts_dtype` give the same training results up to rounding (for `batch`, only if
+gradients are accumulated instead). `experts_dtype` and the changes after it give other results.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, batch=Batch(seq=4096))
     plan.peak, plan.where, plan.parts        # bytes, the stretch with the peak, bytes by kind
 
-`held.py` counts the memory that a rank holds between steps. A step needs more: activations, logits,
-gathered FSDP2 units with FSDP2's own copies, unreduced gradients, rows that are dispatched to
-experts, and temporaries of the optimizer. `plan_step` uses three methods:
+A stretch is a part of the step, such as the forward of one layer (`counted.py`). `held.py` counts
+the memory that a rank holds between steps. A step needs more: activations, logits, gathered FSDP2
+units with FSDP2's own copies, unreduced gradients, rows that are dispatched to experts, and
+temporaries of the optimizer. `plan_step` uses three methods:
 
     run           The model is patched and sharded as in training. One rank's forward, backward and
                   optimizer step run on fake tensors (`fake.py`) and are counted (`counted.py`).
@@ -46,7 +47,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 NOT_COUNTED = (
     "workspace of kernels and communication libraries",
     "the CUDA context",
-    "memory that the allocator reserves beyond that",
+    "memory that the allocator reserves but does not hand out",
     "pictures and sound",
 )
 
@@ -182,7 +183,7 @@ def _run_fake_step(
     """Run and count one step of one rank on fake tensors, with all layers of the request."""
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
-    choices = _choices(built, request, load)
+    choices = _make_choices(built, request, load)
     head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
     with fake_group(_planned_rank(choices, state, request), request.world_size):
         meshes = built.shard()
@@ -212,7 +213,7 @@ def _run_fake_step(
                 ) from error
 
 
-def _choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) -> Choices:
+def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) -> Choices:
     state = built.state
     top_k = experts_per_token(built.model, state.plan, text_config(request.config))
     if load is None:

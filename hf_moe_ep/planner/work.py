@@ -14,13 +14,16 @@ Each stretch of a step (`counted.py`) is counted separately, because communicati
 computation of the same stretch.
 
 The functions on the call stack show the purpose of a collective. The purpose determines how much of
-the collective can overlap computation:
+the collective can overlap computation. In this table, rows are hidden states of tokens, and
+`dispatch_chunks` sends them in `chunks` parts:
 
-    parameters, gradients       all; FSDP2 prefetches or reduces them during any computation
-    rows (to experts and back)  all but one of `chunks` parts, during the experts' computation; the
-                                rows' gradients completely, while the experts' weights get theirs
+    what is sent                share that can overlap
+    parameters, gradients       all; FSDP2 gathers and reduces them during any computation
+    rows (to experts and back)  all but one of `chunks` parts, during the experts' computation
+    gradients of rows           all, while the gradients of the experts' weights are computed
     offload                     all; FSDP2 prefetches its copies between host and device
-    counts, sequence, numbers   nothing; the next operator needs the result
+    counts of rows, sequence    nothing; the next operator needs the result
+    numbers (small all-reduces) nothing, for the same reason
 """
 
 from __future__ import annotations
@@ -108,9 +111,10 @@ class Collective:
     def links(self, node_size: int) -> tuple[float, float]:
         """Return the bytes that this rank sends inside its node, and to other nodes.
 
-        In an all-gather over several nodes, the data of other nodes enters a node once, and the
-        node's ranks share this traffic equally. Inside its node, a rank receives all parts except
-        its own. An all-reduce counts as a reduce-scatter and an all-gather.
+        A rank receives as many bytes as it sends, so the received bytes are counted here. In an
+        all-gather over several nodes, the data of other nodes enters a node once, and the node's
+        ranks share this traffic equally. Inside its node, a rank receives all parts except its own
+        part. An all-reduce counts as a reduce-scatter and an all-gather.
 
         Example: an all-gather of 800 bytes over 8 ranks on two nodes of 4 ranks. A rank receives
         700 bytes inside its node. 400 bytes come from the other node over 4 links, 100 bytes for
@@ -208,7 +212,7 @@ class WorkCounter(OperatorMode):
         self.begin("before")
 
     def set_host_test(self, is_on_host: Callable[[Any], bool]) -> None:
-        """Set the function that returns True for arguments of an operator that the host runs."""
+        """Set the function that returns True if the host runs an operator with these arguments."""
         self._is_on_host = is_on_host
 
     def begin(self, stretch: str) -> None:
@@ -242,7 +246,7 @@ class WorkCounter(OperatorMode):
                 return run_steps(*args, **kwargs)
         kind = collective_of(func)
         if kind is not None:
-            collective = self._collective(kind, func, args)
+            collective = self._describe_collective(kind, func, args)
             out = self.run_collective(func, args, kwargs)
             self.note(collective, func, args)
             return out
@@ -253,7 +257,7 @@ class WorkCounter(OperatorMode):
         flops = count_flops(func, args, kwargs, out)
         nbytes = moved_bytes(func, args, kwargs, out)
         if flops or nbytes:
-            operator = _operator(func, args, flops, nbytes)
+            operator = _describe_operator(func, args, flops, nbytes)
             if self._is_on_host(args):
                 operator = replace(operator, kind=ON_HOST)
             self.note(operator, func, args)
@@ -291,7 +295,7 @@ class WorkCounter(OperatorMode):
         return out
 
     def take(self, since: int) -> list[Operator]:
-        """Remove and return the operators of this stretch that follow the first `since`."""
+        """Remove the operators of this stretch except the first `since`, and return them."""
         removed = self._now[since:]
         del self._now[since:]
         return removed
@@ -318,10 +322,10 @@ class WorkCounter(OperatorMode):
                 nbytes = low.nbytes + (high.nbytes - low.nbytes) * (size - least) // span
                 self._now += [replace(low, flops=flops, nbytes=nbytes)] * number
 
-    def _collective(self, kind: str, func: Any, args: tuple[Any, ...]) -> Collective:
+    def _describe_collective(self, kind: str, func: Any, args: tuple[Any, ...]) -> Collective:
         group = group_of(func, args)
         ranks = tuple(dist.get_process_group_ranks(group))
-        purpose, hideable = self._purpose(kind)
+        purpose, hideable = self._find_purpose(kind)
         nbytes = payload_of(func, args)
         by_rank: tuple[int, ...] = ()
         if kind == "all_to_all":
@@ -336,7 +340,7 @@ class WorkCounter(OperatorMode):
             )
         return Collective(kind, purpose, ranks, dist.get_rank(), nbytes, by_rank, hideable)
 
-    def _purpose(self, kind: str) -> tuple[str, float]:
+    def _find_purpose(self, kind: str) -> tuple[str, float]:
         """Return the purpose of a collective, and the fraction that can overlap computation."""
         callers = []
         purpose = "numbers"
@@ -353,20 +357,20 @@ class WorkCounter(OperatorMode):
         return purpose, (self.chunks - 1) / self.chunks
 
 
-def _operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int) -> Operator:
+def _describe_operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int) -> Operator:
     inputs = [x for x in tensors_in(args) if x.is_floating_point()]
     if not flops:
         dtypes = {x.dtype for x in inputs}
-        return Operator("memory", _name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
+        return Operator("memory", _dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
     # The factors of a product are its narrowest inputs. Other inputs may be wider: the addend of
     # addmm, and the fp32 log-sum-exp that the backward of attention reads with its bf16 factors.
-    dtype = _name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
+    dtype = _dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
     if "attention" in operator_name(func):
         return Operator("attention", dtype, flops, nbytes)
     return Operator("grouped" if _is_called_by_experts() else "matmul", dtype, flops, nbytes)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

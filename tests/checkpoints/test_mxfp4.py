@@ -16,10 +16,10 @@ from support.ranks import run_ranks
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from hf_moe_ep import from_pretrained, patch, save_pretrained
-from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -66,7 +66,9 @@ def test_a_byte_is_two_numbers_with_the_low_bits_first(tmp_path: Path) -> None:
     weight = torch.empty(1, 32, 2, dtype=torch.bfloat16)
     with Reader() as reader:
         piece = whole_piece("w", (1, 32, 2))
-        stored = InFiles([(piece, join_blocks(entries, {"w": [piece]})["w"])], torch.bfloat16)
+        stored = StoredParameter(
+            [(piece, join_blocks(entries, {"w": [piece]})["w"])], torch.bfloat16
+        )
         stored.read_into(weight, ((0, 1), (0, 32), (0, 2)), reader)
         part = torch.empty(1, 3, 1, dtype=torch.bfloat16)
         stored.read_into(part, ((0, 1), (1, 4), (0, 1)), reader)

@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained
-from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.checkpoints.training.base import describe_base
 from hf_moe_ep.ops.quantised import (
@@ -142,7 +142,7 @@ def read_fp8(folder: Path, weight: str) -> Quantised:
     return Quantised(joined("").view(torch.uint8), joined("_scale_inv"))
 
 
-def locate_weights(folder: Path) -> dict[str, InFiles]:
+def locate_weights(folder: Path) -> dict[str, StoredParameter]:
     """Find where the files of a checkpoint store each weight."""
     model, plan = described_model(folder)
     return find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])

@@ -28,8 +28,8 @@ from support.tiny_models import tiny
 from torch import Tensor, nn
 
 from hf_moe_ep import from_pretrained
-from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.boxes import local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import _VALUES, Quantisation, empty_stack, quantise_stack
@@ -86,19 +86,19 @@ def _bytes_of_quantised_matrix(kind: str) -> int:
 @contextmanager
 def _keep_previous_matrix() -> Iterator[None]:
     previous: list[Tensor] = []
-    read = InFiles.read_into
+    read = StoredParameter.read_into
 
-    def read_into(self: InFiles, target: Tensor, box: Any, reader: Reader) -> None:
+    def read_into(self: StoredParameter, target: Tensor, box: Any, reader: Reader) -> None:
         previous.append(target.clone())
         del previous[:-1]
         read(self, target, box, reader)
 
-    with mock.patch.object(InFiles, "read_into", read_into):
+    with mock.patch.object(StoredParameter, "read_into", read_into):
         yield
 
 
 def _read_layer_at_once(
-    self: HeldAsBytes, stored: InFiles, reader: Reader, device: torch.device
+    self: HeldAsBytes, stored: StoredParameter, reader: Reader, device: torch.device
 ) -> None:
     box = (self.boxes[0][0], (0, self.shape_OI[0]), (0, self.shape_OI[1]))
     layer = torch.empty([stop - start for start, stop in box], dtype=stored.dtype)

@@ -28,7 +28,7 @@ from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer, load_deep_ep
-from hf_moe_ep.moe.dispatch.overlap import WayHome
+from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.state import STATE
 
 HIDDEN = 48
@@ -106,7 +106,7 @@ def _run_layer(
 ) -> Tensor:
     """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
-    with WayHome() as home:
+    with OverlappedChunks() as home:
         for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_moe_ep.dispatcher import Dispatcher, Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
-from hf_moe_ep.moe.dispatch.overlap import WayHome
+from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 
 HIDDEN = 29  # odd, so that a row never has as many bytes as its routing (2 K columns)
 HEADER = Header(1, 0, True, True, False, False, 2, 8)
@@ -129,7 +129,7 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
     arrived, weights, counts = [], [], torch.zeros(case.local, dtype=torch.int64)
     for _ in range(2 if recompute else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
-        with WayHome() as home:
+        with OverlappedChunks() as home:
             for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
@@ -293,7 +293,7 @@ def test_one_host_sync_per_layer() -> None:
         ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
         with _HostSyncs() as syncs:
             exchanges = dispatcher.plan(ids_TK, HEADER, hidden_bytes=0)
-            with WayHome() as home:
+            with OverlappedChunks() as home:
                 for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
                     rows_RH, w_RK, _ = arriving.finish()
                     home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))

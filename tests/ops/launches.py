@@ -19,9 +19,9 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from hf_moe_ep.ops.kernels import dgated, grouped_mm, outer, reduce, sort_pairs, up
+from hf_moe_ep.ops.kernels import dgated, gate_up, grouped_mm, outer, reduce, sort_pairs
 
-KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
+KERNEL_MODULES = (dgated, gate_up, grouped_mm, outer, reduce, sort_pairs)
 
 
 class Launches:

@@ -21,7 +21,7 @@ from hf_moe_ep.ops import self_check, sum_check, torch_mlp, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, up
+from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 from hf_moe_ep.ops.self_check import Kind, check_once
@@ -382,7 +382,7 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
     monkeypatch.undo()
     kind = LAUNCHED[name]
     monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
-    for module in (blocks, dgated, grouped_mm, outer, up):
+    for module in (blocks, dgated, gate_up, grouped_mm, outer):
         monkeypatch.setattr(module, "dot_precision", lambda rows: kind.precision)
     # Only the launches are compared, so the torch path need not compute either.
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())

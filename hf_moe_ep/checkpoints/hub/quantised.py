@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, scales_as_fp32
-from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, dequantised_shape, quantise
@@ -59,7 +59,7 @@ class HeldAsBytes:
         return sum(tensor.nbytes for tensor in self.local.by_name("").values())
 
     @torch.no_grad()
-    def read(self, stored: InFiles, reader: Reader, device: torch.device) -> None:
+    def read(self, stored: StoredParameter, reader: Reader, device: torch.device) -> None:
         """Read this rank's experts from a checkpoint and quantise them on `device`."""
         experts, (first, end), _ = self.boxes[0]
         if first == end:
@@ -89,7 +89,9 @@ class HeldAsBytes:
         tensors = zip(matrix.by_name("").values(), self.boxes, strict=True)
         return Quantised(*(tensor[slice(*box[1])] for tensor, box in tensors))
 
-    def _copy_bytes(self, stored: InFiles, box: Box, target: Quantised, reader: Reader) -> None:
+    def _copy_bytes(
+        self, stored: StoredParameter, box: Box, target: Quantised, reader: Reader
+    ) -> None:
         """Copy FP8 bytes and scales of one expert from the checkpoint."""
         values, scales = target.values[None], target.block_scale[None]
         if self.transposed:
@@ -130,7 +132,7 @@ def _find_compute(model: nn.Module, name: str) -> Compute:
     return layer.compute
 
 
-def _has_the_same_blocks(stored: InFiles) -> bool:
+def _has_the_same_blocks(stored: StoredParameter) -> bool:
     """Return True if a stack is stored in FP8, with the blocks that the expert's matrix has."""
     return all(
         isinstance(tensor, ScaledTensor)

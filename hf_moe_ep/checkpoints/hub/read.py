@@ -19,10 +19,10 @@ from torch import nn
 
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.checkpoints.hub.fp8 import join_scales, join_stacked_scales
-from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
@@ -74,7 +74,7 @@ def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
 
 def find_weights(
     model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
-) -> dict[str, InFiles]:
+) -> dict[str, StoredParameter]:
     """Find where a checkpoint stores the parameters `empty` and all persistent buffers.
 
     Args:
@@ -96,26 +96,26 @@ def find_weights(
         )
     }
 
-    def find() -> tuple[dict[str, InFiles], str]:
-        in_files = read_index(directory)
+    def find() -> tuple[dict[str, StoredParameter], str]:
+        file_tensors = read_index(directory)
         layout = hub_layout(model, plan, shapes)
-        tensors: Mapping[str, FileTensor] = in_files
+        tensors: Mapping[str, FileTensor] = file_tensors
         try:
-            tensors = _rename_keys(model, join_scales(in_files, Path(directory)), layout)
+            tensors = _rename_keys(model, join_scales(file_tensors, Path(directory)), layout)
             tensors = join_stacked_scales(tensors, layout, Path(directory))
             tensors = join_blocks(tensors, layout)
             stored = _match_parameters(model, tensors, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             text = f"{directory} does not fit this {kind}: {error}"
-            if not in_files.keys() & tensors.keys():
+            if not file_tensors.keys() & tensors.keys():
                 text += (
                     "; it holds a base model without a head, and transformers would add a head "
                     "that is not trained. If you want this, load the checkpoint in transformers "
                     "and save the model"
                 )
             raise ValueError(text) from error
-        return stored, fingerprint(in_files)
+        return stored, fingerprint(file_tensors)
 
     stored, own_fingerprint = together(f"reading {directory}", find)
     _check_same_weights(own_fingerprint, os.fspath(directory))
@@ -172,7 +172,7 @@ def _match_parameters(
     layout: Layout,
     plan: ModelPlan,
     empty: set[str],
-) -> dict[str, InFiles]:
+) -> dict[str, StoredParameter]:
     """Find where each parameter in `empty` and each persistent buffer is stored, by name."""
     aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -212,7 +212,9 @@ def _match_parameters(
     if unexpected := sorted(unexpected_keys(model, tensors.keys() - known)):
         raise ValueError(list_names("unexpected", unexpected))
     return {
-        name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name])
+        name: StoredParameter(
+            [(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name]
+        )
         for stored_name, pieces in pieces_of.items()
         for name in model_names[stored_name]
     }
@@ -236,7 +238,9 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
             )
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch.device) -> None:
+def load_weights(
+    model: nn.Module, weights: Mapping[str, StoredParameter], device: torch.device
+) -> None:
     """Allocate the tensors that are on the meta device and load them; every rank calls this.
 
     Args:

@@ -1,6 +1,6 @@
 """Overlap the chunks of a layer: one chunk is sent while the experts compute the previous chunk.
 
-    with WayHome() as chunks:
+    with OverlappedChunks() as chunks:
         for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
             chunks.send(arriving, experts(*arriving.finish()))
     out_TH = chunks.finish()
@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_moe_ep.moe.dispatch.async_exchange import Arriving, CombinedRows, Exchange
 
 
-class WayHome:
+class OverlappedChunks:
     """The running transfers of all chunks of one layer.
 
     An exception can leave the block while transfers are running: a recompute stops early because
@@ -39,7 +39,7 @@ class WayHome:
         self._arriving: list[Arriving] = []
         self._returning: list[CombinedRows] = []
 
-    def __enter__(self) -> WayHome:
+    def __enter__(self) -> OverlappedChunks:
         return self
 
     def __exit__(

@@ -1,15 +1,15 @@
 """Triton kernels of the experts, each with the function that launches it.
 
     sort_pairs    sorts the (row, expert) pairs by expert and lists the tiles to compute
-    up            gathers rows, multiplies by the gate and up matrices, computes f(gate) * up
+    gate_up       gathers rows, multiplies by the gate and up matrices, computes f(gate) * up
     grouped_mm    the down product, the gradient of the rows, and the thin products of adapters
     reduce        sums the rows of each token, the routing weights' gradients and the bias gradients
     dgated        backward through down and the gate
     outer         the gradients of the matrices
 
-Three files hold functions that these kernels call: `gate` (the formula of the gate), `product` (the
-loop of a product) and `dequantise`. `choose_blocks` in `blocks` selects the tile sizes of all
-kernels from a table; `triton_mlp.py` calls it.
+Three files hold functions that these kernels call: `epilogue` (adapters and the formula of the
+gate), `product` (the loop of a product) and `dequantise`. `choose_blocks` in `blocks` selects the
+tile sizes of all kernels from a table; `triton_mlp.py` calls it.
 
 A tile is up to BLOCK_M consecutive pairs of one expert. One program of a kernel computes a block of
 BLOCK_N columns for one tile.

@@ -28,7 +28,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     matrix_arguments,
     matrix_constants,
 )
-from hf_moe_ep.ops.kernels.gate import add_low_rank
+from hf_moe_ep.ops.kernels.epilogue import add_low_rank
 from hf_moe_ep.ops.kernels.product import block_product, tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 

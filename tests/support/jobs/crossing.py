@@ -29,7 +29,7 @@ from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.dispatcher import Dispatcher, Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
-from hf_moe_ep.moe.dispatch.overlap import WayHome
+from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from support.close import max_error
 from support.namespaces import sent_here
 from support.parity import full_tensor
@@ -138,7 +138,7 @@ def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
     w_TK = torch.rand(TOKENS, TOP_K, dtype=torch.float64, generator=generator).requires_grad_()
     ids = ids_TK(router, dist.get_rank())
     exchanges = dispatcher.plan(ids, Header(1, 0, True, True, False, False, TOP_K, BYTES))
-    with WayHome() as home:
+    with OverlappedChunks() as home:
         for arriving in home.overlapped(exchanges, x_TH, w_TK, ids):
             rows_RH, w_RK, _ = arriving.finish()
             home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Read a box of one parameter from the checkpoint tensors that store it, with `InFiles`.
+"""Read a box of one parameter from the checkpoint tensors that store it, with `StoredParameter`.
 
 A box has one index range per dim (`storage/boxes.py`). A piece is a box of a checkpoint tensor and
 the elements of the parameter that it holds (`pieces.py`).
@@ -17,7 +17,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 
 
 @dataclass(frozen=True)
-class InFiles:
+class StoredParameter:
     """A parameter as a checkpoint stores it.
 
     Attributes:
@@ -28,10 +28,10 @@ class InFiles:
     pieces: list[tuple[Piece, FileTensor]]
     dtype: torch.dtype
 
-    def of_expert(self, expert: int) -> InFiles:
+    def of_expert(self, expert: int) -> StoredParameter:
         """Restrict a stacked weight to the pieces that can hold elements of one expert."""
         pieces = [(piece, tensor) for piece, tensor in self.pieces if _may_hold(piece, expert)]
-        return InFiles(pieces, self.dtype)
+        return StoredParameter(pieces, self.dtype)
 
     @torch.no_grad()
     def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:

@@ -24,7 +24,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     matrix_arguments,
     matrix_constants,
 )
-from hf_moe_ep.ops.kernels.gate import activate, add_low_rank, halves
+from hf_moe_ep.ops.kernels.epilogue import activate, add_low_rank, halves
 from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
