@@ -17,8 +17,11 @@ A slice of a tensor is described by one of three types:
 
 These classes contain slices:
 
-    StoredParameter      hub/stored_parameter.py      the pieces of a parameter, and the FileTensors that hold them
-    TensorGroup  hub/write.py         checkpoint tensors that are written together
-    Spread       storage/spread.py    the boxes of all ranks: a grid of ranks and the dims it cuts
-    StateTensor  training/tensors.py  a tensor of the model and its form in a training checkpoint
+    StoredParameter  hub/stored_parameter.py  the pieces of a parameter, and the FileTensors that
+                                              hold them
+    TensorGroup      hub/write.py             checkpoint tensors that are written together
+    Spread           storage/spread.py        the boxes of all ranks: a grid of ranks and the dims
+                                              that it cuts
+    StateTensor      training/tensors.py      a tensor of the model and its form in a training
+                                              checkpoint
 """

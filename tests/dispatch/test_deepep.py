@@ -106,8 +106,8 @@ def _run_layer(
 ) -> Tensor:
     """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
-    with OverlappedChunks() as home:
-        for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
+    with OverlappedChunks() as chunks:
+        for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids_TK):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
             received.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))
@@ -116,8 +116,8 @@ def _run_layer(
                 w_RK = w_RK.masked_fill(ids_RK == local, 0)
             scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
             rows_RH = (rows_RH.float() * scale_R + rows_RH.float().square()).bfloat16()
-            home.send(arriving, _column_major(rows_RH))
-    return home.finish()
+            chunks.send(arriving, _column_major(rows_RH))
+    return chunks.finish()
 
 
 def _sorted_rows(received: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[float]]:

@@ -129,8 +129,8 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
     arrived, weights, counts = [], [], torch.zeros(case.local, dtype=torch.int64)
     for _ in range(2 if recompute else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
-        with OverlappedChunks() as home:
-            for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
+        with OverlappedChunks() as chunks:
+            for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids_TK):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
                 local_pairs = (ids_RK < case.local).nonzero().tolist()
@@ -140,8 +140,8 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
                     arrived.append((int(sender), int(token), expert))
                     weights.append(w_RK[row, slot].item())
                 factor_RK = torch.cat([factors_L, factors_L.new_zeros(1)])[ids_RK]
-                home.send(arriving, rows_RH * (factor_RK * w_RK).sum(1, keepdim=True))
-        out_TH = home.finish()
+                chunks.send(arriving, rows_RH * (factor_RK * w_RK).sum(1, keepdim=True))
+        out_TH = chunks.finish()
     (out_TH * (x_TH.detach() + rank)).sum().backward()
     assert x_TH.grad is not None and w_TK.grad is not None and factors_E.grad is not None
     grads = (x_TH.grad, w_TK.grad, factors_E.grad)
@@ -293,11 +293,11 @@ def test_one_host_sync_per_layer() -> None:
         ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
         with _HostSyncs() as syncs:
             exchanges = dispatcher.plan(ids_TK, HEADER, hidden_bytes=0)
-            with OverlappedChunks() as home:
-                for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
+            with OverlappedChunks() as chunks:
+                for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids_TK):
                     rows_RH, w_RK, _ = arriving.finish()
-                    home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
-            home.finish().sum().backward()
+                    chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
+            chunks.finish().sum().backward()
         return syncs.names
 
     def counted(tensor: Tensor) -> Any:

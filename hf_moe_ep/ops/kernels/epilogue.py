@@ -1,7 +1,7 @@
 """Steps of the kernels after the main loop: the adapter's product and the formula of `formula.py`.
 
-This file has no kernel of its own: `gate_up.py` and `dgated.py` call these functions. All values are
-fp32. The parameters in capitals are compile-time constants: an unclamped formula is compiled
+This file has no kernel of its own: `gate_up.py` and `dgated.py` call these functions. All values
+are fp32. The parameters in capitals are compile-time constants: an unclamped formula is compiled
 without a clamp, and kernels for experts without an adapter have no second product.
 """
 

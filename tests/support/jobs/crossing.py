@@ -138,11 +138,11 @@ def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
     w_TK = torch.rand(TOKENS, TOP_K, dtype=torch.float64, generator=generator).requires_grad_()
     ids = ids_TK(router, dist.get_rank())
     exchanges = dispatcher.plan(ids, Header(1, 0, True, True, False, False, TOP_K, BYTES))
-    with OverlappedChunks() as home:
-        for arriving in home.overlapped(exchanges, x_TH, w_TK, ids):
+    with OverlappedChunks() as chunks:
+        for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids):
             rows_RH, w_RK, _ = arriving.finish()
-            home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
-    home.finish().square().sum().backward()
+            chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
+    chunks.finish().square().sum().backward()
 
 
 def measure(run: Callable[[], None], places: int) -> dict[str, int]:
