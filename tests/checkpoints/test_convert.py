@@ -179,7 +179,7 @@ def test_a_failed_conversion_leaves_no_files_and_can_be_repeated(
     assert os.listdir(tmp_path) == ["training"]
     with monkeypatch.context() as patches:
         patches.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        with pytest.raises(ValueError, match=r"needs [\d,]+ bytes, and .* has room for 1,000"):
+        with pytest.raises(ValueError, match=r"needs [\d,]+ bytes, but .* has room for 1,000"):
             convert(source, out)
     convert(source, out)
     assert_equal(read_all(out), hub_state(tiny(dtype=torch.float32)))

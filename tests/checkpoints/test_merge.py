@@ -252,7 +252,7 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
         result = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), read_peft_merge(inputs))
     assert result.notes == [
-        "tokenizer.json is the base's; the adapter's folder has a different one"
+        "tokenizer.json comes from the base; the adapter's tokenizer.json is different"
     ]
 
 

@@ -65,7 +65,7 @@ WRONG = {
     "architecture {}/list-model": "list-model/config.json contains a list, but",
     "memory {}/list-model --gpus 8": "config.json contains a list, but must",
     "memory {}/damaged-model --gpus 8": "config.json is damaged or not JSON: Expect",
-    "memory {}/nobody-model --gpus 8": "'nobody', which transformers .* has not",
+    "memory {}/nobody-model --gpus 8": "'nobody', which transformers .* does not know",
     "memory {}/file --gpus 8": "file is damaged or not JSON",
     "memory {}/model --gpus 0": r"world_size \(0\) must be 1 or more; try 8",
     "memory {}/model --gpus 8 --lora-targets experts": "of adapters, .*; add --lora-rank",

@@ -95,7 +95,7 @@ def test_without_a_network_the_hub_is_asked_once(
     assert sleep_seconds == []
     err = capsys.readouterr().err
     assert f"the config of {NAME!r} was not found on the hub or in its cache" in err
-    assert "Name or service not known" in err and "download its config.json" in err, err
+    assert "Name or service not known" in err and "the path of a downloaded config.json" in err, err
 
 
 def test_without_a_network_the_cached_config_is_read(
