@@ -43,10 +43,7 @@ def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
     """Without a process group every rank would take itself for rank 0 and write a manifest."""
     folder = tmp_path / "one"
     for message in run_ranks(_save_and_destroy, 2, str(folder), when):
-        assert (
-            "before destroy_process_group(), call wait() of the handle that save_checkpoint returned"
-            in message
-        )
+        assert "before destroy_process_group(), call wait() of the handle that" in message
     assert not (folder / manifest.MANIFEST).exists()
 
 

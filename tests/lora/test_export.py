@@ -531,7 +531,7 @@ def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     captured = capsys.readouterr()
     assert captured.err.startswith("hf-moe-ep: error: target ") and captured.out == ""
     assert captured.err.count("\n") == 1, "no traceback"
-    for wrong in ([], ["export-adapter", source], ["export-adapter", source, fused, "--to", "x"]):
+    for wrong in (["export-adapter", source], ["export-adapter", source, fused, "--to", "x"]):
         with pytest.raises(SystemExit) as usage:
             main(wrong)
         assert usage.value.code == 2
