@@ -21,8 +21,8 @@ PREFIX = "_hf_moe_ep"
 MUTABLE = ("{}", "[]", "set()", "dict()", "list()")
 # Objects that a function has created, or has to fill: they hide no state after it returns.
 FILLED = {
-    ("checkpoints/storage/unpickle.py", "found"): "metadata that was just read",
-    ("checkpoints/storage/unpickle.py", "found.storage_meta"): "metadata that was just read",
+    ("checkpoints/storage/unpickle.py", "loaded"): "metadata that was just read",
+    ("checkpoints/storage/unpickle.py", "loaded.storage_meta"): "metadata that was just read",
     ("checkpoints/training/save.py", "snapshot"): "the copies of one save",
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the copy",
