@@ -79,7 +79,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
     ("before", "resized"),
     [
         (_save_by_us, True),
-        (_save_by_stock, False),
+        pytest.param(_save_by_stock, False, marks=pytest.mark.slow),
         pytest.param(_save_by_us, False, marks=pytest.mark.slow),
         pytest.param(_save_by_stock, True, marks=pytest.mark.slow),
         pytest.param(_save_by_stock_over_ours, False, marks=pytest.mark.slow),

@@ -69,7 +69,7 @@ def _load(rank: int, world: int, root: str, automatic: bool) -> str:
     return "a mixture"
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_after_a_kill_no_mixture_is_loaded(rounds: int, tmp_path: Path) -> None:
     generator, outcomes = random.Random(rounds), Counter[str]()
     for number in range(rounds):

@@ -240,6 +240,7 @@ assert not called, called
 """
 
 
+@pytest.mark.slow
 def test_a_step_of_a_stock_model_under_accelerate_calls_nothing_of_ours() -> None:
     """No wrapper and no check of a wrapper runs, from the forward to save_state."""
     rows = "rows = batch(stock, 2, 7, seed=0)\nmodel = stock"

@@ -129,7 +129,7 @@ def _low_precision() -> Iterator[Any]:
         yield case(name, rank, "cpu", torch.float32, marks)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield case(name, rank, "cuda", dtype, pytest.mark.gpu)
-    yield case("gpt-oss", 40, "cpu", torch.float16, on_cpu)
+    yield case("gpt-oss", 40, "cpu", torch.float16, [*on_cpu, pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("name", "rank", "device", "dtype"), list(_low_precision()))

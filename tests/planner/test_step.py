@@ -344,6 +344,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_names_options_that_make_the_step_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,8 +73,6 @@ TWO_RANKS_MORE = [
 ]
 FOUR_RANKS = [
     Case("sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left")),
-]
-FOUR_RANKS_MORE = [
     Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
     Case("sp 4, ep 2: one kv head on two ranks", 4, 2, sp=4),
     Case("sp 2, ep 2", 4, 2, sp=2),
@@ -86,12 +84,12 @@ FOUR_RANKS_MORE = [
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS + FOUR_RANKS))
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS))
 def test_split_sequences_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS_MORE + FOUR_RANKS_MORE, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS_MORE + FOUR_RANKS, slow=True))
 def test_more_splits_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 

@@ -81,6 +81,7 @@ def test_checks_after_a_failure_or_a_hang_still_run() -> None:
     assert by_name["folder_is_shared_and_empty"] == [["0", "1"]] * 2
 
 
+@pytest.mark.slow
 def test_selected_checks_run_once_and_a_failed_check_fails_only_its_own_test() -> None:
     checks = _named()
     selected = [checks[name] for name in ("rank_times_ten", "rank_one_dies", "sum_of_ranks")]
@@ -93,6 +94,7 @@ def test_selected_checks_run_once_and_a_failed_check_fails_only_its_own_test() -
     assert time.monotonic() - start < 0.1, "the first call did not run all selected checks"
 
 
+@pytest.mark.slow
 def test_checks_of_different_worlds_do_not_share_a_spawn() -> None:
     two, four = (on_ranks(world, rank_times_ten)[0].values[0] for world in (2, 4))
     with pytest.raises(AssertionError, match="cannot share"):

@@ -72,6 +72,7 @@ def test_expected_errors_are_returned_per_rank() -> None:
     assert second == ("ok", torch.tensor([1]))
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_rank_and_the_line() -> None:
     with pytest.raises(
         TimeoutError, match=r"ranks \[0\] of 2 had not finished after 3 s"
