@@ -14,6 +14,8 @@ from support.close import FP32_INSIDE, FP64_MODEL
 _ROUTER = r"\.gate\.(weight|global_scale)$"  # F.linear(x.float(), weight.float())
 _NORM = r"norm(_\w+)?\.weight$"  # (1 + weight.float()) * x.float()
 _STATE = r"\.(A_log|D|dt_bias|dt_proj\.bias)$|\.forget_gate\.|\.o_norm\.weight$"
+# One number, so its gradient is a sum over all tokens and channels, in which most terms cancel.
+_NUMBER = r"\.(global_scale|alpha)$"
 _STREAMS = r"_hc\."  # mixes of hyper-connections
 
 FP32_SUMS: dict[str, str] = {
@@ -22,7 +24,8 @@ FP32_SUMS: dict[str, str] = {
     **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint"), _ROUTER),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hy_v3"), _ROUTER),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "mimo_v2_flash"), _ROUTER),
-    **dict.fromkeys(("mistral_large4", "solar_open", "unlimited_ocr"), _ROUTER),
+    **dict.fromkeys(("solar_open", "unlimited_ocr"), _ROUTER),
+    "mistral_large4": f"{_ROUTER}|{_NUMBER}",
     **dict.fromkeys(("cohere2_moe", "minimax_m3_vl", "minimax_m3_vl_text"), _NORM),
     **dict.fromkeys(("granitemoehybrid", "jamba"), _STATE),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), f"{_ROUTER}|{_STATE}"),
@@ -53,5 +56,6 @@ def budget(model_type: str, parameter: str = "") -> float:
     if model_type in FP32_EVERYWHERE:
         return 10 * FP32_INSIDE
     pattern = FP32_SUMS.get(model_type)
-    rounded = pattern is not None and re.search(pattern, parameter) is not None
-    return FP32_INSIDE if rounded else FP64_MODEL
+    if pattern is None or re.search(pattern, parameter) is None:
+        return FP64_MODEL
+    return FP32_INSIDE * (10 if re.search(_NUMBER, parameter) else 1)
