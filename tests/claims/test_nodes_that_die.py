@@ -94,14 +94,14 @@ def _wait_until(agents: Agents, done: Callable[[], bool], patience: float, what:
         time.sleep(0.05)
 
 
-EVERYONE = "default_pg of ranks 0, 1, 2, 3"
+EVERYONE = "mesh_of_all_ranks of ranks 0, 1, 2, 3"
 # name: (what the rank does, the rank, config, {node: the group that waits there}, the rank that the
 # error names).
 STALLS: dict[str, tuple[str, int, dict[str, Any], dict[int, str], str]] = {
     "ep 4": ("stall", 3, CONFIG, {0: EVERYONE, 1: EVERYONE}, "rank 3"),
     "ep 2": ("stall", 3, {"ep_size": 2}, {1: "mesh_ep of ranks 2, 3"}, "rank 3"),
     # Rank 0 hosts the store as well.
-    "rank 0, SIGSTOP": ("stop", 0, CONFIG, {0: EVERYONE, 1: EVERYONE}, "rank 0, or whoever else"),
+    "rank 0, SIGSTOP": ("stop", 0, CONFIG, {0: EVERYONE, 1: EVERYONE}, "rank 0, or another rank"),
 }
 
 
