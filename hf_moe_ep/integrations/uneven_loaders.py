@@ -52,9 +52,10 @@ def _count_batches(sampler: Any) -> list[int]:
         num_longer = len(batches) % num_ranks if isinstance(batches, Sized) else 0
     else:
         rows = getattr(batches, "sampler", None)
+        if not isinstance(rows, Sized):
+            return []
         rows_per_rank = sampler.batch_size // num_ranks
-        last_rows = len(rows) % sampler.batch_size if isinstance(rows, Sized) else 0
-        num_longer = -(-last_rows // rows_per_rank)
+        num_longer = -(-(len(rows) % sampler.batch_size) // rows_per_rank)
     if num_longer == 0:
         return []
     shortest = len(batches) - 1 if sampler.split_batches else len(batches) // num_ranks
