@@ -22,6 +22,7 @@ This module does not import torch, so that even a broken installation is recorde
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -63,6 +64,8 @@ class Job:
         tiny: command of the rehearsal.
         tool: profiler or checker that runs `command`.
         variables: further environment variables, as "NAME=value NAME=value".
+        beside: command that runs at the same time and prepares later jobs. It is killed when the
+            job ends, and its output is in a log of its own. A job that measures has none.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Job:
     tiny: str
     tool: str = ""
     variables: str = ""
+    beside: str = ""
 
     def line(self, rehearsal: bool) -> str:
         """Return the command as a line of shell."""
@@ -79,8 +83,12 @@ class Job:
 
     def words(self, rehearsal: bool) -> list[str]:
         """Return the words of the command, with this interpreter as `python`."""
-        words = shlex.split(self.line(rehearsal))
-        return [sys.executable if word == "python" else word for word in words]
+        return _words(self.line(rehearsal))
+
+
+def _words(line: str) -> list[str]:
+    """Split a line of shell into words, with this interpreter as `python`."""
+    return [sys.executable if word == "python" else word for word in shlex.split(line)]
 
 
 _LAYER = "python benchmarks/layer_kernels.py"
@@ -114,34 +122,36 @@ PARTS: dict[int, list[Job]] = {
             "python benchmarks/gpu.py machine",
         ),
         Job(
+            "right at all",
+            90,
+            f"{_TESTS} -n 6 tests/ops/test_permute.py tests/ops/test_expert_mlp.py"
+            " tests/ops/test_production_row.py"
+            " -k 'edges or repeats or strided or frozen or silu-triton or sixteen'",
+            r"\d+ passed",
+            f"{_TESTS} tests/ops/test_permute.py",
+            beside=f"{_LAYER} --tokens 32768 --compile-only --seconds 90 --workers 10",
+        ),
+        Job(
             "ceilings",
-            45,
+            40,
             "python benchmarks/ceilings.py",
             r'"l2_read_tb_per_s"',
             "python benchmarks/ceilings.py",
         ),
         Job(
-            "right at all",
-            75,
-            f"{_TESTS} -n 8 tests/ops/test_permute.py tests/ops/test_expert_mlp.py"
-            " -k 'edges or repeats or strided or frozen or silu-triton'",
-            r"\d+ passed",
-            f"{_TESTS} tests/ops/test_permute.py",
-        ),
-        Job(
-            "kernels, 32k tokens", 75, f"{_LAYER} --tokens 32768", r'"kernel": "whole"', _TINY_LAYER
+            "kernels, 32k tokens", 50, f"{_LAYER} --tokens 32768", r'"kernel": "whole"', _TINY_LAYER
         ),
         Job(
             "layer against stock",
-            100,
+            75,
             f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 --repeats 10",
             r'"implementation": "ours".*"both_tflops"',
             _TINY_EXPERTS,
         ),
         Job(
             "other blocks, 32k tokens",
-            130,
-            f"{_LAYER} --tokens 32768 --sweep --seconds 120 --repeats 5",
+            110,
+            f"{_LAYER} --tokens 32768 --sweep --seconds 100 --repeats 5",
             r'"best"',
             f"{_TINY_LAYER} --sweep --seconds 30 --workers 0 --most 3",
         ),
@@ -368,7 +378,8 @@ def _run_job(
         env |= dict(pair.split("=", 1) for pair in job.variables.split())
         # Other programs may run on the machine of a rehearsal, so a job gets more time there.
         seconds = min(2 * job.seconds if rehearsal else job.seconds, left)
-        status, output, gpu = run(words, env, seconds, log, lines, about)
+        with _beside(job, env, Path(log.name).with_suffix(".beside.log"), rehearsal):
+            status, output, gpu = run(words, env, seconds, log, lines, about)
     if status == "ok" and not rehearsal and not re.search(job.prints, output):
         status = f"did not print {job.prints}"
     return Ended(status, time.monotonic() - start, output, gpu)
@@ -380,7 +391,9 @@ def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[s
     env["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "tests"), base.get("PYTHONPATH", "")]
     )
-    env |= {"PYTHONHASHSEED": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    env["PYTHONHASHSEED"] = "0"
+    if not rehearsal and has_expandable_segments():
+        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # With this variable torch.cuda.is_available() asks NVML, so that processes which are forked
     # afterwards can still use the GPU.
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -389,6 +402,19 @@ def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[s
     if rehearsal:
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return env
+
+
+@functools.cache
+def has_expandable_segments() -> bool:
+    """Return True if the driver allows expandable segments; without the check every job may die."""
+    code = "import torch; torch.ones(2**24, device='cuda').sum().item()"
+    env = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    try:
+        return not subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, timeout=60, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def run(
@@ -426,6 +452,16 @@ def run(
                 _copy_json(output[-1], lines, about)
         output.append(rest.decode(errors="replace"))
     return status, "\n".join(output), _summary(samples)
+
+
+@contextmanager
+def _beside(job: Job, env: dict[str, str], path: Path, rehearsal: bool) -> Iterator[None]:
+    """Run the command `job.beside` at the same time, except in a rehearsal."""
+    if rehearsal or not job.beside:
+        yield
+        return
+    with path.open("ab") as log, _process(_words(job.beside), env, log):
+        yield
 
 
 @contextmanager
@@ -546,6 +582,7 @@ def machine() -> int:
         properties: Any = torch.cuda.get_device_properties(0)
         line |= {
             "device": properties.name,
+            "expandable_segments": has_expandable_segments(),
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 2),
             "l2_mib": properties.L2_cache_size / 2**20,

@@ -510,6 +510,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of a sweep")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile candidates")
     parser.add_argument("--most", type=int, help="maximum number of candidates")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile what a sweep would time, then end"
+    )
     return parser.parse_args(arguments)
 
 
@@ -525,6 +528,9 @@ def main() -> int:
     row = layer.table_row()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
     note(layer=str(layer.sizes), device=name, triton=triton.__version__, row=str(row))
+    if args.compile_only:
+        compile_all(layer, row, candidates(row), args.workers, until)
+        return 0
     if args.sweep:
         sweep(layer, row, args, until)
         return 0
