@@ -16,7 +16,7 @@ from transformers.utils.import_utils import enable_tf32
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.kernels import blocks, grouped_mm
+from hf_moe_ep.ops.kernels import blocks, product
 from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
 
 # Compute capability: (shared memory per block from CUDA's programming guide, expected row).
@@ -89,29 +89,53 @@ def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
         torch.testing.assert_close(got_grad, want_grad)  # sums in fp32 of other lengths
 
 
+# TMA descriptors of the launches of each field: one factor is gathered in up, dgated and outer.
+DESCRIPTORS = {"up": 1, "down": 2, "rows": 2, "dgated": 1, "outer": 2}
+
+
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-def test_rows_that_tma_copies_give_the_same_gradients(
-    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("field", DESCRIPTORS)
+@pytest.mark.parametrize("name", ["silu", "transposed", "gpt-oss", "gpt-oss in halves"])
+def test_blocks_that_tma_loads_give_the_same_gradients(
+    name: str, field: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile that is not full also reads rows of the next expert, or, at the end, past all rows."""
-    case = FORMULAS["silu"]
+    case = replace(FORMULAS[name], hidden=64, ffn=96)
     inputs = case.inputs(torch.float32, device)
     want = _gradients(case, inputs, device)
     descriptors = []
-    real = grouped_mm.TensorDescriptor
+    real = product.TensorDescriptor
     describe = {"from_tensor": lambda *args: descriptors.append(args) or real.from_tensor(*args)}
-    monkeypatch.setattr(grouped_mm, "TensorDescriptor", type("Counted", (), describe))
-    _change_blocks(monkeypatch, device, "rows", tma=True)
+    monkeypatch.setattr(product, "TensorDescriptor", type("Counted", (), describe))
+    _change_blocks(monkeypatch, device, field, tma=True)
     got = _gradients(case, inputs, device)
-    assert len(descriptors) == 2  # one for the rows, one for the matrix
+    # Columns of two halves that are contiguous along the columns are no block of a descriptor.
+    by_pointers = field == "up" and name == "transposed"
+    assert len(descriptors) == (0 if by_pointers else DESCRIPTORS[field])
     for name, got_grad, want_grad in zip(NAMES, got, want, strict=False):
         assert torch.equal(got_grad, want_grad), name
 
 
+@pytest.mark.parametrize("moved", ["start", "stride"])
+def test_tensors_that_tma_cannot_address_are_loaded_through_pointers(
+    moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses and strides must be multiples of 16 bytes."""
+    block = replace(blocks.TABLE["interpreter", 4, "many"].down, tma=True)
+    whole = torch.zeros(3, 65, 68)
+    part = whole[:, :64, :64] if moved == "stride" else whole.flatten()[1:12289].view(3, 64, 64)
+    assert product.matrix_blocks(part, block, block.n) == (None, "")
+    rows = whole[0, :, 1:65]
+    assert product.row_blocks(rows, block, 16, block.k) is None
+    assert product.row_blocks(whole[0, :, 4:], block, 16, block.k) is not None
+    assert product.matrix_blocks(whole[:, :64].contiguous(), block, block.n)[1] == "kn"
+    assert product.matrix_blocks(whole[:, :63].contiguous(), block, block.n) == (None, "")
+
+
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:
     row = blocks.TABLE["sm_90", 2, "many"]
-    with pytest.raises(ValueError, match="only `rows` supports tma=True"):
-        replace(row, down=replace(row.down, tma=True))
+    with pytest.raises(ValueError, match="thin products do not support tma=True"):
+        replace(row, thin=replace(row.thin, tma=True))
 
 
 def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:

@@ -28,7 +28,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     matrix_constants,
 )
 from hf_moe_ep.ops.kernels.epilogue import activate_backward, add_low_rank, halves
-from hf_moe_ep.ops.kernels.product import tile_product
+from hf_moe_ep.ops.kernels.product import matrix_blocks, tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 # Number of columns that `bias_dots_kernel` reads per step.
@@ -84,7 +84,7 @@ def dgated_kernel(
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_f,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr,
+    NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
     KIND: tl.constexpr, NATIVE: tl.constexpr,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -106,7 +106,8 @@ def dgated_kernel(
     else:
         grad_act = tile_product(
             grad, row_of_position, grad_stride, down, down_stride_l, down_stride_h, down_stride_f,
-            expert, position, hidden, o_n, ffn, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            expert, start, position, hidden, o_n, column * BLOCK_N, ffn,
+            False, MATRIX_BLOCKS, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
         )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
@@ -200,12 +201,16 @@ def dgated(
         (columns + has_bias, num_pairs) if need_weights else (0,), dtype=torch.float32
     )
     values, scales, *strides = matrix_arguments(down_LHF)
+    matrix, kind = None, ""
+    if scales is None:
+        matrix, kind = matrix_blocks(values, block, block.n)
     dgated_kernel[(routing.tiles.shape[0] * columns,)](
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
-        values, scales, pre_AG, grad_pre_AG, act_AF, partial_CA,
+        matrix or values, scales, pre_AG, grad_pre_AG, act_AF, partial_CA,
         hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        NEED_ACT=need_act, NEED_PARTIAL=need_weights, **matrix_constants(down_LHF),
+        NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=kind,
+        **matrix_constants(down_LHF),
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,

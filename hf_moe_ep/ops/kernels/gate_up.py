@@ -25,7 +25,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     matrix_constants,
 )
 from hf_moe_ep.ops.kernels.epilogue import activate, add_low_rank, halves
-from hf_moe_ep.ops.kernels.product import tile_product
+from hf_moe_ep.ops.kernels.product import matrix_blocks, tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
@@ -37,7 +37,8 @@ def up_kernel(
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_g,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    HAS_BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -68,7 +69,9 @@ def up_kernel(
         sums = tile_product(
             rows, row_of_position, row_stride, weight,
             weight_stride_l, weight_stride_h, weight_stride_g,
-            expert, position, hidden, o_g, pre_size, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            expert, start, position, hidden, o_g,
+            column * (BLOCK_N if MATRIX_BLOCKS == "halves" else WIDTH), pre_size,
+            False, MATRIX_BLOCKS, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
         )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
@@ -131,14 +134,20 @@ def up(
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
     block: Block = (low.rank and blocks.up_adapted) or blocks.up
     values, scales, *strides = matrix_arguments(weight_LGH)
+    matrix, kind = None, ""
+    if scales is None:
+        width = 2 * block.n if formula.gated else block.n
+        in_halves = formula.gated and not formula.interleaved
+        matrix, kind = matrix_blocks(values.mT, block, width, in_halves=in_halves)
     grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
     up_kernel[grid](
-        rows_RH, routing.row_A, routing.offsets, routing.tiles, values, scales, bias_LG, pre_AG,
-        act_AF, hidden, ffn,
+        rows_RH, routing.row_A, routing.offsets, routing.tiles, matrix or values, scales, bias_LG,
+        pre_AG, act_AF, hidden, ffn,
         rows_RH.stride(0), *strides, 0 if bias_LG is None else bias_LG.stride(0),
         *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, **matrix_constants(weight_LGH),
+        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=kind,
+        **matrix_constants(weight_LGH),
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,

@@ -17,7 +17,6 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
@@ -29,7 +28,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     matrix_constants,
 )
 from hf_moe_ep.ops.kernels.epilogue import add_low_rank
-from hf_moe_ep.ops.kernels.product import block_product, tile_product
+from hf_moe_ep.ops.kernels.product import matrix_blocks, row_blocks, tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
@@ -40,7 +39,8 @@ def grouped_mm_kernel(
     matrix_stride_l, matrix_stride_k, matrix_stride_n, bias_stride_l,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_n, scale,
     HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_P: tl.constexpr, SCALED: tl.constexpr,
-    BY_BLOCKS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
+    ROWS_IN_BLOCKS: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,12 +51,7 @@ def grouped_mm_kernel(
     # Rows after the expert's last pair repeat that pair; their results are not stored.
     position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    if BY_BLOCKS:
-        sums = block_product(
-            rows, matrix, start, expert * inner, column * BLOCK_N, inner,
-            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
-        )  # fmt: skip
-    elif KIND != "":
+    if KIND != "":
         sums = byte_product(
             rows, row_of_position, row_stride, matrix, matrix_scale,
             expert, position, inner, o_n, column, width,
@@ -66,7 +61,8 @@ def grouped_mm_kernel(
         sums = tile_product(
             rows, row_of_position, row_stride, matrix,
             matrix_stride_l, matrix_stride_k, matrix_stride_n,
-            expert, position, inner, o_n, width, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            expert, start, position, inner, o_n, column * BLOCK_N, width,
+            ROWS_IN_BLOCKS, MATRIX_BLOCKS, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
         )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
@@ -141,36 +137,23 @@ def _launch(
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
     values, scales, *strides = matrix_arguments(matrix_LIO)
-    factors: tuple[Tensor | TensorDescriptor, ...] = rows, values
-    by_blocks = block.tma and row_A is None and scales is None
-    by_blocks = by_blocks and _fits_descriptors(rows, values, block)
-    if by_blocks:
-        factors = (
-            TensorDescriptor.from_tensor(rows, [blocks.m, block.k]),
-            TensorDescriptor.from_tensor(values.flatten(0, 1), [block.k, block.n]),
-        )
+    matrix, kind = None, ""
+    if scales is None:
+        matrix, kind = matrix_blocks(values, block, block.n)
+    rows_in_blocks = None
+    if kind and row_A is None:
+        rows_in_blocks = row_blocks(rows, block, blocks.m, block.k)
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
-        factors[0], row_A, routing.offsets, routing.tiles, factors[1], scales, bias_LO, out_AO,
-        inner, width, rows.stride(0), *strides, 0 if bias_LO is None else bias_LO.stride(0),
-        *low.kernel_arguments(), 1.0 if scale is None else scale,
+        rows_in_blocks or rows, row_A, routing.offsets, routing.tiles, matrix or values, scales,
+        bias_LO, out_AO, inner, width, rows.stride(0), *strides,
+        0 if bias_LO is None else bias_LO.stride(0), *low.kernel_arguments(),
+        1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
-        SCALED=scale is not None, BY_BLOCKS=by_blocks, **matrix_constants(matrix_LIO),
+        SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None, MATRIX_BLOCKS=kind,
+        **matrix_constants(matrix_LIO),
         BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
         PRECISION=dot_precision(rows), **options(block),
     )  # fmt: skip
-
-
-def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
-    """Return True if TMA can load both tensors.
-
-    This needs aligned and contiguous rows, and a size I that consists of whole steps.
-    """
-    aligned = all(
-        x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
-        for x in (rows, matrix_LIO)
-    )
-    whole_steps = matrix_LIO.shape[1] % block.k == 0
-    return aligned and whole_steps and matrix_LIO.is_contiguous() and rows.stride(1) == 1

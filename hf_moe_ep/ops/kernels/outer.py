@@ -29,19 +29,24 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.product import row_blocks
 
 
 @triton.jit
 def _add_step(
-    sums, left, right, row_of_position, position, end, o_m, o_n, height, width,
-    left_stride, right_stride,
+    sums, left, right, left_blocks, right_blocks, row_of_position, first, end, first_m, first_n,
+    height, width, left_stride, right_stride,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, WHOLE: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the pairs at `position` [K] to `sums`, and return the new sums.
+    """Add the products of the pairs from position `first` on to `sums`, and return the new sums.
 
-    WHOLE promises that all positions are below `end`, so that loads need no mask for positions.
+    WHOLE promises that all BLOCK_K positions are below `end`, so that loads need no mask for
+    positions. Only then a factor is loaded through its TMA descriptor, if it has one.
     """
+    position = first + tl.arange(0, BLOCK_K)
+    o_m = first_m + tl.arange(0, sums.shape[0])
+    o_n = first_n + tl.arange(0, sums.shape[1])
     if GATHER_LEFT or GATHER_RIGHT:
         if WHOLE:
             row = tl.load(row_of_position + position)  # [K]
@@ -56,11 +61,15 @@ def _add_step(
     if not WHOLE:
         m_left = m_left & (position < end)[:, None]
         m_right = m_right & (position < end)[:, None]
-    if WHOLE and EVEN_M:
+    if WHOLE and left_blocks is not None:
+        b_left = left_blocks.load([first, first_m])  # [K, M]
+    elif WHOLE and EVEN_M:
         b_left = tl.load(p_left)  # [K, M]
     else:
         b_left = tl.load(p_left, mask=m_left, other=0.0)  # [K, M]
-    if WHOLE and EVEN_N:
+    if WHOLE and right_blocks is not None:
+        b_right = right_blocks.load([first, first_n])  # [K, N]
+    elif WHOLE and EVEN_N:
         b_right = tl.load(p_right)  # [K, N]
     else:
         b_right = tl.load(p_right, mask=m_right, other=0.0)  # [K, N]
@@ -69,7 +78,7 @@ def _add_step(
 
 @triton.jit
 def outer_kernel(
-    left, right, row_of_position, offsets, order, out,
+    left, right, left_blocks, right_blocks, row_of_position, offsets, order, out,
     height, width, left_stride, right_stride,
     out_stride_l, out_stride_m, out_stride_n, scale,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
@@ -80,9 +89,8 @@ def outer_kernel(
     num_n = tl.cdiv(width, BLOCK_N)
     expert = tl.load(order + tl.program_id(0) // (num_m * num_n))
     block = tl.program_id(0) % (num_m * num_n)
-    o_m = (block // num_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_n = (block % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_k = tl.arange(0, BLOCK_K)
+    first_m = (block // num_n) * BLOCK_M
+    first_n = (block % num_n) * BLOCK_N
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
     # Only the last step can have fewer than BLOCK_K pairs. It follows the loop, so that the steps
@@ -91,14 +99,18 @@ def outer_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(start, last, BLOCK_K):
         sums = _add_step(
-            sums, left, right, row_of_position, first + o_k, end, o_m, o_n, height, width,
-            left_stride, right_stride, GATHER_LEFT, GATHER_RIGHT, True, EVEN_M, EVEN_N, PRECISION,
+            sums, left, right, left_blocks, right_blocks, row_of_position, first, end,
+            first_m, first_n, height, width, left_stride, right_stride,
+            GATHER_LEFT, GATHER_RIGHT, True, BLOCK_K, EVEN_M, EVEN_N, PRECISION,
         )  # fmt: skip
     if last < end:
         sums = _add_step(
-            sums, left, right, row_of_position, last + o_k, end, o_m, o_n, height, width,
-            left_stride, right_stride, GATHER_LEFT, GATHER_RIGHT, False, EVEN_M, EVEN_N, PRECISION,
+            sums, left, right, left_blocks, right_blocks, row_of_position, last, end,
+            first_m, first_n, height, width, left_stride, right_stride,
+            GATHER_LEFT, GATHER_RIGHT, False, BLOCK_K, EVEN_M, EVEN_N, PRECISION,
         )  # fmt: skip
+    o_m = first_m + tl.arange(0, BLOCK_M)
+    o_n = first_n + tl.arange(0, BLOCK_N)
     out += expert.to(tl.int64) * out_stride_l
     o_row = o_m.to(tl.int64)[:, None] * out_stride_m
     o_column = o_n.to(tl.int64)[None, :] * out_stride_n
@@ -133,8 +145,10 @@ def outer(
     if thin:
         block = replace(blocks.thin_outer, n=rank_block(width, blocks.thin_outer.n))
     grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)
+    left_blocks = None if gather_left else row_blocks(left, block, block.k, block.m)
+    right_blocks = None if gather_right else row_blocks(right, block, block.k, block.n)
     outer_kernel[grid](
-        left, right, routing.row_A, routing.offsets, order_L, out_LOI,
+        left, right, left_blocks, right_blocks, routing.row_A, routing.offsets, order_L, out_LOI,
         height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k,

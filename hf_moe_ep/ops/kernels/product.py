@@ -1,41 +1,69 @@
 """The main loop of `up`, `grouped_mm` and `dgated`: rows of a tile times the matrix of its expert.
 
-Both functions compute sums[m, n] = sum over k of x[m, k] * w[k, n] in fp32. `tile_product` can
-gather its rows, and `block_product` loads through TMA descriptors.
+`tile_product` loads its factors through pointers or, where `load_blocks` and `matrix_blocks` return
+a TMA descriptor, as whole blocks. Blocks need no addresses in registers and far fewer instructions.
+Rows that are gathered are always loaded through pointers.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hf_moe_ep.ops.kernels.blocks import Block
+
+# TMA needs addresses, and strides in bytes, that are multiples of 16.
+_ALIGNMENT = 16
 
 
 @triton.jit
 def tile_product(
     rows, row_of_position, row_stride, matrix, stride_l, stride_k, stride_n,
-    expert, position, inner, o_n, limit_n,
+    expert, start, position, inner, o_n, first_n, limit_n,
+    ROWS_IN_BLOCKS: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return [M, N]: rows at `position` [M] times columns `o_n` [N] of the expert's matrix.
+    """Return sums [M, N] in fp32: rows at `position` [M] times columns `o_n` [N] of the matrix.
 
-    Columns from `limit_n` on are 0. If `row_of_position` is None, rows are in the order of the
-    positions.
+    Columns from `limit_n` on have any value. If `row_of_position` is None, rows are in the order of
+    the positions. With ROWS_IN_BLOCKS `rows` is a descriptor, and the rows from `start` on are
+    loaded; the last tile of an expert then also computes sums of rows of the next expert.
+
+    MATRIX_BLOCKS is "" if `matrix` is a pointer, and otherwise names the blocks of a descriptor:
+
+        "kn"        [K, N], the columns from `first_n` on
+        "nk"        [N, K], the same columns of a matrix whose memory is transposed
+        "halves"    [2, N / 2, K], the columns from `first_n` on in each half of such a matrix
     """
     o_row = position if row_of_position is None else tl.load(row_of_position + position)  # [M]
     o_k = tl.arange(0, BLOCK_K)
-    p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
-    matrix += expert.to(tl.int64) * stride_l
-    p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
-    sums = tl.zeros([position.shape[0], o_n.shape[0]], tl.float32)
+    if not ROWS_IN_BLOCKS:
+        p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
+    if MATRIX_BLOCKS == "":
+        matrix += expert.to(tl.int64) * stride_l
+        p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
+    WIDTH: tl.constexpr = o_n.shape[0]
+    sums = tl.zeros([position.shape[0], WIDTH], tl.float32)
     # Without this hint Triton allows for a loop of zero steps. If an adapter's product follows in
     # the same registers, Triton 3.6 on sm_90 then waits for each product before the next product.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
-        if EVEN_K:
+        if ROWS_IN_BLOCKS:
+            b_x = rows.load([start, step])  # [M, K]
+        elif EVEN_K:
             b_x = tl.load(p_x)  # [M, K]
         else:
             b_x = tl.load(p_x, mask=(step + o_k < inner)[None, :], other=0.0)  # [M, K]
-        if EVEN_N and EVEN_K:
+        if MATRIX_BLOCKS == "kn":
+            b_w = matrix.load([expert * inner + step, first_n])  # [K, N]
+        elif MATRIX_BLOCKS == "nk":
+            b_w = tl.trans(matrix.load([expert * limit_n + first_n, step]))  # [K, N]
+        elif MATRIX_BLOCKS == "halves":
+            both = matrix.load([2 * expert, first_n, step])  # [2, N / 2, K]
+            b_w = tl.trans(tl.reshape(both, (WIDTH, BLOCK_K)))  # [K, N]
+        elif EVEN_N and EVEN_K:
             b_w = tl.load(p_w)  # [K, N]
         else:
             m_w = (o_n < limit_n)[None, :]  # [1 or K, N]
@@ -43,27 +71,41 @@ def tile_product(
                 m_w = m_w & (step + o_k < inner)[:, None]
             b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, N]
         sums = tl.dot(b_x, b_w, sums, input_precision=PRECISION)
-        p_x += BLOCK_K
-        p_w += BLOCK_K * stride_k
+        if not ROWS_IN_BLOCKS:
+            p_x += BLOCK_K
+        if MATRIX_BLOCKS == "":
+            p_w += BLOCK_K * stride_k
     return sums
 
 
-@triton.jit
-def block_product(
-    rows, matrix, start, matrix_row, matrix_column, inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return [M, N]: rows from `start` on times a block of columns of the matrix.
+def row_blocks(rows: Tensor, block: Block, num_rows: int, columns: int) -> TensorDescriptor | None:
+    """Return a descriptor for blocks of [num_rows, columns]; None if TMA is off or cannot load."""
+    if not block.tma or not _is_aligned(rows) or rows.stride(1) != 1:
+        return None
+    return TensorDescriptor.from_tensor(rows, [num_rows, columns])
 
-    `rows` and `matrix` are TMA descriptors.
 
-    `inner` is a multiple of BLOCK_K. An expert's last tile also reads rows of the next expert, or
-    reads past the last row; the sums of these rows are not stored.
+def matrix_blocks(
+    matrix_LIO: Tensor, block: Block, width: int, *, in_halves: bool = False
+) -> tuple[TensorDescriptor | None, str]:
+    """Return a descriptor and the constant MATRIX_BLOCKS of `tile_product`, or (None, "").
+
+    A block has `width` columns. With `in_halves` half of them are in the first half of the matrix,
+    and the other half are the same columns of the second half.
     """
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    tl.assume(inner > 0)
-    for step in range(0, inner, BLOCK_K):
-        b_x = rows.load([start, step])  # [M, K]
-        b_w = matrix.load([matrix_row + step, matrix_column])  # [K, N]
-        sums = tl.dot(b_x, b_w, sums, input_precision=PRECISION)
-    return sums
+    experts, inner, outer = matrix_LIO.shape
+    if not block.tma or not _is_aligned(matrix_LIO) or inner % block.k:
+        return None, ""
+    if matrix_LIO.mT.is_contiguous():
+        if not in_halves:
+            return TensorDescriptor.from_tensor(matrix_LIO.mT.flatten(0, 1), [width, block.k]), "nk"
+        halves = matrix_LIO.mT.reshape(2 * experts, outer // 2, inner)
+        return TensorDescriptor.from_tensor(halves, [2, width // 2, block.k]), "halves"
+    if matrix_LIO.is_contiguous() and not in_halves:
+        return TensorDescriptor.from_tensor(matrix_LIO.flatten(0, 1), [block.k, width]), "kn"
+    return None, ""
+
+
+def _is_aligned(x: Tensor) -> bool:
+    strides = [stride * x.element_size() for stride in x.stride() if stride != 1]
+    return not any(number % _ALIGNMENT for number in (x.data_ptr(), *strides))
