@@ -98,10 +98,11 @@ class Cell:
     checkpointing: bool = False
     profile: bool = False
     ranks: int = 1
+    compiled: bool = False
 
     def line(self) -> dict[str, Any]:
         """Return the first entries of the measurement's line of JSON."""
-        names = ("mode", "checkpointing", "ranks", "steps")
+        names = ("mode", "checkpointing", "compiled", "ranks", "steps")
         settings = {name: getattr(self, name) for name in names}
         return {"end_to_end": self.side, **settings, "sizes": asdict(self.sizes)}
 
@@ -134,7 +135,17 @@ def build(cell: Cell, device: torch.device) -> nn.Module:
     if cell.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    return distribute(model, cell).train()
+    model = distribute(model, cell).train()
+    if cell.compiled:
+        for layer in decoder(model, cell).layers:
+            layer.compile()
+    return model
+
+
+def decoder(model: nn.Module, cell: Cell) -> Any:
+    """Return the module that has the decoder layers."""
+    base: Any = model.get_base_model() if cell.mode == "lora" else model
+    return base.model
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -162,8 +173,7 @@ def distribute(model: nn.Module, cell: Cell) -> nn.Module:
             return patch(model, recompute_activations=recompute)
         return apply_ep_fsdp2(model, ep_size=cell.ranks, recompute_activations=recompute)
     if cell.ranks > 1:
-        base = model.get_base_model() if cell.mode == "lora" else model
-        for layer in base.model.layers:
+        for layer in decoder(model, cell).layers:
             fully_shard(layer)
         fully_shard(model)
     return model
@@ -387,6 +397,7 @@ def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "grouped_mm"])
     parser.add_argument("--mode", choices=MODES, default="full")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile each decoder layer")
     parser.add_argument("--profile", action="store_true", help="print the longest kernels as well")
     parser.add_argument("--ranks", type=int, default=1, help="number of CPU processes")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after three of warm-up")
@@ -399,7 +410,8 @@ def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
     options = {f.name: getattr(args, f.name) for f in fields(Sizes)}
     options = {name: value for name, value in options.items() if value is not None}
     sizes = replace(Sizes() if on_gpu else TINY, **options)
-    flags = {"checkpointing": args.checkpointing, "profile": args.profile, "ranks": args.ranks}
+    names = ("checkpointing", "compiled", "profile", "ranks")
+    flags = {name: getattr(args, name) for name in names}
     return [Cell(side, args.mode, sizes, args.steps, **flags) for side in args.sides], args.seconds
 
 

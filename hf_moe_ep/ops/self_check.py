@@ -35,7 +35,8 @@ from hf_moe_ep.ops import torch_mlp, triton_mlp
 from hf_moe_ep.ops.devices import on_its_device
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
-from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, choose_blocks, dot_precision
+from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, MANY_ROWS, choose_blocks, dot_precision
+from hf_moe_ep.ops.kernels.product import tma_can_load
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quantise_stack
@@ -68,6 +69,7 @@ class Kind:
         trained: names of the inputs that need a gradient: rows, weights and the experts' tensors.
         transposed: whether the matrices are transposed views.
         few: whether experts have fewer than FEW_ROWS rows on average.
+        padded: whether TMA cannot load the matrices.
         ranks: ranks of the adapters of up and down, 0 without an adapter.
         quantised: format of the matrices, empty if they are not quantised.
     """
@@ -86,6 +88,7 @@ class Kind:
     hidden: int
     ffn: int
     few: bool
+    padded: bool = False
     ranks: tuple[int, int] = (0, 0)
     quantised: str = ""
 
@@ -125,6 +128,7 @@ def self_check(
         rows_RH.shape[1],
         _shortened(formula.ffn_size(pre_size)),
         num_pairs < FEW_ROWS * num_experts,
+        not (tma_can_load(experts.up) and tma_can_load(experts.down)),
         (up, down),
         experts.quantised,
     )
@@ -189,12 +193,15 @@ def _products(kind: Kind) -> Iterator[Comparison]:
     num_experts = min(kind.num_experts, max(3, kind.top_k + 1))
     hidden, ffn = _shortened(kind.hidden), kind.ffn
     pre_size = 2 * ffn if kind.formula.gated else ffn
-    pairs_per_expert = FEW_ROWS // 2 if kind.few else FEW_ROWS * 2
+    pairs_per_expert = FEW_ROWS // 2 if kind.few else MANY_ROWS + 1
     num_rows = pairs_per_expert * num_experts // kind.top_k + 1
 
     def matrix(out_size: int, in_size: int) -> Tensor:
-        values = draw(num_experts, out_size, in_size) / in_size**0.5
-        return values.mT.contiguous().mT if kind.transposed else values
+        values = (draw(num_experts, out_size, in_size) / in_size**0.5).to(kind.dtype)
+        values = values.mT.contiguous() if kind.transposed else values
+        if kind.padded and not kind.quantised:
+            values = torch.cat([values, values], dim=2)[..., : values.shape[2]]
+        return values.mT if kind.transposed else values
 
     up_rank, down_rank = kind.ranks
     shapes = {
@@ -221,8 +228,8 @@ def _products(kind: Kind) -> Iterator[Comparison]:
     grad_RH = draw(num_rows, hidden).to(kind.dtype)
     inputs = {"rows": rows_RH, "weights": weights_RK, "grad": grad_RH}
     in_fp64 = {name: x.double() for name, x in (inputs | dequantised).items()}
-    actual = _run(triton_mlp, kind, inputs | tensors, ids_RK, keep_pre=kind.keep_pre)
-    expected = _run(torch_mlp, replace(kind, quantised=""), in_fp64, ids_RK, keep_pre=True)
+    actual = _run(triton_mlp, kind, inputs | tensors, ids_RK)
+    expected = _run(torch_mlp, replace(kind, quantised=""), in_fp64, ids_RK, actual.get("pre"))
     return ((name, actual[name], expected[name]) for name in expected)
 
 
@@ -243,20 +250,30 @@ def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Qua
 
 
 def _run(
-    implementation: Any, kind: Kind, inputs: dict[str, Tensor], ids_RK: Tensor, *, keep_pre: bool
+    implementation: Any,
+    kind: Kind,
+    inputs: dict[str, Tensor],
+    ids_RK: Tensor,
+    pre_AG: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the output and, if anything is trained, the gradients of a call by name."""
+    """Return the output and, if anything is trained, "pre" and the needed gradients, by name.
+
+    "pre" are the pre-activations. The gate is differentiated at `pre_AG` if they are given. Where a
+    gate is clamped, its slope has a step, and rounding moves some pre-activations across this step.
+    The gradients of two paths are therefore comparable only at the same pre-activations.
+    """
     named: dict[str, Any] = {name: inputs.get(name) for name in WEIGHT_NAMES}
     experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0, quantised=kind.quantised)
     routing = implementation.route(ids_RK, None, experts, inputs["rows"])
     call = (inputs["rows"], inputs["weights"], experts, routing)
-    out_RH, pre_AG = implementation.forward(*call, kind.formula, keep_pre)
+    out_RH, kept_AG = implementation.forward(*call, kind.formula, kind.keep_pre)
     if not kind.trained:
         return {"out": out_RH}
-    pre_AG = pre_AG if keep_pre else None
     options = {"grad_scale": 1.0, "need": set(kind.trained)}
-    grads, _ = implementation.backward(inputs["grad"], *call, pre_AG, kind.formula, **options)
-    return {"out": out_RH} | {name: grads[name] for name in kind.trained}
+    own_AG = kept_AG if kind.keep_pre else implementation.forward(*call, kind.formula, True)[1]
+    at_AG = pre_AG.to(own_AG) if pre_AG is not None else kept_AG if kind.keep_pre else None
+    grads, _ = implementation.backward(inputs["grad"], *call, at_AG, kind.formula, **options)
+    return {"out": out_RH, "pre": own_AG} | {name: grads[name] for name in kind.trained}
 
 
 def _routing(kind: Kind) -> Iterator[Comparison]:

@@ -68,7 +68,7 @@ def _gradients(case: Case, inputs: list[Tensor | None], device: str) -> list[Ten
 
 def _change_blocks(monkeypatch: pytest.MonkeyPatch, device: str, field: str, **to: Any) -> None:
     """Change a block in the rows of the table that the device uses for fp32."""
-    for bucket in ("many", "few"):
+    for bucket in ("many", "some", "few"):
         key = (generation(torch.device(device)), 4, bucket)
         row = blocks.TABLE[key]
         changed: dict[str, Any] = {field: replace(getattr(row, field), **to)}

@@ -174,7 +174,7 @@ def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.Mo
 
     There is one scale per 64 or 128 columns. The last block of the 320 or 384 columns is not full.
     """
-    for bucket, itemsize in itertools.product(("many", "few"), (2, 4)):
+    for bucket, itemsize in itertools.product(("many", "some", "few"), (2, 4)):
         key = (generation(torch.device("cpu")), itemsize, bucket)
         row = TABLE[key]
         wide = {x: replace(getattr(row, x), n=width, k=64) for x in ("rows", "dgated", "down")}

@@ -16,7 +16,7 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks
-from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, TABLE
+from hf_moe_ep.ops.kernels.blocks import MANY_ROWS, TABLE
 
 ROW = ("sm_90", 2, "many")
 NAMES = ("rows", "weights", "up", "down")
@@ -60,7 +60,7 @@ def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.
 @pytest.mark.gpu
 def test_sixteen_experts_of_qwen3_30b() -> None:
     tokens, top_k, experts = 4096, 8, 16
-    assert tokens * top_k >= FEW_ROWS * experts
+    assert tokens * top_k >= MANY_ROWS * experts
     _check(*_draw(tokens, top_k, experts, 2048, 768, "cuda"), torch.bfloat16)
 
 
@@ -71,7 +71,7 @@ def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     products = (row.up, row.down, row.rows, row.dgated, row.outer)
     size = math.lcm(row.outer.m, *(n for block in products for n in (block.n, block.k)))
     experts, top_k = 2, 1
-    tokens = FEW_ROWS * experts + 5
+    tokens = MANY_ROWS * experts + 5
     tensors, ids_RK, grad_RH = _draw(tokens, top_k, experts, size, size, "cpu")
     with Launches() as launches:
         _launch(size, tokens, experts)

@@ -67,6 +67,7 @@ def _clear_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     self_check.warn_once.cache_clear()
     # Three tiles per expert, instead of sixteen, take a tenth of the time.
     monkeypatch.setattr(self_check, "FEW_ROWS", 32)
+    monkeypatch.setattr(self_check, "MANY_ROWS", 63)
     monkeypatch.setattr(self_check, "_shortened", lambda size: 16 + size % 16)
 
 
@@ -79,6 +80,7 @@ def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.Monk
     """Right scales pass, although bitsandbytes is missing. Scales in another order are refused."""
     monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
+    monkeypatch.setattr(self_check, "MANY_ROWS", 15)
     monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
@@ -331,6 +333,10 @@ LAUNCHED = {
     "trained": replace(REAL, tensors=MATRICES, trained=("rows", "weights", *MATRICES)),
     "biases": REAL,
     "few rows": replace(REAL, few=True),
+    # 260 rows per expert.
+    "some rows": replace(REAL, num_experts=1024),
+    "padded": replace(REAL, padded=True),
+    "padded, transposed": replace(REAL, padded=True, transposed=True),
     "frozen": replace(REAL, tensors=MATRICES, trained=("rows", "weights")),
     "first layer, frozen": replace(REAL, tensors=MATRICES, trained=("weights",)),
     "inference": replace(REAL, tensors=MATRICES, trained=(), keep_pre=False),
@@ -388,7 +394,8 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
     with Launches() as checked:
         for check in (self_check._products, self_check._routing, self_check._sums):
-            list(check(replace(kind, ffn=256 + kind.ffn % 256)))
+            for few in (True, False):
+                list(check(replace(kind, few=few, ffn=256 + kind.ffn % 256)))
     with Launches() as launched:
         _launch(kind)
     assert {"up_kernel", "combine_kernel"} <= launched.variants.keys()
@@ -427,9 +434,10 @@ def _launch(kind: Kind) -> None:
         return torch.empty(shape, dtype=kind.dtype, device="meta")
 
     def matrix(out_size: int, in_size: int) -> Tensor:
-        if kind.transposed:
-            return empty(kind.num_experts, in_size, out_size).mT
-        return empty(kind.num_experts, out_size, in_size)
+        shape = (in_size, out_size) if kind.transposed else (out_size, in_size)
+        width = shape[1] + (16 if kind.padded else 0)
+        values = empty(kind.num_experts, shape[0], width)[..., : shape[1]]
+        return values.mT if kind.transposed else values
 
     hidden, ffn, (up_rank, down_rank) = kind.hidden, kind.ffn, kind.ranks
     tensors = {

@@ -13,7 +13,8 @@ and checks their registers, shared memory and loops.
                           `tma` loads blocks of aligned tensors through TMA descriptors
     up, down              the two products of the experts; n of up counts columns of act
     dgated                the backward through down and gate
-    rows, outer           the gradients of the rows and of the matrices
+    rows, outer           the gradients of the rows and of the matrices; `outer` exchanges m and n
+                          if the right factor is gathered, so that the gathered side is the shorter
     thin, thin_outer      products in which one size is an adapter's rank; the rank limits n
     rank                  the longest step along an adapter's rank in the other kernels
     up_adapted            replaces `up` for experts with an adapter, if `up` would spill registers
@@ -76,6 +77,10 @@ class Blocks:
 _LEAST_RANK = 16
 # If experts have fewer rows than this on average, tiles of 128 rows would be mostly padding.
 FEW_ROWS = 128
+# If experts have fewer rows than this, the sums of `outer` are so short that programs with wide
+# blocks spend most of their time after their loops. Such calls take `outer` from the row for few
+# rows, and all other blocks from the row for many rows.
+MANY_ROWS = 512
 
 # Shared memory that a program may use with each generation's blocks, in descending order.
 SHARED_BYTES = {"sm_90": 232_448, "sm_80": 101_376}
@@ -84,21 +89,21 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
     # 16-bit dtypes on H100, H200 and all other GPUs with as much shared memory.
     ("sm_90", 2, "many"): Blocks(
         m=128,
-        up=Block(n=128, k=64, warps=8, stages=3),
-        down=Block(n=256, k=64, warps=8, stages=3),
-        rows=Block(n=256, k=64, warps=8, stages=3),
-        dgated=Block(n=128, k=64, warps=8, stages=4),
-        outer=OuterBlock(m=128, n=256, k=64, warps=8, stages=5),
+        up=Block(n=128, k=64, warps=8, stages=4, tma=True),
+        down=Block(n=256, k=64, warps=8, stages=4, tma=True),
+        rows=Block(n=256, k=64, warps=8, stages=4, tma=True),
+        dgated=Block(n=256, k=64, warps=16, stages=4, tma=True),
+        outer=OuterBlock(m=128, n=256, k=64, warps=8, stages=5, tma=True),
         thin=Block(n=64, k=64, warps=4, stages=4),
         thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=6),
     ),
     ("sm_90", 2, "few"): Blocks(
         m=64,
-        up=Block(n=64, k=64, warps=4, stages=4),
-        down=Block(n=128, k=64, warps=4, stages=4),
-        rows=Block(n=128, k=64, warps=4, stages=4),
+        up=Block(n=128, k=64, warps=4, stages=4, tma=True),
+        down=Block(n=128, k=64, warps=4, stages=4, tma=True),
+        rows=Block(n=128, k=64, warps=4, stages=4, tma=True),
         dgated=Block(n=128, k=64, warps=8, stages=4),
-        outer=OuterBlock(m=128, n=128, k=64, warps=8, stages=5),
+        outer=OuterBlock(m=128, n=128, k=64, warps=8, stages=5, tma=True),
         thin=Block(n=64, k=64, warps=4, stages=4),
         thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=6),
     ),
@@ -168,6 +173,13 @@ FOR_BYTES: dict[tuple[str, int, str], Blocks] = {
     for _generation in ("sm_80", "sm_90")
     for _bucket in ("many", "few")
 }
+for _rows in (TABLE, FOR_BYTES):
+    for _generation, _itemsize, _bucket in list(_rows):
+        if _bucket == "many":
+            _many, _few = (_rows[_generation, _itemsize, x] for x in ("many", "few"))
+            _rows[_generation, _itemsize, "some"] = (
+                _many if _many.outer == _few.outer else replace(_many, outer=_few.outer)
+            )
 
 
 def generation(device: torch.device) -> str:
@@ -194,7 +206,9 @@ def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str
     `rows` decides the dtype and the device. `quantised` names the format of the matrices. All
     formats have the same rows per tile (m).
     """
-    bucket = "few" if num_pairs < FEW_ROWS * num_experts else "many"
+    limits = {"few": FEW_ROWS, "some": MANY_ROWS}
+    fitting = (name for name, most in limits.items() if num_pairs < most * num_experts)
+    bucket = next(fitting, "many")
     key = generation(rows.device), rows.element_size(), bucket
     return FOR_BYTES[key] if quantised and key in FOR_BYTES else TABLE[key]
 

@@ -122,32 +122,43 @@ def dgated_kernel(
     grad_pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
     # The gate's formula over a whole block needs more registers than a thread has. It is computed
-    # for halves, or for quarters if blocks are wide or columns are interleaved.
+    # for halves, for quarters if blocks are wide or columns are interleaved, or else for eighths.
     HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
+    EIGHTH: tl.constexpr = BLOCK_N // 8
     dot = tl.zeros([BLOCK_M], tl.float32)
     grad_act_halves = halves(grad_act, BLOCK_M, HALF)
     for half in tl.static_range(2):
         first = column * BLOCK_N + half * HALF
-        if BLOCK_N > 128 or INTERLEAVED:
-            quarters = halves(grad_act_halves[half], BLOCK_M, QUARTER)
-            for quarter in tl.static_range(2):
-                dot += _back_through_gate(
-                    quarters[quarter], s, pre, grad_pre, act, o_m, first + quarter * QUARTER,
-                    num_left, ffn,
-                    GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
-                )  # fmt: skip
-        else:
+        if BLOCK_N <= 128 and not INTERLEAVED:
             dot += _back_through_gate(
                 grad_act_halves[half], s, pre, grad_pre, act, o_m, first,
                 num_left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
             )  # fmt: skip
+        else:
+            quarters = halves(grad_act_halves[half], BLOCK_M, QUARTER)
+            for quarter in tl.static_range(2):
+                first_of_quarter = first + quarter * QUARTER
+                if BLOCK_N <= 128 or not INTERLEAVED:
+                    dot += _back_through_gate(
+                        quarters[quarter], s, pre, grad_pre, act, o_m, first_of_quarter,
+                        num_left, ffn,
+                        GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
+                    )  # fmt: skip
+                else:
+                    eighths = halves(quarters[quarter], BLOCK_M, EIGHTH)
+                    for eighth in tl.static_range(2):
+                        dot += _back_through_gate(
+                            eighths[eighth], s, pre, grad_pre, act, o_m,
+                            first_of_quarter + eighth * EIGHTH, num_left, ffn,
+                            GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
+                        )  # fmt: skip
     if NEED_PARTIAL:
         p_partial = partial + column.to(tl.int64) * num_pairs + start + o_m  # [M]
         tl.store(p_partial, dot, mask=o_m < num_left)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_columns", "num_pairs"])
 def bias_dots_kernel(
     grad, row_of_position, offsets, tiles, bias, partial,
     num_columns, hidden, num_pairs, grad_stride, bias_stride_l,

@@ -142,6 +142,8 @@ def outer(
     """
     num_experts, height, width = out_LOI.shape
     block: OuterBlock = blocks.outer
+    if gather_right:
+        block = replace(block, m=block.n, n=block.m)
     if thin:
         block = replace(blocks.thin_outer, n=rank_block(width, blocks.thin_outer.n))
     grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)

@@ -94,16 +94,22 @@ def matrix_blocks(
     and the other half are the same columns of the second half.
     """
     experts, inner, outer = matrix_LIO.shape
-    if not block.tma or not _is_aligned(matrix_LIO) or inner % block.k:
+    if not block.tma or not tma_can_load(matrix_LIO) or inner % block.k:
         return None, ""
     if matrix_LIO.mT.is_contiguous():
         if not in_halves:
             return TensorDescriptor.from_tensor(matrix_LIO.mT.flatten(0, 1), [width, block.k]), "nk"
         halves = matrix_LIO.mT.reshape(2 * experts, outer // 2, inner)
         return TensorDescriptor.from_tensor(halves, [2, width // 2, block.k]), "halves"
-    if matrix_LIO.is_contiguous() and not in_halves:
-        return TensorDescriptor.from_tensor(matrix_LIO.flatten(0, 1), [block.k, width]), "kn"
-    return None, ""
+    if in_halves:
+        return None, ""
+    return TensorDescriptor.from_tensor(matrix_LIO.flatten(0, 1), [block.k, width]), "kn"
+
+
+def tma_can_load(matrix_LIO: Tensor) -> bool:
+    """Return True if the matrices, or their transposes, are contiguous and aligned."""
+    contiguous = matrix_LIO.is_contiguous() or matrix_LIO.mT.is_contiguous()
+    return contiguous and _is_aligned(matrix_LIO)
 
 
 def _is_aligned(x: Tensor) -> bool:

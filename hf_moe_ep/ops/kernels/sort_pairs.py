@@ -1,8 +1,9 @@
 """Sort (row, expert) pairs by expert on the device: a stable counting sort, no host sync.
 
-There are four launches and no atomics, so the order does not depend on the GPU's schedule:
+There are four launches. The only atomic operations add integers, so neither the order of the pairs
+nor any number depends on the GPU's schedule:
 
-    count    counts the pairs of each block that go to each expert, [blocks, L]
+    count    counts the pairs of each block that go to each expert, [blocks, L], and of all blocks
     scan     computes where the pairs of each expert, and of each (block, expert), start
     place    computes each pair's position: the start of its (block, expert) plus the number of
              earlier pairs with the same block and expert. It also stores the inverse: the pair and
@@ -24,67 +25,87 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
-# A program counts or places _BLOCK pairs, and loads _CHUNK pairs, blocks or tiles at a time.
-_BLOCK = 512
-_CHUNK = 64
+# A program counts or places _BLOCK pairs, and compares _CHUNK of them at a time.
+_BLOCK = 256
+_CHUNK = 16
+# A program of `scan` reads the counts of _EXPERTS experts, of _BLOCKS blocks at a time.
+_EXPERTS = 8
+_BLOCKS = 256
+# A program of `tiles` compares its tiles with all experts, and holds at most so many results.
+_COMPARISONS = 8192
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
-    ids,
-    counts,
-    num_pairs,
-    num_experts,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    ids, counts, totals, num_pairs, num_experts,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    total = tl.zeros([EXPERTS], tl.int32)
+    # Summed along the pairs only once, because this exchanges numbers between threads.
+    chosen = tl.zeros([CHUNK, EXPERTS], tl.int32)
     for first in range(0, BLOCK, CHUNK):
         pair = block * BLOCK + first + tl.arange(0, CHUNK)
-        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)  # [CHUNK]
-        total += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), axis=0)
-    tl.store(counts + block * num_experts + experts, total, mask=experts < num_experts)
+        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [CHUNK]
+        chosen += (expert[:, None] == experts[None, :]).to(tl.int32)
+    count = tl.sum(chosen, axis=0)
+    tl.store(counts + block * num_experts + experts, count, mask=experts < num_experts)
+    tl.atomic_add(totals + experts, count, mask=experts < num_experts, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _scan_kernel(
-    counts, offsets, num_blocks, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
-):
-    """Replace the counts by starts in place, and write the offsets. A single program does this."""
-    experts = tl.arange(0, EXPERTS)
-    valid = experts < num_experts
-    total = tl.zeros([EXPERTS], tl.int32)
-    for first in range(0, num_blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        cell = block[:, None] * num_experts + experts[None, :]
+    counts, totals, offsets, num_blocks, num_experts,
+    BLOCKS: tl.constexpr, SPAN: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Replace the counts of SPAN experts by starts in place, and write the experts' offsets."""
+    all_experts = tl.arange(0, EXPERTS)
+    total = tl.load(totals + all_experts, mask=all_experts < num_experts, other=0)  # [EXPERTS]
+    expert = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    valid = expert < num_experts
+    before = tl.where(all_experts[None, :] < expert[:, None], total[None, :], 0)  # [SPAN, EXPERTS]
+    start = tl.sum(before, axis=1)  # [SPAN]
+    tl.store(offsets + expert, start, mask=valid)
+    if tl.program_id(0) == 0:
+        tl.store(offsets + num_experts, tl.sum(total, axis=0))
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        cell = block[:, None] * num_experts + expert[None, :]
         inside = (block < num_blocks)[:, None] & valid[None, :]
-        count = tl.load(counts + cell, mask=inside, other=0)  # [CHUNK, EXPERTS]
-        total += tl.sum(count, axis=0)
-    start = tl.cumsum(total, 0) - total
-    tl.store(offsets + experts, start, mask=valid)
-    tl.store(offsets + num_experts, tl.sum(total, axis=0))
-    for first in range(0, num_blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        cell = block[:, None] * num_experts + experts[None, :]
-        inside = (block < num_blocks)[:, None] & valid[None, :]
-        count = tl.load(counts + cell, mask=inside, other=0)  # [CHUNK, EXPERTS]
+        count = tl.load(counts + cell, mask=inside, other=0)  # [BLOCKS, SPAN]
         tl.store(counts + cell, start[None, :] + tl.cumsum(count, 0) - count, mask=inside)
         start += tl.sum(count, axis=0)
 
 
+@triton.jit(do_not_specialize=["num_pairs", "num_sorted"])
+def _place_kernel(
+    ids, starts, pair_of_position, row_of_position, slots,
+    num_pairs, num_sorted, num_experts, top_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [BLOCK]
+    has_expert = (expert >= 0) & (expert < num_experts)
+    # How many earlier pairs of the block have the same expert.
+    earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
+    for first in range(0, BLOCK, CHUNK):
+        other = block * BLOCK + first + tl.arange(0, CHUNK)
+        other_expert = tl.load(ids + other, mask=other < num_pairs, other=-1).to(tl.int32)
+        same = expert[:, None] == other_expert[None, :]
+        earlier += (same & (other[None, :] < pair[:, None])).to(tl.int32)
+    start = tl.load(starts + block * num_experts + expert, mask=has_expert, other=0)  # [BLOCK]
+    position = start + tl.sum(earlier, axis=1)
+    tl.store(pair_of_position + position, pair, mask=has_expert)
+    # The row is stored as well, so that the loops that read it need no division.
+    tl.store(row_of_position + position, pair // top_k, mask=has_expert)
+    tl.store(slots + pair, tl.where(has_expert, position, num_sorted), mask=pair < num_pairs)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _tiles_kernel(
-    offsets,
-    tiles,
-    num_experts,
-    num_tiles,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    offsets, tiles, num_experts, num_tiles,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     experts = tl.arange(0, EXPERTS)
     valid = experts < num_experts
     start = tl.load(offsets + experts, mask=valid, other=0)  # [EXPERTS]
@@ -121,38 +142,6 @@ def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
     return expert, start, num_left, column
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_sorted"])
-def _place_kernel(
-    ids,
-    starts,
-    pair_of_position,
-    row_of_position,
-    slots,
-    num_pairs,
-    num_sorted,
-    num_experts,
-    top_k,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    block = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS)
-    p_start = starts + block * num_experts + experts
-    start = tl.load(p_start, mask=experts < num_experts, other=0)  # [EXPERTS]
-    for first in range(0, BLOCK, CHUNK):
-        pair = block * BLOCK + first + tl.arange(0, CHUNK)
-        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)  # [CHUNK]
-        one_hot = (expert[:, None] == experts[None, :]).to(tl.int32)
-        position = tl.sum(one_hot * (start[None, :] + tl.cumsum(one_hot, 0) - one_hot), axis=1)
-        has_expert = (expert >= 0) & (expert < num_experts)
-        tl.store(pair_of_position + position, pair, mask=has_expert)
-        # The row is stored as well, so that the loops that read it need no division.
-        tl.store(row_of_position + position, pair // top_k, mask=has_expert)
-        tl.store(slots + pair, tl.where(has_expert, position, num_sorted), mask=pair < num_pairs)
-        start += tl.sum(one_hot, axis=0)
-
-
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """Return the largest possible number of tiles. One tile of each expert may be partly full."""
     return num_pairs // block_m + min(num_experts, num_pairs)
@@ -167,21 +156,29 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     device = ids_RK.device
     num_blocks = triton.cdiv(num_pairs, _BLOCK)
     counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
+    totals = torch.zeros(num_experts, dtype=torch.int32, device=device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     num_tiles = max_tiles(num_sorted, num_experts, block_m)
     tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=device)
     pair_A = torch.empty(num_sorted, dtype=torch.int32, device=device)
     row_A = torch.empty_like(pair_A)
     slots_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
-    sizes = {"CHUNK": _CHUNK, "EXPERTS": triton.next_power_of_2(max(num_experts, 2))}
     ids_RK = ids_RK.contiguous()
+    experts = triton.next_power_of_2(max(num_experts, 2))
     per_block = (num_blocks,)
-    _count_kernel[per_block](ids_RK, counts, num_pairs, num_experts, BLOCK=_BLOCK, **sizes)
-    _scan_kernel[(1,)](counts, offsets, num_blocks, num_experts, **sizes, num_warps=8)
+    _count_kernel[per_block](
+        ids_RK, counts, totals, num_pairs, num_experts, BLOCK=_BLOCK, CHUNK=_CHUNK, EXPERTS=experts
+    )
+    _scan_kernel[(triton.cdiv(num_experts, _EXPERTS),)](
+        counts, totals, offsets, num_blocks, num_experts,
+        BLOCKS=_BLOCKS, SPAN=_EXPERTS, EXPERTS=experts,
+    )  # fmt: skip
     _place_kernel[per_block](
         ids_RK, counts, pair_A, row_A, slots_RK, num_pairs, num_sorted, num_experts,
-        ids_RK.shape[1], BLOCK=_BLOCK, **sizes,
+        ids_RK.shape[1], BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
-    per_chunk = (triton.cdiv(num_tiles, _CHUNK),)
-    _tiles_kernel[per_chunk](offsets, tiles, num_experts, num_tiles, BLOCK_M=block_m, **sizes)
+    chunk = max(1, _COMPARISONS // experts)
+    _tiles_kernel[(triton.cdiv(num_tiles, chunk),)](
+        offsets, tiles, num_experts, num_tiles, BLOCK_M=block_m, CHUNK=chunk, EXPERTS=experts
+    )
     return Routing(pair_A, slots_RK, offsets, tiles, row_A)
