@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -11,6 +12,9 @@ from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# `devices`: the devices whose CUDA context is current in this thread or was made current by
+# `_make_context_current`.
+_thread = threading.local()
 
 
 def on_its_device(
@@ -18,12 +22,27 @@ def on_its_device(
 ) -> Callable[Concatenate[Tensor, _P], _R]:
     """Make the first argument's device current during a call of `function`.
 
-    Triton launches kernels on the current device.
+    Triton launches kernels on the current device, and describes blocks to TMA through CUDA's driver,
+    which needs a context that is current in the calling thread.
     """
 
     @wraps(function)
     def on_device(tensor: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with torch.cuda.device_of(tensor):
+            if tensor.is_cuda:
+                _make_context_current(tensor.device)
             return function(tensor, *args, **kwargs)
 
     return on_device
+
+
+def _make_context_current(device: torch.device) -> None:
+    """Make the device's CUDA context current in this thread, once per thread and device.
+
+    Autograd computes gradients in threads of its own. No context is current in such a thread before
+    the first launch by CUDA's runtime, so this function launches a kernel of torch.
+    """
+    known: set[torch.device] = _thread.__dict__.setdefault("devices", set())
+    if device not in known:
+        torch.zeros((), device=device)
+        known.add(device)

@@ -4,6 +4,7 @@ These tests need no GPU: `launches.py` records the launches.
 """
 
 import random
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from launches import Launches
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops import devices, triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels import blocks
@@ -121,3 +122,27 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
         add_rows(rows_NH, slots_TJ.new_empty(9), slots_TJ)
     assert launched[-1][0] == "combine_kernel"
     assert [launch for launch in launched if launch[1] != 1] == []
+
+
+def test_every_thread_makes_the_context_of_the_device_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a context in the thread that runs backward, CUDA refuses to describe blocks to TMA."""
+    real_zeros, threads = torch.zeros, []
+
+    def zeros(*size: object, device: torch.device) -> Tensor:
+        threads.append(threading.get_ident())
+        return real_zeros(*size, device=device)
+
+    def step_twice() -> None:
+        with FakeTensorMode(), Launches(lambda name: None):
+            for _ in range(2):
+                _step(4, 6, _experts("cuda:7"), "cuda:7")
+
+    monkeypatch.setattr(torch.cuda, "device_of", _Current)
+    monkeypatch.setattr(devices.torch, "zeros", zeros)
+    step_twice()
+    other = threading.Thread(target=step_twice)
+    other.start()
+    other.join()
+    assert len(threads) == len(set(threads)) == 2

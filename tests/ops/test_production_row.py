@@ -4,11 +4,14 @@ The sizes of all other tests are so small that tiles are not full and loops need
 """
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from launches import Launches
 from support.close import max_error
+from support.scripts import ROOT
 from torch import Tensor
 
 from hf_moe_ep.ops import triton_mlp
@@ -62,6 +65,33 @@ def test_sixteen_experts_of_qwen3_30b() -> None:
     tokens, top_k, experts = 4096, 8, 16
     assert tokens * top_k >= MANY_ROWS * experts
     _check(*_draw(tokens, top_k, experts, 2048, 768, "cuda"), torch.bfloat16)
+
+
+BACKWARD_FIRST = """
+import torch
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
+def draw(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+rows, up, down = draw(2048, 2048), draw(16, 1536, 2048), draw(16, 2048, 768)
+ids = torch.rand(2048, 16, device="cuda").topk(8).indices
+experts = ExpertWeights(up, None, down, None)
+out = expert_mlp(rows, ids, torch.rand(2048, 8, device="cuda"), experts, ExpertFormula(),
+                 backend="triton")
+torch.autograd.grad(out, [rows, up, down], torch.ones_like(out))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_backward_may_be_the_first_work_of_autograds_thread() -> None:
+    """No CUDA context is current in this thread of a new process, and TMA needs one."""
+    result = subprocess.run(
+        [sys.executable, "-c", BACKWARD_FIRST],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
