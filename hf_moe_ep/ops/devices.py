@@ -22,7 +22,7 @@ def on_its_device(
 ) -> Callable[Concatenate[Tensor, _P], _R]:
     """Make the first argument's device current during a call of `function`.
 
-    Triton launches kernels on the current device, and describes blocks to TMA through CUDA's driver,
+    Triton launches kernels on the current device. It describes blocks to TMA through CUDA's driver,
     which needs a context that is current in the calling thread.
     """
 

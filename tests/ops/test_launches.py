@@ -127,12 +127,13 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
 def test_every_thread_makes_the_context_of_the_device_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a context in the thread that runs backward, CUDA refuses to describe blocks to TMA."""
+    """CUDA cannot describe blocks to TMA in a thread without a context, like autograd's threads."""
     real_zeros, threads = torch.zeros, []
 
-    def zeros(*size: object, device: torch.device) -> Tensor:
-        threads.append(threading.get_ident())
-        return real_zeros(*size, device=device)
+    def zeros(*size: object, **kwargs: object) -> Tensor:
+        if size == ((),):
+            threads.append(threading.get_ident())
+        return real_zeros(*size, **kwargs)
 
     def step_twice() -> None:
         with FakeTensorMode(), Launches(lambda name: None):
