@@ -106,7 +106,7 @@ _FROZEN = f"{_LAYER} --adapter-rank 16 --repeats 5"
 _TINY_FROZEN = f"{_LAYER} --tokens 4 --experts 2 --top-k 1 --repeats 1"
 _TINY_NF4 = f"{_TINY_FROZEN} --hidden 64 --ffn 64 --quantised nf4"
 _TINY_FP8 = f"{_TINY_FROZEN} --hidden 128 --ffn 128 --quantised fp8"
-_TESTS = "python -m pytest -q -m gpu"
+_TESTS = "python -m pytest -q -m gpu -p support.at_once"
 _ON_ONE_GPU = "tests/dispatch/test_one_rank.py tests/moe/test_recompute.py"
 _PLANS = "tests/planner/test_plan_on_gpu.py"
 _SECTIONS = " --section ".join(
@@ -221,7 +221,8 @@ PARTS: dict[int, list[Job]] = {
             150,
             f"{_TESTS} -vv tests/claims/test_shared_device.py",
             r"\d+ passed",
-            "python -m pytest -q tests/claims/test_shared_device.py -k 'cpu and 2-fp64'",
+            "python -m pytest -q -p support.at_once tests/claims/test_shared_device.py"
+            " -k 'cpu and 2-fp64'",
         ),
         Job(
             "memory checker",

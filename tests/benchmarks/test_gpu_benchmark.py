@@ -67,6 +67,19 @@ def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Pat
     assert header["sources"] == gpu.sources() and header["versions"]["torch"]
 
 
+def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> None:
+    """pytest itself prints them at its end, which a stopped run does not reach."""
+    test_file = tmp_path / "test_stopped.py"
+    test_file.write_text(
+        "import time\ndef test_fails(): assert 'this' == 'that'\ndef test_hangs(): time.sleep(99)\n"
+    )
+    assert "-p support.at_once" in gpu.PARTS[1][1].command
+    command = f"python -m pytest -q -p support.at_once -p no:cacheprovider {test_file}"
+    job = gpu.Job("stopped", 8.0, command, "passed", tiny=command)
+    assert gpu.run_part(7, [job], tmp_path) == ["stopped"]
+    assert "assert 'this' == 'that'" in (tmp_path / "part7.log").read_text()
+
+
 def test_a_part_ends_within_its_time(tmp_path: Path) -> None:
     """A job is stopped when the time of the part is over. A job that needs more time is skipped."""
     waits = "import time; time.sleep(600)"
