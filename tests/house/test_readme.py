@@ -15,7 +15,7 @@ import hf_moe_ep
 from hf_moe_ep import ParallelConfig
 
 ROOT = pages.ROOT
-PAGES = [*pages.names(), "ARCHITECTURES.md", "benchmarks/results/README.md"]
+PAGES = [*pages.names(), "ARCHITECTURES.md", "benchmarks/GPU.md", "benchmarks/results/README.md"]
 TOP = "tests|examples|benchmarks|notebooks|docs|hf_moe_ep|model_patches"
 # Arguments that from_pretrained passes on to transformers.
 OF_TRANSFORMERS = {"dtype", "revision", "attn_implementation"}
