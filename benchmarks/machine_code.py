@@ -59,9 +59,13 @@ def product_loops(listing: str) -> list[Loop]:
         products = sum(text.startswith(kinds) for text in code[first:last])
         if products >= (1 if kinds == _TENSOR_CORES else _MIN_FFMA):
             spans.append((first, last))
-    innermost = [
-        a for a in spans if not any(b != a and a[0] <= b[0] <= b[1] <= a[1] for b in spans)
-    ]
+    # Code that waits again for a block of TMA stands behind the kernel's end and jumps into a loop,
+    # so its span overlaps this loop. Of spans that overlap, the shortest is the loop.
+    innermost: list[tuple[int, int]] = []
+    for first, last in sorted(spans, key=lambda span: span[1] - span[0]):
+        if all(last < start or end < first for start, end in innermost):
+            innermost.append((first, last))
+    innermost.sort()
     return [_read_loop(code[first : last + 1], kinds) for first, last in innermost]
 
 

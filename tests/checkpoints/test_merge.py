@@ -623,4 +623,4 @@ def test_errors_of_a_small_or_mounted_disk(
         assert re.search(r"No space left on device: '.*\.safetensors'", capsys.readouterr().err)
         assert not list(tmp_path.iterdir())
         assert cli.main([*arguments, str(tmp_path)]) == 2
-        assert f"a folder on that disk, {tmp_path / 'model'}" in capsys.readouterr().err
+        assert f"a folder on that disk, like {tmp_path / 'model'}" in capsys.readouterr().err

@@ -265,6 +265,7 @@ def _die_in_the_second_step(rank: int, world: int) -> None:
         model(**batch(model, 2, 7, seed=rank)).loss.backward()
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_other_ranks_raise() -> None:
     outcomes = run_ranks(
         _die_in_the_second_step, 4, timeout=120, group_timeout=20, expect_errors=True

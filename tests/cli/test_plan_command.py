@@ -209,6 +209,7 @@ def test_command_prints_and_writes_the_best_layout(
     assert written.read_text().startswith("# patch(model, ep_size=2)\n# 2 sequences per forward")
 
 
+@pytest.mark.slow
 def test_command_for_parameters_on_the_host(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

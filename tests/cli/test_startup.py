@@ -62,6 +62,7 @@ def test_each_public_name_is_the_object_of_its_module() -> None:
         assert name in dir(hf_moe_ep)
 
 
+@pytest.mark.slow
 def test_a_submodule_does_not_hide_the_function_of_its_name() -> None:
     """`hf_moe_ep.patch` stays the function after the module is imported."""
     _run(

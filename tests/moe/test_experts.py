@@ -197,6 +197,7 @@ print(our_modules_import_triton())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU patch() chooses Triton")
 def test_without_a_gpu_patch_imports_triton_only_on_request() -> None:
     result = subprocess.run(

@@ -95,7 +95,10 @@ DESCRIPTORS = {"up": 1, "down": 2, "rows": 2, "dgated": 1, "outer": 2}
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize("field", DESCRIPTORS)
-@pytest.mark.parametrize("name", ["silu", "transposed", "gpt-oss", "gpt-oss in halves"])
+@pytest.mark.parametrize(
+    "name",
+    ["silu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("transposed", "gpt-oss"))],
+)
 def test_blocks_that_tma_loads_give_the_same_gradients(
     name: str, field: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
