@@ -116,7 +116,8 @@ def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, postp
 def _low_precision() -> Iterator[Any]:
     """Mark all but the formulas and ranks of USUAL as slow on the CPU.
 
-    The interpreter needs seconds per case. A GPU runs every formula with every rank.
+    The interpreter needs seconds per case. On a GPU, where each case compiles its kernels for half
+    a minute, the cases that are not slow are every formula with one rank and "silu" with each.
     """
     on_cpu = TRITON[0].marks
 
@@ -127,8 +128,11 @@ def _low_precision() -> Iterator[Any]:
     for name, rank in itertools.product(FORMULAS, RANKS):
         marks = on_cpu if USUAL.get(name) == rank else [*on_cpu, pytest.mark.slow]
         yield case(name, rank, "cpu", torch.float32, marks)
+        on_gpu = [pytest.mark.gpu]
+        if name != "silu" and rank != USUAL.get(name, 16):
+            on_gpu.append(pytest.mark.slow)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            yield case(name, rank, "cuda", dtype, pytest.mark.gpu)
+            yield case(name, rank, "cuda", dtype, on_gpu)
     yield case("gpt-oss", 40, "cpu", torch.float16, [*on_cpu, pytest.mark.slow])
 
 
@@ -143,7 +147,8 @@ def test_triton_is_no_worse_than_the_torch_path(
     """
     case = FORMULAS[name]
     draws = []
-    for _ in range(6):
+    # Rounding can move a value over a clamp's limit, where the gradient jumps to zero.
+    for _ in range(30 if case.formula.clamped and device == "cuda" else 6):
         named = adapted(case, rank, dtype, device)
         grad_RH = torch.randn_like(named["rows"])
         draws.append((named, grad_RH, _truth(case, named, grad_RH, _all_names(named))))
@@ -151,7 +156,7 @@ def test_triton_is_no_worse_than_the_torch_path(
         _errors(_ours(case, named, grad_RH, _all_names(named), "torch"), truth)
         for named, grad_RH, truth in draws
     ]
-    # The largest error of six draws, because the error of one draw varies too much.
+    # The largest error of all draws, because the error of one draw varies too much.
     factor = 4 if (name, dtype) == ("gelu_tanh", torch.float32) else 2
     budget = {tensor: factor * max(error[tensor] for error in errors) for tensor in errors[0]}
     named, grad_RH, truth = draws[0]
