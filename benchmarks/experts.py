@@ -419,7 +419,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=names, default=default)
     tokens = [1024, 4096, 8192, 32768] if cuda else [2048]
     parser.add_argument("--tokens", nargs="+", type=int, default=tokens)
-    parser.add_argument("--only", nargs="+", choices=installed(), default=installed())
+    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=installed())
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print lines of JSON as well")
     parser.add_argument("--write", type=Path, help="folder for the table and the plot")

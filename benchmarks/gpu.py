@@ -94,6 +94,7 @@ def _words(line: str) -> list[str]:
 _LAYER = "python benchmarks/layer_kernels.py"
 _TINY_LAYER = f"{_LAYER} --tokens 24 --experts 4 --top-k 2 --hidden 32 --ffn 32 --repeats 1"
 _EXPERTS = "python benchmarks/experts.py --json"
+_STOCK = "--only ours grouped_mm eager"
 _TINY_EXPERTS = f"{_EXPERTS} --tokens 64 --repeats 2"
 _TRAIN = "python benchmarks/end_to_end.py"
 _TINY_TRAIN = f"{_TRAIN} --tiny --steps 1"
@@ -144,7 +145,7 @@ PARTS: dict[int, list[Job]] = {
         Job(
             "layer against stock",
             75,
-            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 --repeats 10",
+            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 --repeats 10 {_STOCK}",
             r'"implementation": "ours".*"both_tflops"',
             _TINY_EXPERTS,
         ),
@@ -174,21 +175,28 @@ PARTS: dict[int, list[Job]] = {
     2: [
         Job(
             "full, 16k tokens",
-            135,
-            f"{_TRAIN} --profile --seconds 65",
+            80,
+            f"{_TRAIN} --profile --seconds 38",
             r'"losses_of": "ours"',
             f"{_TINY_TRAIN} --profile",
         ),
         Job(
             "LoRA, 48 layers",
-            190,
-            f"{_TRAIN} {_LORA_48} --profile --seconds 92",
+            120,
+            f"{_TRAIN} {_LORA_48} --profile --seconds 58",
             r'"end_to_end": "ours".*"tok_per_s"',
             f"{_TINY_TRAIN} --mode lora --checkpointing --profile",
         ),
         Job(
-            "full, 32k tokens",
+            "full, 16k tokens, compiled layers",
             140,
+            f"{_TRAIN} --compiled --profile --seconds 68",
+            r'"losses_of": "ours"',
+            f"{_TINY_TRAIN} --sides ours",
+        ),
+        Job(
+            "full, 32k tokens",
+            130,
             f"{_TRAIN} --rows 8 --steps 3 --seconds 45 --sides ours grouped_mm ours_recompute",
             r'"end_to_end": "ours".*"tok_per_s"',
             f"{_TINY_TRAIN} --sides ours ours_recompute",
@@ -242,22 +250,22 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "layer against stock",
-            115,
-            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 1024",
+            70,
+            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 1024 {_STOCK}",
             r'"implementation": "ours".*"both_tflops"',
             _TINY_EXPERTS,
         ),
         Job(
             "full, 16k tokens",
-            125,
-            f"{_TRAIN} --profile --seconds 60",
+            80,
+            f"{_TRAIN} --profile --seconds 38",
             r'"losses_of": "ours"',
             f"{_TINY_TRAIN} --sides ours",
         ),
         Job(
             "LoRA, 48 layers",
-            165,
-            f"{_TRAIN} {_LORA_48} --seconds 80",
+            120,
+            f"{_TRAIN} {_LORA_48} --seconds 58",
             r'"end_to_end": "ours".*"tok_per_s"',
             f"{_TINY_TRAIN} --mode lora --sides ours",
         ),
@@ -271,8 +279,16 @@ PARTS: dict[int, list[Job]] = {
         Job(
             "layer, other shapes",
             70,
-            f"{_EXPERTS} --tokens 8192 --repeats 5",
+            f"{_EXPERTS} --tokens 8192 --repeats 5 {_STOCK}",
             r'"implementation": "ours".*"both_tflops"',
+            _TINY_EXPERTS,
+        ),
+        Job(
+            "layer against Liger",
+            # Its first call tries many blocks.
+            120,
+            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 --repeats 5 --only ours grouped_mm liger",
+            r'"implementation": "liger".*"both_tflops"',
             _TINY_EXPERTS,
         ),
     ],
