@@ -287,7 +287,8 @@ PARTS: dict[int, list[Job]] = {
             "layer against Liger",
             # Its first call tries many blocks.
             120,
-            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 --repeats 5 --only ours grouped_mm liger",
+            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 --repeats 5"
+            " --only ours grouped_mm liger",
             r'"implementation": "liger".*"both_tflops"',
             _TINY_EXPERTS,
         ),
