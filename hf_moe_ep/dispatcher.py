@@ -110,9 +110,10 @@ class Tokens:
         with torch.no_grad():
             # Ids are sent as floats. fp32 represents all integers up to 2**24, but bf16 only those
             # up to 256.
-            wide = self.wide_dtype
-            routing_TX = torch.cat([self.weights_TK.to(wide), self.ids_TK.to(wide)], dim=1)
-            self._messages_TI = join_columns(self.x_TH.to(self.row_dtype), routing_TX)
+            wide, rows_TH = self.wide_dtype, self.x_TH.to(self.row_dtype)
+            self._messages_TI = join_columns(
+                rows_TH, self.weights_TK.to(wide), self.ids_TK.to(wide)
+            )
 
     def take_messages(self) -> Tensor:
         """Return the messages, and forget them, so that the caller decides when they are freed."""

@@ -134,7 +134,7 @@ def _ep_forward(
         slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
         tokens = Tokens(x_TH, weights_TK, slots_TK)
         planning = _start_plan(layer, experts.training, tokens)
-    count_choice(layer, experts.training, expert_ids_TK)
+    count_choice(layer, experts.training, expert_ids_TK, planning)
     state.dispatcher.prepare(tokens)
     with hide_operators():
         exchanges = _finish_plan(layer, planning, expert_ids_TK)

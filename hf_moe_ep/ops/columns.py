@@ -21,16 +21,20 @@ from torch import Tensor
 ALIGNMENT = 16
 
 
-def join_columns(left_XH: Tensor, right_XP: Tensor) -> Tensor:
-    """Return a matrix with the columns of both. An element on the right is at least as wide."""
+def join_columns(left_XH: Tensor, *right: Tensor) -> Tensor:
+    """Return a matrix with the columns of all.
+
+    The matrices on the right have one dtype, whose elements are at least as wide.
+    """
     num_rows, hidden = left_XH.shape
-    ratio = _ratio(left_XH, right_XP.dtype)
-    start, width = _find_columns(hidden, right_XP.shape[1], ratio)
+    ratio = _ratio(left_XH, right[0].dtype)
+    num_right = sum(matrix.shape[1] for matrix in right)
+    start, width = _find_columns(hidden, num_right, ratio)
+    gap, end = start - hidden, width - start - num_right * ratio
     # An empty matrix may have strides of 0, which `view` would refuse; as a vector it has none.
-    bits = right_XP.contiguous().view(-1).view(left_XH.dtype)
-    carried = bits.view(num_rows, right_XP.shape[1] * ratio)
-    gap, end = start - hidden, width - start - carried.shape[1]
-    parts = [left_XH, left_XH.new_empty(num_rows, gap), carried, left_XH.new_empty(num_rows, end)]
+    bits = (matrix.contiguous().view(-1).view(left_XH.dtype) for matrix in right)
+    carried = [x.view(num_rows, m.shape[1] * ratio) for x, m in zip(bits, right, strict=True)]
+    parts = [left_XH, left_XH.new_empty(num_rows, gap), *carried, left_XH.new_empty(num_rows, end)]
     return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
 
