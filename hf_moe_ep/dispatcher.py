@@ -152,7 +152,14 @@ class Planning(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Plans the exchanges of one ep group, for all layers of a model."""
+    """Plans the exchanges of one ep group, for all layers of a model.
+
+    Attributes:
+        leaves_out_padding: True if a token whose ids are all the number of experts is not sent.
+    """
+
+    @property
+    def leaves_out_padding(self) -> bool: ...
 
     def start_plan(self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int) -> Planning:
         """Start to plan how the tokens with these ids are sent; every rank calls this.

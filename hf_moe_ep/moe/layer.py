@@ -47,6 +47,7 @@ from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
+from hf_moe_ep.moe.padding import leave_out_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -132,6 +133,8 @@ def _ep_forward(
     hide_operators = nullcontext if state.frame is None else hidden_from_modes
     with hide_operators():
         slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
+        if state.dispatcher.leaves_out_padding:
+            slots_TK = leave_out_padding(state, slots_TK)
         tokens = Tokens(x_TH, weights_TK, slots_TK)
         planning = _start_plan(layer, experts.training, tokens)
     count_choice(layer, experts.training, expert_ids_TK, planning)

@@ -82,7 +82,9 @@ class AllToAll:
         sends_of_chunks = sends_DT.tensor_split(self.num_chunks, dim=1)
         ids_of_chunks = expert_ids_TK.tensor_split(self.num_chunks)
         rows_of_chunks = [sends.sum(1) for sends in sends_of_chunks]
-        pairs_of_chunks = [count_pairs(ids, self.num_experts) for ids in ids_of_chunks]
+        pairs_of_chunks = [
+            count_pairs(ids, self.num_experts + 1)[: self.num_experts] for ids in ids_of_chunks
+        ]
         tables = [
             table
             for rows_D, pairs_E in zip(rows_of_chunks, pairs_of_chunks, strict=True)
@@ -101,6 +103,10 @@ class AllToAll:
             [order_rows(sends, rank, num_slots, self.constants) for sends in sends_of_chunks],
             self.constants.number_experts(self.num_experts, num_local, rank, device),
         )
+
+    @property
+    def leaves_out_padding(self) -> bool:
+        return True
 
     def prepare(self, tokens: Tokens) -> None:
         tokens.join()
@@ -303,9 +309,13 @@ class _RowWire(Wire):
 
 
 def find_destinations(rank_of_pair_TK: Tensor, num_ranks: int) -> Tensor:
-    """Compute sends_DT, which is True where the rank owns at least one expert of the token."""
-    sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], num_ranks, dtype=torch.bool)
-    return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
+    """Compute sends_DT, which is True where the rank owns at least one expert of the token.
+
+    The rank `num_ranks` means "no rank": a pair of such a rank is not sent.
+    """
+    shape = rank_of_pair_TK.shape[0], num_ranks + 1
+    sends_TX = rank_of_pair_TK.new_zeros(shape, dtype=torch.bool)
+    return sends_TX.scatter_(1, rank_of_pair_TK, True).t()[:num_ranks]
 
 
 class Order(NamedTuple):

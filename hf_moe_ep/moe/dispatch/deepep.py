@@ -238,6 +238,11 @@ class DeepEP:
             ]
         )
 
+    @property
+    def leaves_out_padding(self) -> bool:
+        # DeepEP reads the ids again in a recompute, which does not know the padding.
+        return False
+
     def prepare(self, tokens: Tokens) -> None:
         """Do nothing: DeepEP sends rows, weights and ids itself."""
 

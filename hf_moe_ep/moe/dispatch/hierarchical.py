@@ -131,6 +131,10 @@ class Hierarchical:
             ),
         )
 
+    @property
+    def leaves_out_padding(self) -> bool:
+        return True
+
     def prepare(self, tokens: Tokens) -> None:
         tokens.join()
 
@@ -243,7 +247,7 @@ def find_destinations_of_legs(
     num_local = num_experts // position.num_ranks
     sends_DT = find_destinations(expert_ids_TK // num_local, position.num_ranks)
     sends_VT = sends_DT.unflatten(0, (position.num_nodes, position.ranks_per_node)).any(1)
-    pairs_E = count_pairs(expert_ids_TK, num_experts)
+    pairs_E = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts]
     return LegDestinations(sends_VT, sends_VT.sum(1), sends_DT.sum(1), pairs_E)
 
 
@@ -335,7 +339,7 @@ class SecondLeg:
         """Plan the second leg, without a host sync; `ids_ZK` number the experts of the node."""
         num_ranks, num_local = len(self.counts.to_local_ranks), len(self.counts.counts_L)
         # Experts of other nodes are numbered as if one more rank of this node owned them.
-        sends_UZ = find_destinations(ids_ZK // num_local, num_ranks + 1)[:num_ranks]
+        sends_UZ = find_destinations(ids_ZK // num_local, num_ranks)
         order = order_rows(
             sends_UZ, self.local_rank, min(num_ranks, ids_ZK.shape[1]), self.constants
         )
