@@ -6,7 +6,7 @@
 Four gloo ranks run dispatch and combine, forward and backward, without a model and without matrix
 products:
 
-    ours      AllToAll.plan, start, finish, start_combine, finish
+    ours      AllToAll.start_plan, start, finish, start_combine, finish
               (hf_moe_ep/moe/dispatch/all_to_all.py): sends one row per token and rank; the rank
               of the experts applies the routing weights
     theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly, as models
@@ -21,7 +21,8 @@ measured with identity experts; the sides take turns (A B A B ...). The figures:
     lower bound    one row for each distinct pair of token and other rank, out and back, forward and
                    backward: the minimum if whole rows go directly to the ranks that need them. Our
                    bytes must equal this bound exactly, or the benchmark raises
-    routing        bytes of the rows' expert ids, their routing weights and the weights' gradients
+    routing        bytes of the rows' expert ids, their routing weights and the weights' gradients,
+                   including the columns that fill up a message
     counts         the small exchange of the numbers of rows to receive
     ms             time until the slowest rank is done, including the final barrier
     skewed         experts are drawn by a Zipf law; the busy experts are spread over the ranks
@@ -58,8 +59,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
+from hf_moe_ep.ops.columns import ALIGNMENT
 
 SIDES = ("ours", "theirs")
 KINDS = ("rows", "routing", "counts")
@@ -147,8 +149,12 @@ class Problem:
     def _ours(self, identity: bool) -> Tensor:
         header = Header(*TRAINING_HEADER, self.ids_TK.shape[1], self.x_TH.element_size())
         group, num_experts = self.mesh["ep"].get_group(), len(self.scale_E)
-        (exchange,) = AllToAll(group, num_experts).plan(self.ids_TK, header)
-        arrived = exchange.start(self.x_TH, self.weights_TK, self.ids_TK)
+        dispatcher = AllToAll(group, num_experts)
+        tokens = Tokens(self.x_TH, self.weights_TK, self.ids_TK)
+        planning = dispatcher.start_plan(self.ids_TK, header)
+        dispatcher.prepare(tokens)
+        (exchange,) = planning.finish()
+        arrived = exchange.start(tokens)
         rows_RH, weights_RK, ids_RK = arrived.finish()
         scale_L = torch.ones(self.local) if identity else self.scale_L
         # Id L stands for experts of other ranks.
@@ -258,12 +264,16 @@ def expected(
 ) -> dict[str, dict[str, float]]:
     """Compute the expected result of `per_token` under uniform routing."""
     others, row = ranks_met(ep, experts, top_k) * (ep - 1) / ep, 4 * hidden * itemsize
-    num_counts = len(fields(Header)) + ep + experts
+    num_counts = len(fields(Header)) + 1 + experts // ep
+    # Forward sends the weights and the ids behind a row, backward sends the weights' gradient.
+    routing_columns = sum(
+        -(-(hidden + numbers * FP32 // itemsize) // ALIGNMENT) * ALIGNMENT - hidden
+        for numbers in (2 * top_k, top_k)
+    )
     return {
         "ours": {
             "rows": others * row,
-            # Forward sends the weights and the ids, backward sends the weights' gradient.
-            "routing": others * 3 * top_k * FP32,
+            "routing": others * routing_columns * itemsize,
             "counts": (ep - 1) * num_counts * INT64 / tokens,
         },
         "theirs": {

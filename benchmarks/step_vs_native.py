@@ -54,7 +54,7 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_moe_ep import clip_grad_norm_, from_pretrained
-from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAllPlanning
 
 WORLD = 4
 SIDES = ("ours", "native")
@@ -150,7 +150,8 @@ def train_step(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, ba
 class SentBytes(TorchDispatchMode):
     """Count the bytes that this rank sends to others: rows (of hidden states), routing, counts.
 
-    All all-to-alls are counted, and those all-gathers that gather integers. FSDP2 uses neither.
+    All all-to-alls are counted, and those all-gathers that gather integers. FSDP2 uses neither. The
+    columns that a message has behind those of a row are routing; integers are counts.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -176,8 +177,15 @@ class SentBytes(TorchDispatchMode):
         self._add(tensor, tensor.nbytes - tensor[:1].nbytes * num_local)
 
     def _add(self, tensor: Tensor, num_bytes: int) -> None:
-        kind = "rows" if tensor.shape[-1] == self.hidden else "routing"
-        self.sent[kind if tensor.is_floating_point() else "counts"] += num_bytes
+        columns = tensor.shape[-1]
+        if not tensor.is_floating_point():
+            self.sent["counts"] += num_bytes
+        elif columns < self.hidden:
+            self.sent["routing"] += num_bytes
+        else:
+            rows_bytes = num_bytes // columns * self.hidden
+            self.sent["rows"] += rows_bytes
+            self.sent["routing"] += num_bytes - rows_bytes
 
 
 @contextmanager
@@ -188,17 +196,17 @@ def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     bytes are added.
     """
     total: Counter[str] = Counter()
-    plan = AllToAll.plan
+    finish = AllToAllPlanning.finish
 
-    def counting_plan(*args: Any, **kwargs: Any) -> Any:
-        exchanges = plan(*args, **kwargs)
+    def counting_finish(planning: AllToAllPlanning) -> Any:
+        exchanges = finish(planning)
         values = [value for exchange in exchanges for value in vars(exchange).values()]
         storages = [_storage(value) for value in values if isinstance(value, Tensor)]
         total["bytes"] += sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         return exchanges
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(AllToAll, "plan", counting_plan))
+        stack.enter_context(patch.object(AllToAllPlanning, "finish", counting_finish))
         for module in model.modules():
             if "gate_up_proj" in module._parameters:
                 counting_forward = _count_saved(module, module.forward, total)

@@ -4,6 +4,10 @@ A dispatcher plans how the tokens of one layer are sent between the ranks of an 
 share the experts of the layer. `state.py` imports this file, because the state of a model contains
 a dispatcher; this file must therefore not import `state.py`. The interface of one planned exchange
 is in `moe/dispatch/async_exchange.py`.
+
+    planning = dispatcher.start_plan(...)    starts to exchange counts, and returns at once
+    dispatcher.prepare(tokens)               is computed while the counts are exchanged
+    exchanges = planning.finish()            waits for the counts: the layer's only host sync
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from hf_moe_ep.ops.columns import join_columns
+from hf_moe_ep.ops.dtypes import compute_dtype
 
 
 class RouteSource(IntEnum):
@@ -66,15 +74,98 @@ class Header:
         return f"MoE layer {self.layer} of forward {self.forward} ({', '.join(modes)}; {sizes})"
 
 
-class Dispatcher(Protocol):
-    """Plans the exchanges of one ep group, for all layers of a model."""
+class Tokens:
+    """The tokens of a layer or chunk, with their routing and with the messages that are sent.
 
-    def plan(self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int) -> Sequence[Any]:
-        """Plan one `Exchange` for each chunk of consecutive tokens; every rank calls this.
+    Rows are sent in the dtype in which the experts compute: under bf16 autocast a token in fp32 is
+    rounded before it is sent, not after.
 
-        `hidden_bytes` is the size of the hidden states of one token.
+    Attributes:
+        x_TH, weights_TK, ids_TK: the hidden states, the routing weights and the expert ids.
+        row_dtype: the dtype in which rows, results and their gradients are sent.
+    """
+
+    def __init__(
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        messages_TI: Tensor | None = None,
+    ) -> None:
+        self.x_TH, self.weights_TK, self.ids_TK = x_TH, weights_TK, ids_TK
+        self.row_dtype = compute_dtype(x_TH)
+        self._messages_TI = messages_TI
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype in which weights and ids are sent: fp32, or wider if the rows are wider."""
+        rows_dtype = torch.promote_types(self.row_dtype, torch.float32)
+        return torch.promote_types(self.weights_TK.dtype, rows_dtype)
+
+    def join(self) -> None:
+        """Make the messages of all tokens: each is a row, followed by its weights and ids.
+
+        This needs no counts, so a layer calls it while the counts are exchanged.
+        """
+        with torch.no_grad():
+            # Ids are sent as floats. fp32 represents all integers up to 2**24, but bf16 only those
+            # up to 256.
+            wide, rows_TH = self.wide_dtype, self.x_TH.to(self.row_dtype)
+            self._messages_TI = join_columns(
+                rows_TH, self.weights_TK.to(wide), self.ids_TK.to(wide)
+            )
+
+    def take_messages(self) -> Tensor:
+        """Return the messages, and forget them, so that the caller decides when they are freed."""
+        if self._messages_TI is None:
+            self.join()
+        messages_TI, self._messages_TI = self._messages_TI, None
+        assert messages_TI is not None
+        return messages_TI
+
+    def split(self, sizes: list[int]) -> list[Tokens]:
+        """Split the tokens into chunks. Only the chunks keep the messages."""
+        tensors = [self.x_TH, self.weights_TK, self.ids_TK]
+        if self._messages_TI is not None:
+            tensors.append(self.take_messages())
+        return [Tokens(*parts) for parts in zip(*(x.split(sizes) for x in tensors), strict=True)]
+
+
+class Planning(Protocol):
+    """A plan whose counts are being exchanged.
+
+    Attributes:
+        pairs_E: how many of this rank's (token, expert) pairs each expert gets, on the device; None
+            if the dispatcher does not count them.
+    """
+
+    @property
+    def pairs_E(self) -> Tensor | None: ...
+
+    def finish(self) -> Sequence[Any]:
+        """Wait for the counts, and return one `Exchange` for each chunk of consecutive tokens.
 
         Raises:
             RuntimeError: on every rank of the group, if any rank would receive more rows than the
                 config allows, or if ranks are at different positions (DeepEP cannot detect this).
         """
+
+
+class Dispatcher(Protocol):
+    """Plans the exchanges of one ep group, for all layers of a model.
+
+    Attributes:
+        leaves_out_padding: True if a token whose ids are all the number of experts is not sent.
+    """
+
+    @property
+    def leaves_out_padding(self) -> bool: ...
+
+    def start_plan(self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int) -> Planning:
+        """Start to plan how the tokens with these ids are sent; every rank calls this.
+
+        `hidden_bytes` is the number of bytes of one token's row.
+        """
+
+    def prepare(self, tokens: Tokens) -> None:
+        """Compute what the exchanges of these tokens need and what does not depend on counts."""

@@ -145,6 +145,9 @@ class ModelState:
     forward_number: int = 0
     # True if gradients were enabled when the current forward was called.
     leads_to_gradients: bool = False
+    # [T], True for the tokens of the current forward that are not padding (moe/padding.py); None if
+    # all tokens are dispatched.
+    real_tokens: Tensor | None = None
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None

@@ -13,8 +13,9 @@ enabled when the model was called. A test in the layer would not be enough, beca
 checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
 recompute, which is not counted a second time.
 
-Padding tokens are counted like other tokens, because the experts compute them. The tokens by which
-sequence parallelism (sp) pads a sequence to a multiple of sp_size are counted as well.
+Padding tokens that are left out of the dispatch (`padding.py`) are not counted; with ep_size 1 the
+same tokens are left out of the count. Other padding tokens are counted like other tokens, because
+the experts compute them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_moe_ep.dispatcher import Planning
+from hf_moe_ep.moe.padding import real_tokens_of
 from hf_moe_ep.state import ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -51,27 +54,45 @@ class ForwardEnds(Ours):
         self.state.leads_to_gradients = False
 
 
-def count_choice(layer: MoELayer, training: bool, expert_ids_TK: Tensor) -> None:
-    """Count the experts that `layer` chose for this rank's tokens, if this forward is counted."""
+def count_choice(
+    layer: MoELayer, training: bool, expert_ids_TK: Tensor, planning: Planning | None = None
+) -> None:
+    """Count the experts that `layer` chose for this rank's tokens, if this forward is counted.
+
+    A dispatcher that has counted the pairs for its exchange has them in `planning`.
+    """
     state = layer.model
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
     if torch.compiler.is_compiling():
         # The recompute of a compiled checkpoint does not call this function again.
-        _add_counts(layer, expert_ids_TK)
+        _add_counts(layer, expert_ids_TK, None)
     elif not backward_is_running():
         # Selective checkpointing compares the operators of both runs, but only the first run counts
         # tokens.
         with hidden_from_modes():
-            _add_counts(layer, expert_ids_TK)
+            _add_counts(layer, expert_ids_TK, None if planning is None else planning.pairs_E)
 
 
-def _add_counts(layer: MoELayer, expert_ids_TK: Tensor) -> None:
-    state, ids = layer.model, expert_ids_TK.detach().flatten().long()
+def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) -> None:
+    state, device = layer.model, expert_ids_TK.device
     if state.choice_counts is None:
-        state.choice_counts = ids.new_zeros(len(state.moe_layers), state.num_experts)
-    elif layer.index == 0 and state.choice_counts.device != ids.device:
-        state.choice_counts = state.choice_counts.to(ids.device)
+        shape = (len(state.moe_layers), state.num_experts)
+        state.choice_counts = torch.zeros(shape, dtype=torch.int64, device=device)
+    elif layer.index == 0 and state.choice_counts.device != device:
+        state.choice_counts = state.choice_counts.to(device)
+    if pairs_E is not None:
+        # The dispatcher knows experts by their slots.
+        state.choice_counts[layer.index] += (
+            pairs_E if layer.placement is None else pairs_E[layer.placement.to(device)]
+        )
+        return
+    ids = expert_ids_TK.detach().flatten().long()
+    ones = torch.ones_like(ids)
+    if not torch.compiler.is_compiling():
+        real_T = real_tokens_of(state, len(expert_ids_TK))
+        if real_T is not None:
+            ones = real_T.to(device).unsqueeze(1).expand_as(expert_ids_TK).flatten().long()
     # In one process the layers of a model may be on several devices.
     ids = ids.to(state.choice_counts.device)
-    state.choice_counts[layer.index].scatter_add_(0, ids, torch.ones_like(ids))
+    state.choice_counts[layer.index].scatter_add_(0, ids, ones.to(ids.device))

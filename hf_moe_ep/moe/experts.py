@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.lora.factors import join
+from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -103,7 +104,7 @@ def run_experts(
     `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of `local_weights`,
     if the caller has already called that function.
     """
-    compute_RH = rows_RH.to(_compute_dtype(rows_RH))
+    compute_RH = rows_RH.to(compute_dtype(rows_RH))
     weights = weights or local_weights(experts, compute, rows_RH)
 
     def weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ def local_weights(
     `first_expert` is the number of this rank's first expert. It selects this rank's experts in
     adapters that are not sharded.
     """
-    dtype = _compute_dtype(like)
+    dtype = compute_dtype(like)
     quantised = compute.quantisation is not None
     # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
     must_cast = quantised or torch.is_autocast_enabled(like.device.type)
@@ -180,14 +181,6 @@ def local_weights(
             factors[f"{name}_scale"] = scale
     up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))
     return ExpertWeights(up, up_bias, down, down_bias, **factors, **scales)
-
-
-def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
-    """Return the dtype in which F.linear would compute; autocast does not cast for `expert_mlp`."""
-    device = rows_RH.device.type
-    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
-        return rows_RH.dtype
-    return torch.get_autocast_dtype(device)
 
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:

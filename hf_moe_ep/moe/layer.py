@@ -42,11 +42,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.dispatcher import Header, RouteSource
+from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
+from hf_moe_ep.moe.padding import leave_out_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -126,18 +127,24 @@ def _ep_forward(
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
     weights_TK = _choose_weights(layer, weights_TK)
-    assert meshes is not None and layer.compute is not None
-    count_choice(layer, experts.training, expert_ids_TK)
+    assert meshes is not None and layer.compute is not None and state.dispatcher is not None
     # Selective checkpointing compares the operators of a layer's first run and of its recompute.
     # Only the first run plans exchanges, so the operators of the planning are hidden.
-    hide_operators = nullcontext() if state.frame is None else hidden_from_modes()
-    with hide_operators:
+    hide_operators = nullcontext if state.frame is None else hidden_from_modes
+    with hide_operators():
         slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
-        exchanges = _plan_exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
+        if state.dispatcher.leaves_out_padding:
+            slots_TK = leave_out_padding(state, slots_TK)
+        tokens = Tokens(x_TH, weights_TK, slots_TK)
+        planning = _start_plan(layer, experts.training, tokens)
+    count_choice(layer, experts.training, expert_ids_TK, planning)
+    state.dispatcher.prepare(tokens)
+    with hide_operators():
+        exchanges = _finish_plan(layer, planning, expert_ids_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
-        for chunk in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
+        for chunk in chunks.overlapped(exchanges, tokens):
             # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
@@ -168,21 +175,29 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     return layer.placement.to(expert_ids_TK.device)[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 
-def _plan_exchanges(
-    layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor, slots_TK: Tensor
-) -> Sequence[Exchange]:
-    """Plan the exchange of each chunk; a recompute reuses the exchanges of its first run."""
+def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | None:
+    """Start to plan the exchanges; return None in a recompute, which reuses its first run's."""
     state = layer.model
     frame: Frame | None = state.frame
     if frame is not None and frame.replaying:
-        return frame.take(layer.index, expert_ids_TK)
+        return None
     assert state.dispatcher is not None
-    header = _make_header(layer, training, x_TH, expert_ids_TK)
-    hidden_bytes = x_TH.shape[1] * x_TH.element_size()
+    header = _make_header(layer, training, tokens)
+    hidden_bytes = tokens.x_TH.shape[1] * tokens.row_dtype.itemsize
+    return state.dispatcher.start_plan(tokens.ids_TK, header, hidden_bytes=hidden_bytes)
+
+
+def _finish_plan(
+    layer: MoELayer, planning: Planning | None, expert_ids_TK: Tensor
+) -> Sequence[Exchange]:
+    """Return the exchange of each chunk of tokens."""
+    state = layer.model
+    frame: Frame | None = state.frame
+    if planning is None:
+        assert frame is not None
+        return frame.take(layer.index, expert_ids_TK)
     try:
-        exchanges: Sequence[Exchange] = state.dispatcher.plan(
-            slots_TK, header, hidden_bytes=hidden_bytes
-        )
+        exchanges: Sequence[Exchange] = planning.finish()
     finally:
         # The other ranks have received the header by now, and raise an error as well.
         if state.routing is not None and state.routing.refusal is not None:
@@ -200,7 +215,7 @@ def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
     return frame.weights(layer.index, weights_TK)
 
 
-def _make_header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
+def _make_header(layer: MoELayer, training: bool, tokens: Tokens) -> Header:
     routing = layer.model.routing
     return Header(
         forward=layer.model.forward_number,
@@ -210,7 +225,7 @@ def _make_header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: T
         checkpointed=layer.model.frame is not None,
         # If a backward is running, this forward is a recompute.
         recompute=backward_is_running(),
-        top_k=expert_ids_TK.shape[1],
-        itemsize=x_TH.element_size(),
+        top_k=tokens.ids_TK.shape[1],
+        itemsize=tokens.row_dtype.itemsize,
         routes=RouteSource.LIVE if routing is None else routing.route_source,
     )

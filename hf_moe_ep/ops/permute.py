@@ -22,26 +22,34 @@ from torch import Tensor
 from hf_moe_ep.ops.devices import on_its_device
 
 
-def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-    """Return out_TH, where `out_TH[t]` is the sum of the copies of token t. Not differentiable."""
+def add_rows(
+    rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return out_TH, where `out_TH[t]` is the sum of the copies of token t. Not differentiable.
+
+    Sums are rounded to `dtype`, or to the dtype of the rows.
+    """
+    dtype = dtype or rows_NH.dtype
     num_tokens, hidden = slots_TJ.shape[0], rows_NH.shape[1]
-    if rows_NH.is_cuda and rows_NH.dtype != torch.float64 and num_tokens > 0:
+    if rows_NH.is_cuda and torch.float64 not in (dtype, rows_NH.dtype) and num_tokens > 0:
         # The kernel is imported on demand, because not every machine has Triton.
         from hf_moe_ep.ops.kernels.reduce import combine
         from hf_moe_ep.ops.sum_check import self_check_sums
 
-        self_check_sums(rows_NH, slots_TJ.shape[1])
-        return on_its_device(combine)(rows_NH.contiguous(), slots_TJ.contiguous(), None)
-    wide_dtype = torch.promote_types(rows_NH.dtype, torch.float32)
+        self_check_sums(rows_NH, slots_TJ.shape[1], dtype)
+        if rows_NH.stride(1) != 1:
+            rows_NH = rows_NH.contiguous()
+        return on_its_device(combine)(rows_NH, slots_TJ.contiguous(), None, dtype)
+    wide_dtype = torch.promote_types(torch.promote_types(rows_NH.dtype, dtype), torch.float32)
     out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide_dtype)
     if not rows_NH.is_cuda:
         # On a CPU index_add_ adds rows in their order; on a GPU the order changes with every run.
         out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide_dtype))
-        return out_TH.to(rows_NH.dtype)
+        return out_TH.to(dtype)
     padded_NH = torch.cat([rows_NH.to(wide_dtype), out_TH.new_zeros(1, hidden)])
     for slot_T in slots_TJ.unbind(1):
         out_TH += padded_NH.index_select(0, slot_T)
-    return out_TH
+    return out_TH.to(dtype)
 
 
 def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:

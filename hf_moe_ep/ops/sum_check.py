@@ -29,37 +29,47 @@ Comparison = tuple[str, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TokenSumKind:
-    """The properties that decide which kernel Triton builds for sums of up to `num_slots` rows."""
+    """The properties that decide which kernel Triton builds for sums of up to `num_slots` rows.
+
+    `row_stride` is the distance between two rows in elements (None: the rows are contiguous), and
+    `out_dtype` is the dtype of the sums (None: that of the rows).
+    """
 
     device: torch.device
     dtype: torch.dtype
     num_slots: int
     hidden: int
+    row_stride: int | None = None
+    out_dtype: torch.dtype | None = None
 
 
-def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
-    """Check the kernel for rows of the dtype, width and device of `rows_NH`.
+def self_check_sums(rows_NH: Tensor, num_slots: int, out_dtype: torch.dtype) -> None:
+    """Check the kernel for rows of the dtype, width, strides and device of `rows_NH`.
 
-    Each sum has up to `num_slots` rows. Triton's interpreter is not checked.
+    Each sum has up to `num_slots` rows and is rounded to `out_dtype`. Triton's interpreter is not
+    checked.
 
     Raises:
         RuntimeError: the sums are wrong.
     """
     if not triton_mlp.interpreted():
-        check_sums_once(TokenSumKind(rows_NH.device, rows_NH.dtype, num_slots, rows_NH.shape[1]))
+        hidden, row_stride = rows_NH.shape[1], rows_NH.stride(0)
+        check_sums_once(
+            TokenSumKind(rows_NH.device, rows_NH.dtype, num_slots, hidden, row_stride, out_dtype)
+        )
 
 
 @functools.cache
 def check_sums_once(kind: TokenSumKind) -> None:
     """Check the kernel of this kind; the cache skips kinds that have passed the check before."""
-    limit = ROUNDINGS * torch.finfo(kind.dtype).eps
+    limit = ROUNDINGS * torch.finfo(kind.out_dtype or kind.dtype).eps
     compare(token_sums(kind), limit, kind, "Install another version of Triton")
 
 
 def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
     """Yield one comparison: the sums for three tokens, by the kernel and by torch."""
     rows_AH, slots_RK, y_RKH = draw_rows_and_slots(kind)
-    yield "sums", on_its_device(combine)(rows_AH, slots_RK, None), y_RKH.sum(1)
+    yield "sums", on_its_device(combine)(rows_AH, slots_RK, None, kind.out_dtype), y_RKH.sum(1)
 
 
 def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,8 +81,9 @@ def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
     """
     num_sums, num_pairs = 3, 2 * kind.num_slots
     generator = torch.Generator(kind.device).manual_seed(0)
-    shape = (num_pairs, kind.hidden)
-    rows_AH = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
+    shape = (num_pairs, max(kind.row_stride or 0, kind.hidden))
+    stored_AX = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
+    rows_AH = stored_AX[:, : kind.hidden]
     numbers = torch.arange(num_sums * kind.num_slots, dtype=torch.int32, device=kind.device)
     slots_RK = numbers.view(num_sums, kind.num_slots).clamp(max=num_pairs)
     padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()

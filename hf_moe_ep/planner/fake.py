@@ -8,7 +8,8 @@ not have:
                              computes a layer again, the layer gets the same ids. Integer tensors
                              are real, so dispatch and experts work on real ids and counts.
     counts of other ranks    All other ranks are assumed to be equal to this rank: an all-gather
-                             of integers returns copies of this rank's tensor.
+                             of integers returns copies of this rank's tensor, and an all-to-all
+                             copies of the part that this rank sends to itself.
 
 So this rank receives from each other rank as many rows as it sends to itself.
 
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -153,8 +155,10 @@ def alone_on_fake_tensors(
         return split_in_three(block, *tensors, work=work)
 
     gather = partial(_gather_copies, vars(collectives)["_all_gather"])
+    swap = partial(_swap_copies, dist.all_to_all_single)
     with ExitStack() as stack:
         stack.enter_context(replace_attribute(collectives, "_all_gather", gather))
+        stack.enter_context(replace_attribute(dist, "all_to_all_single", swap))
         stack.enter_context(replace_attribute(torch_mlp.Block, "split", split))
         stack.enter_context(replace_attribute(*dtensor_shapes()))
         stack.enter_context(replace_attribute(torch, "chunk", _chunk))
@@ -202,4 +206,12 @@ def _gather_copies(gather: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
     """All-gather in the fake group, then fill `out` with copies of this rank's tensor."""
     handle = gather(out, x, **options)
     out.view(-1, x.numel()).copy_(x.view(1, -1))
+    return handle
+
+
+def _swap_copies(swap: Any, out: Tensor, x: Tensor, *splits: Any, **options: Any) -> Any:
+    """All-to-all in the fake group. Of integers, `out` gets copies of this rank's own part."""
+    handle = swap(out, x, *splits, **options)
+    if x.dtype in _INTEGERS:
+        out.copy_(x[dist.get_rank(options["group"])].expand_as(out))
     return handle

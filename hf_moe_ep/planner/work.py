@@ -55,7 +55,7 @@ from hf_moe_ep.upstream.operators import (
 _FSDP = "torch.distributed.fsdp"
 _PURPOSES = {
     "start_all_to_all": "rows",
-    "start_gathering": "counts",
+    "start_counts": "counts",
     "swap_slices": "sequence",
     "all_gather": "sequence",
 }

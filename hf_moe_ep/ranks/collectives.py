@@ -1,6 +1,6 @@
 """The only collectives that this package runs inside forward and backward.
 
-start_gathering      start an all-gather of a few counts; `wait` is a host sync
+start_counts         start an all-to-all of a few counts; `read` is a host sync
 gather_counts        all-gather a few counts, with a host sync
 start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
 swap_slices          send a part to each rank by an all-to-all (sequence parallelism)
@@ -10,8 +10,8 @@ max_over_ranks       all-reduce a value that needs no gradient, to its maximum
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
 a rank did not start the exchange within the timeout of the process group. Gloo's error names
-neither the layer nor the rank. `start_gathering` and `start_all_to_all` therefore raise an error
-that names layer and rank. The other functions leave gloo's error as it is.
+neither the layer nor the rank. The first three functions therefore raise an error that names layer
+and rank. The other functions leave gloo's error as it is.
 
 NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
 collective and the name of the process group. torch's flight recorder also records which collective
@@ -43,7 +43,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class _Exchange:
     """The description of one exchange. To save time, it is formatted only for an error."""
 
-    where: str
+    where: object
     what: str
     group: dist.ProcessGroup
 
@@ -92,12 +92,12 @@ def start_all_to_all(
     send_counts: list[int],
     recv_counts: list[int],
     group: dist.ProcessGroup,
-    where: str,
+    where: object,
 ) -> Transfer:
     """Start to send `send_counts[d]` consecutive rows of `rows_NX` to each rank d of `group`.
 
     The rows from all ranks are written to `received_RX`, ordered by rank: `recv_counts[s]` rows
-    from rank s. `where` names the layer for errors.
+    from rank s. The text of `where` names the layer for errors.
     """
     rows_NX = rows_NX.contiguous()
     exchange = _Exchange(where, "rows", group)
@@ -128,35 +128,48 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """An all-gather of counts that may still run. It keeps its input and output alive."""
+class CountsTransfer:
+    """An all-to-all of counts that may still run. It keeps its input and output alive."""
 
     _work: dist.Work
     _tensors: tuple[Tensor, Tensor]
     _exchange: _Exchange
 
-    def wait(self) -> list[list[int]]:
-        """Return the counts of every rank. This is a host sync."""
-        gathered, _ = self._tensors
+    def wait(self) -> Tensor:
+        """Return the counts that this rank receives, [D, X]; NCCL does not block the host."""
+        received_DX, _ = self._tensors
         with _describe_errors(self._exchange):
             self._work.wait()
-            counts_by_rank: list[list[int]] = gathered.tolist()
-        return counts_by_rank
+        return received_DX
+
+    def read(self, numbers: Tensor) -> list[Any]:
+        """Return a tensor that was computed from the received counts. This is a host sync."""
+        with _describe_errors(self._exchange):
+            values: list[Any] = numbers.tolist()
+        return values
 
 
-def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> Gathering:
-    """Start an all-gather of `counts` (an int64 vector); `where` names the layer for errors."""
-    counts = counts.contiguous()
-    gathered = counts.new_empty(dist.get_world_size(group), len(counts))
+def start_counts(counts_DX: Tensor, group: dist.ProcessGroup, *, where: object) -> CountsTransfer:
+    """Start to send `counts_DX[r]` (int64) to each rank r of `group`.
+
+    The text of `where` names the layer for errors.
+    """
+    received_DX = torch.empty_like(counts_DX)
     exchange = _Exchange(where, "counts", group)
     with _describe_errors(exchange):
-        work = _all_gather(gathered.view(-1), counts, group=group, async_op=True)
-    return Gathering(work, (gathered, counts), exchange)
+        work = dist.all_to_all_single(received_DX, counts_DX, group=group, async_op=True)
+    assert work is not None
+    return CountsTransfer(work, (received_DX, counts_DX), exchange)
 
 
-def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
+def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: object) -> list[list[int]]:
     """All-gather `counts` (an int64 vector) and return the counts of every rank, on the host."""
-    return start_gathering(counts, group, where=where).wait()
+    counts = counts.contiguous()
+    gathered = counts.new_empty(dist.get_world_size(group), len(counts))
+    with _describe_errors(_Exchange(where, "counts", group)):
+        _all_gather(gathered.view(-1), counts, group=group, async_op=True).wait()
+        counts_by_rank: list[list[int]] = gathered.tolist()
+    return counts_by_rank
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """The state of autograd for which torch has no public function: backward, modes, views.
 
 The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
-torch/utils/checkpoint.py and torch/csrc/utils/disable_torch_function.cpp.
+torch/utils/checkpoint.py, torch/csrc/autograd/init.cpp and
+torch/csrc/utils/disable_torch_function.cpp.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 def backward_is_running() -> bool:
     """Return True during a backward. Autograd has a graph task only in a backward (engine.cpp)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return True if a function replaces the tensors that autograd saves.
+
+    Checkpoints that are not reentrant do so, and so does a function that moves activations to the
+    host.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def hidden_from_modes() -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ import torch
 import trainer_one_process as one_process
 from figures import spread
 from ranks import peak_mib, reset_peak
+from support.messages import message_columns
 
 FP32, INT32, INT64 = 4, 4, 8
 # All sizes differ. With top-3 of 8, some tokens have all their experts on one rank.
@@ -64,16 +65,20 @@ def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dic
                 else:
                     received[peer] += ep_rank in owners
                     pairs_received[peer] += owners.count(ep_rank)
-    row, routed = sizes.hidden * FP32, 2 * sizes.top_k * FP32
+    row = sizes.hidden * FP32
+    routed, graded = (
+        (message_columns(sizes.hidden + numbers) - sizes.hidden) * FP32
+        for numbers in (2 * sizes.top_k, sizes.top_k)
+    )
     rows_in, pairs_in = sum(received.values()), sum(pairs_received.values())
     return {
         # A rank sends its tokens in dispatch and in the backward of combine, and sends the rows of
         # other ranks back in combine and in the backward of dispatch.
         "ours": {
             "rows": 2 * (sent + rows_in) * row,
-            # Weights and ids are sent with the rows; gradients of the weights are sent back.
-            "routing": sent * routed + rows_in * routed // 2,
-            "counts": sizes.layers * (ep - 1) * (HEADER + ep + sizes.experts) * INT64,
+            # Weights and ids are sent behind the rows; gradients of the weights are sent back.
+            "routing": sent * routed + rows_in * graded,
+            "counts": sizes.layers * (ep - 1) * (HEADER + 1 + local) * INT64,
         },
         "native": {
             "rows": 2 * (pairs_sent + pairs_in) * row,
@@ -93,7 +98,9 @@ def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> in
             for experts in routing[peer][layer]:
                 num_local = sum(expert // local == ep_rank for expert in experts)
                 received, pairs = received + (num_local > 0), pairs + num_local
-        total += received * sizes.hidden * FP32 + pairs * 2 * sizes.intermediate * FP32
+        # The memory of a received row includes its routing.
+        total += received * message_columns(sizes.hidden + 2 * top_k) * FP32
+        total += pairs * 2 * sizes.intermediate * FP32
         total += received * top_k * (FP32 + INT32)  # weights; positions of the pairs
         total += pairs * INT32 + (local + 1) * INT32  # pairs by expert
         # The token of each row and the rows of each token, in buffers of the largest possible

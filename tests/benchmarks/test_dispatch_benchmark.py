@@ -56,9 +56,10 @@ def test_bytes_equal_the_count_by_hand(measured: list[list[bench.Measured]]) -> 
         assert of_rank.sent == {
             "ours": {
                 "rows": 2 * (rows_out + rows_in) * HIDDEN * FP32,
-                # Weights and ids are sent with the rows; gradients of the weights are sent back.
-                "routing": (2 * rows_out + rows_in) * TOP_K * FP32,
-                "counts": 3 * (HEADER + 4 + 8) * INT64,
+                # Weights and ids are sent behind the rows, and gradients of the weights behind the
+                # gradients of the rows. A message of 5 + 6 or 5 + 3 columns is filled up to 16.
+                "routing": (rows_out + rows_in) * (16 - HIDDEN) * FP32,
+                "counts": 3 * (HEADER + 1 + 2) * INT64,
             },
             "theirs": {
                 "rows": 2 * (copies_out + copies_in) * HIDDEN * FP32,

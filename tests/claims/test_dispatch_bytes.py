@@ -17,19 +17,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from support.close import assert_close
+from support.messages import message_columns
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 
-HIDDEN, FFN = 37, 3  # more than the 2 K <= 32 columns of routing, so that both differ in bytes
+HIDDEN, FFN = 37, 3  # no multiple of 16, so that messages are filled up
 NUM_CASES = 200
 FORMULA = ExpertFormula()
 
@@ -96,10 +97,9 @@ def _run(
     x_TH, w_TK = case.inputs(rank, options.get("dtype", torch.float64))
     ids_TK = options.get("ids_TK", case.ids_TK(rank))
     dispatcher = AllToAll(group, case.experts, case.chunks, options.get("max_rows"))
-    exchanges = dispatcher.plan(ids_TK, case.header())
-    sizes = [exchange.num_tokens for exchange in exchanges]
-    inputs = zip(x_TH.split(sizes), w_TK.split(sizes), ids_TK.split(sizes), strict=True)
-    arriving = [exchange.start(*chunk) for exchange, chunk in zip(exchanges, inputs, strict=True)]
+    exchanges = dispatcher.start_plan(ids_TK, case.header()).finish()
+    chunks = Tokens(x_TH, w_TK, ids_TK).split([exchange.num_tokens for exchange in exchanges])
+    arriving = [exchange.start(chunk) for exchange, chunk in zip(exchanges, chunks, strict=True)]
     returning = []
     for arrived in arriving:
         rows_RH, w_RK, ids_RK = arrived.finish()
@@ -153,14 +153,14 @@ class _CountSent(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if str(func) == "c10d.alltoall_base_.default":
-            splits = args[4]
-            rows_to_itself = splits[dist.ProcessGroup.unbox(args[2]).rank()]
+            group, splits = dist.ProcessGroup.unbox(args[2]), args[4]
+            if not args[1].is_floating_point():
+                self.sent["counts", 0] += args[1].nbytes // group.size() * (group.size() - 1)
+                return func(*args, **(kwargs or {}))
+            rows_to_itself = splits[group.rank()]
             assert rows_to_itself == 0, f"a rank sends {rows_to_itself} rows to itself"
             size = args[1].shape[1] * args[1].element_size()
             self.sent["rows", size] += sum(splits) * size
-        elif str(func) == "c10d._allgather_base_.default":
-            others = dist.ProcessGroup.unbox(args[2]).size() - 1
-            self.sent["counts", 0] += others * args[1].nbytes
         return func(*args, **(kwargs or {}))
 
 
@@ -178,18 +178,18 @@ def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
             owners = {expert // case.local for expert in experts}
             sent += len(owners - {rank}) if other == rank else 0
             received += rank in owners if other != rank else 0
-    fields = 9 + case.chunks * (case.ep + case.experts)
-    want = Counter(
-        {
-            # This rank sends tokens and the gradients of their results, and for received tokens
-            # their results and the gradients of the tokens.
-            ("rows", HIDDEN * 8): 2 * (sent + received) * HIDDEN * 8,
-            # Weights and ids are sent with tokens, gradients of weights with the tokens' gradients.
-            ("rows", 2 * case.top_k * 8): sent * 2 * case.top_k * 8,
-            ("rows", case.top_k * 8): received * case.top_k * 8,
-            ("counts", 0): (case.ep - 1) * fields * 8,
-        }
-    )
+    # The fields of the header, and for each chunk the rows and the pairs of each expert there.
+    numbers = 9 + case.chunks * (1 + case.local)
+    want = Counter({("counts", 0): (case.ep - 1) * numbers * 8})
+    # This rank sends tokens and the gradients of their results, and for received tokens their
+    # results and the gradients of the tokens. Weights and ids are sent behind tokens, gradients of
+    # weights behind the tokens' gradients, in messages of a multiple of 16 columns.
+    for columns, num_rows in (
+        (HIDDEN, sent + received),
+        (message_columns(HIDDEN + 2 * case.top_k), sent),
+        (message_columns(HIDDEN + case.top_k), received),
+    ):
+        want["rows", columns * 8] += num_rows * columns * 8
     assert +mode.sent == +want, f"{case}: {mode.sent}, want {want}"
 
 
@@ -261,7 +261,7 @@ def _die_in_the_second_step(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=2)
     for step in range(3):
         if step == 1 and rank == 1:  # rank 1 dies in the first MoE layer of this step
-            AllToAll.plan = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            AllToAll.start_plan = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         model(**batch(model, 2, 7, seed=rank)).loss.backward()
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import Routes, RoutingReplay, apply_ep_fsdp2, patch
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer, load_deep_ep
@@ -97,8 +97,8 @@ def _plan_exchanges(
 ) -> Exchanges:
     ids_TK, experts = case.ids_TK(rank), case.experts
     if buffer is None:
-        return AllToAll(group, experts, chunks).plan(ids_TK, HEADER)
-    return DeepEP(buffer, experts, chunks).plan(ids_TK, HEADER, hidden_bytes=BYTES)
+        return AllToAll(group, experts, chunks).start_plan(ids_TK, HEADER).finish()
+    return DeepEP(buffer, experts, chunks).start_plan(ids_TK, HEADER, hidden_bytes=BYTES).finish()
 
 
 def _run_layer(
@@ -107,7 +107,7 @@ def _run_layer(
     """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids_TK):
+        for arriving in chunks.overlapped(exchanges, Tokens(x_TH, w_TK, ids_TK)):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
             received.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))
@@ -160,8 +160,8 @@ def _check_example(rank: int, group: Group, buffer: GroupBuffer) -> None:
     ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else []).view(-1, 2).long()
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else []).view(-1, 2)
     x_TH = torch.tensor([1.0, 2.0] if rank == 0 else []).bfloat16().unsqueeze(1).repeat(1, HIDDEN)
-    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HEADER, hidden_bytes=BYTES)
-    arriving = exchange.start(x_TH, w_TK, ids_TK)
+    (exchange,) = DeepEP(buffer, 4).start_plan(ids_TK, HEADER, hidden_bytes=BYTES).finish()
+    arriving = exchange.start(Tokens(x_TH, w_TK, ids_TK))
     rows_RH, w_RK, ids_RK = arriving.finish()
     got = (rows_RH[:, 0].tolist(), ids_RK.tolist(), w_RK.tolist(), arriving.counts_L)
     if rank == 0:
@@ -207,7 +207,7 @@ def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> N
             x_TH.requires_grad_(needs[0])
             w_TK.requires_grad_(needs[1])
             exchanges = _plan_exchanges(case, rank, group, deepep_buffer, 1)
-            rows_RH, w_RK, _ = exchanges[0].start(x_TH, w_TK, ids_TK).finish()
+            rows_RH, w_RK, _ = exchanges[0].start(Tokens(x_TH, w_TK, ids_TK)).finish()
             assert (rows_RH.requires_grad, w_RK.requires_grad) == needs
             out_TH = _run_layer(exchanges, x_TH, w_TK, ids_TK, [])
             assert out_TH.requires_grad == any(needs)
@@ -257,16 +257,18 @@ def _assert_raises(
 
 def _check_errors(rank: int, group: Group, buffer: GroupBuffer) -> None:
     ids_TK, w_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
-    plan = partial(DeepEP(buffer, 4).plan, header=HEADER, hidden_bytes=BYTES)
-    (exchange,) = plan(ids_TK)
+    plan = partial(DeepEP(buffer, 4).start_plan, header=HEADER, hidden_bytes=BYTES)
+    (exchange,) = plan(ids_TK).finish()
     for dtype in (torch.float32, torch.float16, torch.float64):
         x_TH = torch.ones(1, HIDDEN, dtype=dtype)
         match = f'torch.bfloat16 only, got {dtype}.*use dispatcher="all_to_all"'
-        _assert_raises(ValueError, match, lambda x=x_TH: exchange.start(x, w_TK, ids_TK), group)
+        tokens = Tokens(x_TH, w_TK, ids_TK)
+        _assert_raises(ValueError, match, lambda tokens=tokens: exchange.start(tokens), group)
     for hidden, match in ((24, "multiple of 16, got 24; try 32"), (64, "128 bytes.*_bytes=96;")):
         x_TH = torch.ones(1, hidden, dtype=torch.bfloat16)
-        _assert_raises(ValueError, match, lambda x=x_TH: exchange.start(x, w_TK, ids_TK), group)
-    arrived = exchange.start(torch.ones(1, HIDDEN, dtype=torch.bfloat16), w_TK, ids_TK)
+        tokens = Tokens(x_TH, w_TK, ids_TK)
+        _assert_raises(ValueError, match, lambda tokens=tokens: exchange.start(tokens), group)
+    arrived = exchange.start(Tokens(torch.ones(1, HIDDEN, dtype=torch.bfloat16), w_TK, ids_TK))
     rows_RH, _, _ = arrived.finish()
     wide = rows_RH.float()
     _assert_raises(ValueError, "got torch.float32", lambda: arrived.start_combine(wide), group)
@@ -295,11 +297,11 @@ def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
             f"would get {3 * ranks} rows, more than max_tokens_per_rank={3 * ranks - 1} "
         )
         limited = DeepEP(buffer, ranks, chunks, 3 * ranks - 1)
-        plan = partial(limited.plan, ids_TK, HEADER, hidden_bytes=BYTES)
+        plan = partial(limited.start_plan, ids_TK, HEADER, hidden_bytes=BYTES)
         _assert_raises(RuntimeError, match, plan, group)
         assert not log
         enough = DeepEP(buffer, ranks, chunks, 3 * ranks)
-        assert len(enough.plan(ids_TK, HEADER, hidden_bytes=BYTES)) == chunks
+        assert len(enough.start_plan(ids_TK, HEADER, hidden_bytes=BYTES).finish()) == chunks
 
 
 def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
@@ -328,7 +330,10 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
     _assert_raises(RuntimeError, "buffer was freed", lambda: out_TH.sum().backward(), group)
     x, w, ids = x_TH.detach(), w_TK.detach(), case.ids_TK(rank)
     _assert_raises(
-        RuntimeError, "^this ep group's DeepEP", lambda: exchanges[0].start(x, w, ids), group
+        RuntimeError,
+        "^this ep group's DeepEP",
+        lambda: exchanges[0].start(Tokens(x, w, ids)),
+        group,
     )
     _run_layer(_plan_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
     assert fake_deepep.Buffer.made == made + 3
@@ -347,7 +352,7 @@ def _check_group_size(rank: int, group: Group, buffer: GroupBuffer) -> None:
 def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """The error of DeepEP's time-out names the position in the model."""
     ids_TK = torch.tensor([[0, 1]])
-    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HEADER, hidden_bytes=BYTES)
+    (exchange,) = DeepEP(buffer, 4).start_plan(ids_TK, HEADER, hidden_bytes=BYTES).finish()
     x_TH = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
 
     def timeout(*_: Any, **__: Any) -> None:
@@ -356,7 +361,7 @@ def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     original, buffer.alive.dispatch = buffer.alive.dispatch, timeout
     match = "MoE layer 0 of forward 1 .*: .*never reached this layer.*CPU recv timeout"
     _assert_raises(
-        RuntimeError, match, lambda: exchange.start(x_TH, torch.ones(1, 2), ids_TK), group
+        RuntimeError, match, lambda: exchange.start(Tokens(x_TH, torch.ones(1, 2), ids_TK)), group
     )
     buffer.alive.dispatch = original
 

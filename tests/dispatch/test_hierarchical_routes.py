@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from support.close import assert_close
+from support.messages import message_columns
 from support.threaded_ranks import Network
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_moe_ep.dispatcher import Dispatcher, Header
+from hf_moe_ep.dispatcher import Dispatcher, Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
@@ -125,12 +126,13 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     factors_E = case.factors_E().requires_grad_()
     factors_L = factors_E[rank * case.local : (rank + 1) * case.local]
-    exchanges = dispatcher.plan(ids_TK, HEADER, hidden_bytes=8 * HIDDEN)
+    exchanges = dispatcher.start_plan(ids_TK, HEADER, hidden_bytes=8 * HIDDEN).finish()
+    tokens = Tokens(x_TH, w_TK, ids_TK)
     arrived, weights, counts = [], [], torch.zeros(case.local, dtype=torch.int64)
     for _ in range(2 if recompute else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
         with OverlappedChunks() as chunks:
-            for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids_TK):
+            for arriving in chunks.overlapped(exchanges, tokens):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
                 local_pairs = (ids_RK < case.local).nonzero().tolist()
@@ -203,11 +205,13 @@ def _expected_bytes(case: Case) -> Counter[tuple[int, int, int]]:
     sent: Counter[tuple[int, int, int]] = Counter()
     for (sender, receiver), number in rows.items():
         for a, b in ((sender, receiver), (receiver, sender)):
-            # Tokens go one way and results the other; their gradients double both.
-            sent[a, b, 8 * HIDDEN] += 2 * number * 8 * HIDDEN
-        # Weights and ids are sent with the tokens; only the weights have a gradient.
-        sent[sender, receiver, 16 * case.top_k] += number * 16 * case.top_k
-        sent[receiver, sender, 8 * case.top_k] += number * 8 * case.top_k
+            # Results go one way and their gradients the other.
+            sent[a, b, 8 * HIDDEN] += number * 8 * HIDDEN
+        # Weights and ids are sent behind the tokens; only the weights have a gradient.
+        there = 8 * message_columns(HIDDEN + 2 * case.top_k)
+        back = 8 * message_columns(HIDDEN + case.top_k)
+        sent[sender, receiver, there] += number * there
+        sent[receiver, sender, back] += number * back
     return sent
 
 
@@ -219,11 +223,11 @@ def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
         _check_arrivals(case, results)
         _check_numbers(case, results)
         assert +network.sent == +_expected_bytes(case), case
-        assert set(network.gathered.values()) == {1}, case
+        assert set(network.counted.values()) == {1}, case
 
 
 def _bytes_between_nodes(case: Case, network: Network) -> int:
-    """Sum the bytes of hidden states that were sent between nodes."""
+    """Sum the bytes of results and of their gradients that were sent between nodes."""
     return sum(
         number
         for (a, b, size), number in network.sent.items()
@@ -246,7 +250,7 @@ def test_a_router_limited_to_groups_sends_fewer_bytes_between_nodes() -> None:
     assert max(map(len, nodes)) <= LIMITED.groups_drawn
     pairs = sum(map(len, nodes))
     limited_bytes = _bytes_between_nodes(LIMITED, network)
-    assert limited_bytes == 4 * pairs * 8 * HIDDEN
+    assert limited_bytes == 2 * pairs * 8 * HIDDEN
     unlimited = replace(LIMITED, groups=1, groups_drawn=1)
     _, network = _run_all_ranks("hierarchical", unlimited)
     assert limited_bytes < 0.75 * _bytes_between_nodes(unlimited, network)
@@ -262,7 +266,7 @@ def test_a_recompute_sends_the_same_rows_without_new_counts() -> None:
     for first, second in zip(once, twice, strict=True):
         assert first.arrived == second.arrived and torch.equal(first.out_TH, second.out_TH)
         assert all(torch.equal(a, b) for a, b in zip(first.grads, second.grads, strict=True))
-    assert network.gathered == network_of_twice.gathered
+    assert network.counted == network_of_twice.counted
 
 
 class _HostSyncs(TorchDispatchMode):
@@ -292,9 +296,10 @@ def test_one_host_sync_per_layer() -> None:
         dispatcher = _dispatcher("hierarchical", case, network, rank)
         ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
         with _HostSyncs() as syncs:
-            exchanges = dispatcher.plan(ids_TK, HEADER, hidden_bytes=0)
+            exchanges = dispatcher.start_plan(ids_TK, HEADER, hidden_bytes=0).finish()
+            tokens = Tokens(x_TH, w_TK, ids_TK)
             with OverlappedChunks() as chunks:
-                for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids_TK):
+                for arriving in chunks.overlapped(exchanges, tokens):
                     rows_RH, w_RK, _ = arriving.finish()
                     chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
             chunks.finish().sum().backward()
@@ -308,8 +313,10 @@ def test_one_host_sync_per_layer() -> None:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Tensor, "tolist", counted)
         assert network.run(run_layer) == [[]] * case.world
-    numbers = case.nodes + case.world + case.experts
-    assert lists == [(case.chunks * numbers,)] * case.world
+    # The host reads if headers differ, and for each chunk the rows to and from nodes, the rows to
+    # and from the ranks of its node, and the pairs of its experts.
+    numbers = 2 * case.nodes + 2 * case.places + case.local
+    assert lists == [(1 + case.chunks * numbers,)] * case.world
 
 
 def test_sums_repeat_bit_for_bit() -> None:
@@ -329,18 +336,18 @@ def test_the_example_of_the_docstring() -> None:
         network = Network(4)
 
         def dispatch(rank: int, kind: str = kind, network: Network = network) -> list[int]:
-            (exchange,) = _dispatcher(kind, case, network, rank).plan(
-                ids_TK if rank == 0 else ids_TK[:0], HEADER, hidden_bytes=0
-            )
+            own_ids_TK = ids_TK if rank == 0 else ids_TK[:0]
+            dispatcher = _dispatcher(kind, case, network, rank)
+            (exchange,) = dispatcher.start_plan(own_ids_TK, HEADER, hidden_bytes=0).finish()
             x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[: exchange.num_tokens]
             w_TK = torch.ones(exchange.num_tokens, 2)
-            ids = ids_TK[: exchange.num_tokens]
-            return exchange.start(x_TH, w_TK, ids).finish()[0][:, 0].tolist()
+            tokens = Tokens(x_TH, w_TK, own_ids_TK)
+            return exchange.start(tokens).finish()[0][:, 0].tolist()
 
         assert network.run(dispatch) == [[], [4.0], [1.0], [1.0, 4.0]]
         rows[kind] = Counter()
         for (sender, receiver, size), number in network.sent.items():
-            if size == 3 * 4:
+            if size == 4 * message_columns(3 + 2 * 2):
                 rows[kind][sender, receiver] += number // size
     assert +rows["hierarchical"] == Counter({(0, 2): 2, (2, 3): 2, (0, 1): 1})
     assert +rows["all_to_all"] == Counter({(0, 1): 1, (0, 2): 1, (0, 3): 2})
@@ -354,7 +361,8 @@ def test_max_rows_counts_only_rows_for_the_ranks_own_experts() -> None:
     def plan(kind: str, limit: int, network: Network, rank: int) -> str:
         dispatcher = _dispatcher(kind, case, network, rank, max_rows=limit)
         try:
-            dispatcher.plan(ids_of_expert_1[: case.tokens[rank]], HEADER, hidden_bytes=0)
+            ids_TK = ids_of_expert_1[: case.tokens[rank]]
+            dispatcher.start_plan(ids_TK, HEADER, hidden_bytes=0).finish()
         except RuntimeError as error:
             return str(error)
         return ""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.close import assert_close
 from support.ranks import run_ranks
 
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
@@ -37,8 +37,8 @@ def _compare_with_reference(rank: int, world: int, folder: str, device: str) -> 
     truth = {name: torch.randn(shape).to(device).double() for name, shape in shapes.items()}
     inputs = {name: tensor.float().requires_grad_() for name, tensor in truth.items()}
     formula = ExpertFormula()
-    (exchange,) = AllToAll(dist.group.WORLD, EXPERTS).plan(ids_TK, HEADER)
-    arriving = exchange.start(inputs["x"], inputs["w"], ids_TK)
+    (exchange,) = AllToAll(dist.group.WORLD, EXPERTS).start_plan(ids_TK, HEADER).finish()
+    arriving = exchange.start(Tokens(inputs["x"], inputs["w"], ids_TK))
     rows_RH, w_RK, ids_RK = arriving.finish()
     experts = ExpertWeights(inputs["up"], None, inputs["down"], None)
     backend = "triton" if device == "cuda" else "torch"

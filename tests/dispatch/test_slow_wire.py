@@ -93,38 +93,38 @@ def _fail_on_all_ranks(name: str, rank: int, world: int) -> None:
 
 
 # name: (a module, the name of its function that fails and the replacement, the error, the number of
-# transfers that were started before). Rows and routing of a chunk are two transfers, and the next
-# chunk is started before the experts compute the current one.
+# transfers that were started before). Each chunk is one transfer, and the next chunk is started
+# before the experts compute the current one.
 FAILURES: dict[str, Any] = {
     "in the gather of weights": lambda _: (
         layer,
         ("local_weights", _failing_with(torch.OutOfMemoryError)),
         torch.OutOfMemoryError,
-        4,
+        2,
     ),
     "in the experts": lambda _: (
         layer,
         ("run_experts", _failing_with(KeyboardInterrupt)),
         KeyboardInterrupt,
-        4,
+        2,
     ),
     "in the experts of the second chunk": lambda _: (
         layer,
         ("run_experts", _failing_at_call(2, layer.run_experts)),
         torch.OutOfMemoryError,
-        7,
+        4,
     ),
-    "between rows and routing": lambda start_late: (
+    "between two chunks": lambda start_late: (
         all_to_all,
-        ("start_all_to_all", _failing_at_call(4, start_late)),
+        ("start_all_to_all", _failing_at_call(2, start_late)),
         torch.OutOfMemoryError,
-        3,
+        1,
     ),
     "in the sum of a chunk": lambda _: (
         all_to_all,
         ("add_rows", _failing_at_call(1, all_to_all.add_rows)),
         torch.OutOfMemoryError,
-        9,
+        6,
     ),
 }
 

@@ -84,25 +84,26 @@ def _inputs(rank: int, tokens: int = 9) -> dict[str, Tensor]:
 
 
 def counts_are_exchanged_once(rank: int, world: int) -> None:
-    """Forward and backward exchange rows, routing and results per chunk, and counts only once.
+    """Forward and backward exchange rows and results per chunk, and counts only once.
 
-    A recompute repeats the exchanges of rows, but not that of the counts.
+    With one chunk these are five collectives per layer. A recompute repeats the exchanges of rows,
+    but not that of the counts.
     """
     for chunks, use_reentrant in itertools.product((1, 3), (None, False, True)):
         name = f"chunks {chunks}, reentrant {use_reentrant}"
-        rows_each_way = 3 * chunks * LAYERS
+        rows_each_way = 2 * chunks * LAYERS
         model = _model({"dispatch_chunks": chunks}, use_reentrant)
         for _ in range(2):  # the first forward sets FSDP2 up
             with counting(WATCHED) as forward:
                 loss = model(**_inputs(rank)).loss
             with counting(WATCHED) as backward:
                 loss.backward()
-        assert forward["all_to_all"] == rows_each_way, f"{name}: {forward}"
-        assert forward["all_gather"] == forward["read"] == LAYERS, f"{name}: {forward}"
-        assert backward["all_gather"] == backward["read"] == 0, f"{name}: {backward}"
+        assert forward["all_to_all"] == rows_each_way + LAYERS, f"{name}: {forward}"
+        assert forward["counts"] == forward["read"] == LAYERS, f"{name}: {forward}"
+        assert backward["counts"] == backward["read"] == 0, f"{name}: {backward}"
         assert backward["item"] == 0, f"{name}: {backward}"
         # A non-reentrant recompute stops before it combines the last chunk.
-        recomputed = {None: 0, True: 3 * chunks, False: 3 * chunks - 1}[use_reentrant] * LAYERS
+        recomputed = {None: 0, True: 2 * chunks, False: 2 * chunks - 1}[use_reentrant] * LAYERS
         assert backward["all_to_all"] == rows_each_way + recomputed, f"{name}: {backward}"
 
 
@@ -119,9 +120,9 @@ def weight_grads_overlap_rows(rank: int, world: int) -> None:
 
     # S: start an all-to-all, W: wait for one, E: compute gradients of experts. Both chunks send
     # their output gradients. Then each chunk waits for its output gradients, sends the gradients of
-    # rows and of routing weights, and computes those of the experts. At the end the four exchanges
-    # that the chunks started are waited for.
-    layer = "SS" + "WSSE" + "WSSE" + "WWWW"
+    # rows and of routing weights together, and computes those of the experts. At the end the two
+    # exchanges that the chunks started are waited for.
+    layer = "SS" + "WSE" + "WSE" + "WW"
     for use_reentrant in (None, True):
         model = _model({"dispatch_chunks": 2}, use_reentrant)
         loss = model(**_inputs(rank)).loss
@@ -224,7 +225,7 @@ def a_checkpoint_that_is_not_wrapped(rank: int, world: int) -> None:
         layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
     with counting(WATCHED) as calls:
         got = _grads(model, _inputs(rank))
-    assert calls["all_gather"] == 2 * LAYERS
+    assert calls["counts"] == 2 * LAYERS
     for name, grad in got.items():
         assert_close(name, grad, want[name], 1e-12)
 

@@ -114,3 +114,21 @@ def test_count_pairs() -> None:
     assert count_pairs(ids_TK, 5).tolist() == [2, 1, 0, 3, 0]
     assert count_pairs(ids_TK[:0], 5).tolist() == [0] * 5
     assert count_pairs(ids_TK.t(), 4).tolist() == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_may_have_columns_behind_them_and_sums_another_dtype(device: str) -> None:
+    """Dispatch receives gradients with other columns behind them, and sums bf16 rows in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    token_of_row_N = torch.tensor([0, 2, 0, 2, 2], dtype=torch.int32)
+    slots_TJ = torch.tensor([[0, 2, 5], [5, 5, 5], [1, 3, 4]], dtype=torch.int32)
+    joined = torch.randn(5, 48, generator=generator).bfloat16()
+    want_TH = torch.zeros(3, 32)
+    for row, token in zip(joined[:, :32].float(), token_of_row_N.tolist(), strict=True):
+        want_TH[token] += row
+    tensors = (x.to(device) for x in (joined, token_of_row_N, slots_TJ))
+    joined, token_of_row_N, slots_TJ = tensors
+    for dtype in (torch.float32, torch.bfloat16, None):
+        got_TH = add_rows(joined[:, :32], token_of_row_N, slots_TJ, dtype)
+        assert got_TH.dtype == (dtype or torch.bfloat16)
+        assert torch.equal(got_TH.cpu(), want_TH.to(got_TH.dtype))

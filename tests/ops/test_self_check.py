@@ -189,11 +189,12 @@ def test_tf32_products_are_refused_if_exact_products_are_expected(
 def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """These sums have another number of rows per token than top_k, and a check of their own."""
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
-    self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4)
+    self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4, torch.bfloat16)
+    self_check_sums(torch.empty(9, 64, dtype=torch.bfloat16)[:, :48], 4, torch.float32)
     _break_kernel(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
     assert check_once(KIND) == ""
     with pytest.raises(RuntimeError, match=r"compute wrong numbers on cpu.*in sums .*num_slots=5"):
-        self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 5)
+        self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 5, torch.bfloat16)
 
 
 def _experts(hidden: int, rank: int | None = None) -> ExpertWeights:
@@ -405,12 +406,19 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_self_check_runs_the_kernel_that_sums_the_rows_of_a_token(dtype: torch.dtype) -> None:
-    with Launches() as checked:
-        list(token_sums(TokenSumKind(torch.device("cpu"), dtype, 4, 2048)))
-    with Launches() as launched:
-        rows_NH = torch.empty(1001, 2048, dtype=dtype, device="meta")
-        combine(rows_NH, torch.empty(333, 4, dtype=torch.int32, device="meta"), None)
-    assert launched.variants == checked.variants
+    """Rows are contiguous or have routing behind them; sums are in their dtype or in fp32."""
+    kind = TokenSumKind(torch.device("cpu"), dtype, 4, 2048)
+    variants = []
+    for columns, out_dtype in ((2048, dtype), (2080, dtype), (2048, torch.float32)):
+        with Launches() as checked:
+            list(token_sums(replace(kind, row_stride=columns, out_dtype=out_dtype)))
+        with Launches() as launched:
+            rows_NH = torch.empty(1001, columns, dtype=dtype, device="meta")[:, :2048]
+            slots_TJ = torch.empty(333, 4, dtype=torch.int32, device="meta")
+            combine(rows_NH, slots_TJ, None, out_dtype)
+        assert launched.variants == checked.variants
+        variants.append(launched.variants)
+    assert (variants[0] == variants[2]) == (dtype == torch.float32)
 
 
 class _NoTruth:

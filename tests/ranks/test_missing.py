@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 
 from hf_moe_ep.ranks import missing
 from hf_moe_ep.ranks.background import Saver
-from hf_moe_ep.ranks.collectives import gather_counts
+from hf_moe_ep.ranks.collectives import start_counts
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.upstream.process_groups import default_store
 
@@ -23,7 +23,8 @@ PLACES = ("counts", "together", "saves")
 
 def _wait_there(place: str, group: dist.ProcessGroup) -> None:
     if place == "counts":
-        gather_counts(torch.ones(2, dtype=torch.int64), group, where="MoE layer 0 of forward 1")
+        counts = torch.ones(dist.get_world_size(group), 2, dtype=torch.int64)
+        start_counts(counts, group, where="MoE layer 0 of forward 1").wait()
     elif place == "together":
         together("saving out/step-1", lambda: None, group)
     else:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.ranks import collectives
+from hf_moe_ep.moe.dispatch import counts
 
-# Name -> (owner, attribute) of the function. These are the collectives and reads of MoE layers.
+# Name -> (owner, attribute) of the function. These are the collectives and reads of MoE layers. The
+# exchange of counts is an all-to-all as well.
 EXCHANGES = {
-    "all_gather": (collectives, "_all_gather"),
+    "counts": (counts, "start_counts"),
     "all_to_all": (dist, "all_to_all_single"),
     "read": (Tensor, "tolist"),
 }

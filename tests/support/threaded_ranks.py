@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.moe.dispatch import all_to_all, counts, hierarchical
 
 # Seconds after which a rank stops waiting for an exchange that another rank has not started.
@@ -34,13 +33,13 @@ class Network:
 
     Attributes:
         sent: (sender, receiver, bytes of a row) -> bytes of all rows.
-        gathered: rank -> number of all-gathers of counts.
+        counted: rank -> number of exchanges of counts.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.sent: Counter[tuple[int, int, int]] = Counter()
-        self.gathered: Counter[int] = Counter()
+        self.counted: Counter[int] = Counter()
         self._started: Counter[Group] = Counter()
         self._post: dict[tuple[tuple[int, ...], int, int, int], Any] = {}
         self._changed = Condition()
@@ -104,7 +103,7 @@ def _start_all_to_all(
     send_counts: list[int],
     recv_counts: list[int],
     group: Group,
-    where: str,
+    where: object,
 ) -> _Transfer:
     assert send_counts[group.ranks.index(group.rank)] == 0, "a rank sends rows to itself"
     with torch.no_grad():
@@ -115,10 +114,13 @@ def _start_all_to_all(
         return _Transfer(received_RX, recv_counts, group, group.network.send(group, parts))
 
 
-def _start_counts(own_counts: Tensor, group: Group, header: Header) -> Any:
-    group.network.gathered[group.rank] += 1
-    number = group.network.send(group, [own_counts.tolist()] * len(group.ranks))
-    return SimpleNamespace(wait=lambda: group.network.take(group, number))
+def _start_counts(counts_DX: Tensor, group: Group, *, where: object) -> Any:
+    group.network.counted[group.rank] += 1
+    number = group.network.send(group, counts_DX.clone().unbind())
+    return SimpleNamespace(
+        wait=lambda: torch.stack(group.network.take(group, number)),
+        read=lambda numbers: numbers.tolist(),
+    )
 
 
 @contextmanager
@@ -132,7 +134,6 @@ def _replaced_collectives() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         for module in (all_to_all, hierarchical, counts):
             patches.setattr(module, "dist", dist)
-        for module in (all_to_all, hierarchical):
-            patches.setattr(module, "start_counts", _start_counts)
+        patches.setattr(counts, "start_counts", _start_counts)
         patches.setattr(all_to_all, "start_all_to_all", _start_all_to_all)
         yield

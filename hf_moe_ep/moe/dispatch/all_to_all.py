@@ -11,15 +11,17 @@ sent. For example, two ranks own the experts {0 1} and {2 3}, and rank 0 has two
 Sent rows are ordered by destination, then by token; the rows that stay come last:
 `token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender; the rows that stayed come last.
 
-The expert ids and weights of all rows are sent in one message, after the hidden states. The ids are
-floats in this message. The message must not be in bf16, which would round ids above 256.
+A row and its routing are one message (`dispatcher.Tokens`, `ops/columns.py`): the routing weights
+and the expert ids are stored behind the hidden states. Likewise the gradients of the routing
+weights are sent behind the gradient of their row. With the results and their gradients these are
+four transfers per layer, and the counts are a fifth.
 
-`AllToAll.plan` computes the destination of every row. Before any row is sent, ranks all-gather one
-small vector each (`counts.py`): rows per destination and pairs per expert. From these counts every
-rank computes how many rows it receives. This is the layer's only host sync. After it the device is
-idle until the host launches the next kernel. All kernels that do not need the counts are therefore
-launched before the sync; only the selection of rows is left between the sync and the first
-transfer.
+`AllToAll.start_plan` computes the destination of every row. Before any row is sent, each rank sends
+a small vector to every other rank (`counts.py`): the number of rows that it will send there, and
+the number of pairs for each expert there. The device adds up the pairs of all ranks, and the host
+reads the results. This is the layer's only host sync. After it the device is idle until the host
+launches the next kernel. All kernels that do not need the counts are therefore launched before the
+sync; only the selection of rows is left between the sync and the first transfer.
 
 `start` and `start_combine` return at once, `finish` waits. Each call is an autograd node
 (`async_exchange.py`), so backward starts a transfer where forward waited for it, and waits where
@@ -35,16 +37,18 @@ after the last `start` and before the last `wait`, while the rows' gradients are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
-from hf_moe_ep.moe.dispatch.counts import check_max_rows, start_counts
+from hf_moe_ep.moe.dispatch.constants import Constants
+from hf_moe_ep.moe.dispatch.counts import CountsExchange, exchange_counts
+from hf_moe_ep.ops.columns import join_columns, split_columns
 from hf_moe_ep.ops.permute import add_rows, count_pairs
 from hf_moe_ep.ranks.collectives import start_all_to_all
 
@@ -66,62 +70,104 @@ class AllToAll:
     num_chunks: int = 1
     max_rows: int | None = None
 
-    def plan(
+    constants: Constants = field(default_factory=Constants, compare=False, repr=False)
+
+    def start_plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
-    ) -> list[AllToAllExchange]:
+    ) -> AllToAllPlanning:
         """Plan the exchanges of all chunks from one exchange of counts."""
         num_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         num_local = self.num_experts // num_ranks
         sends_DT = find_destinations(expert_ids_TK // num_local, num_ranks)
         sends_of_chunks = sends_DT.tensor_split(self.num_chunks, dim=1)
         ids_of_chunks = expert_ids_TK.tensor_split(self.num_chunks)
-        counts = []
-        for sends, ids in zip(sends_of_chunks, ids_of_chunks, strict=True):
-            counts += [sends.sum(1), count_pairs(ids, self.num_experts)]
-        counts_exchange = start_counts(torch.cat(counts), self.group, header)
+        rows_of_chunks = [sends.sum(1) for sends in sends_of_chunks]
+        pairs_of_chunks = [
+            count_pairs(ids, self.num_experts + 1)[: self.num_experts] for ids in ids_of_chunks
+        ]
+        tables = [
+            table
+            for rows_D, pairs_E in zip(rows_of_chunks, pairs_of_chunks, strict=True)
+            for table in (rows_D.unsqueeze(1), pairs_E.view(num_ranks, num_local))
+        ]
+        counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # While the counts are exchanged, the device computes everything that does not need them.
         num_slots = min(num_ranks, expert_ids_TK.shape[1])
-        orders = [order_rows(sends, rank, num_slots) for sends in sends_of_chunks]
-        local_id_E = number_experts(self.num_experts, num_local, rank, expert_ids_TK.device)
-        gathered = counts_exchange.wait()
-        size = num_ranks + self.num_experts
-        # tables[chunk][r] are the counts of rank r: rows per destination, then pairs per expert.
-        tables = [
-            [numbers[first : first + size] for numbers in gathered]
-            for first in range(0, self.num_chunks * size, size)
-        ]
-        where = str(header)
-        if self.max_rows is not None:
-            all_counts = [counts for table in tables for counts in table]
-            rows_D = [sum(counts[rank] for counts in all_counts) for rank in range(num_ranks)]
-            check_max_rows(rows_D, self.max_rows, self.group, where)
-        return [
-            self._exchange(order, table, rank, local_id_E, where)
-            for order, table in zip(orders, tables, strict=True)
-        ]
+        device = expert_ids_TK.device
+        return AllToAllPlanning(
+            self.group,
+            rank,
+            counts,
+            rows_of_chunks,
+            pairs_of_chunks,
+            [order_rows(sends, rank, num_slots, self.constants) for sends in sends_of_chunks],
+            self.constants.number_experts(self.num_experts, num_local, rank, device),
+        )
+
+    @property
+    def leaves_out_padding(self) -> bool:
+        return True
+
+    def prepare(self, tokens: Tokens) -> None:
+        tokens.join()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAll:
         """Share the process group with a copy of the model."""
         return self
 
-    def _exchange(
-        self, order: Order, table: list[list[int]], rank: int, local_id_E: Tensor, where: str
-    ) -> AllToAllExchange:
-        """Make the exchange of one chunk from the counts of all ranks, without a host sync."""
-        num_ranks = len(table)
-        num_local = self.num_experts // num_ranks
-        first = num_ranks + rank * num_local
-        local_experts = range(first, first + num_local)
-        return AllToAllExchange.of_counts(
-            order,
-            self.group,
-            rank,
-            sends=table[rank][:num_ranks],
-            receives=[counts[rank] for counts in table],
-            local_id_E=local_id_E,
-            counts_L=[sum(counts[expert] for counts in table) for expert in local_experts],
-            where=where,
-        )
+
+@dataclass(frozen=True)
+class AllToAllPlanning:
+    """A plan whose counts are being exchanged; see `hf_moe_ep.dispatcher.Planning`.
+
+    Attributes:
+        rows_of_chunks, pairs_of_chunks: for each chunk, the number of rows that this rank sends to
+            each rank, and the number of its pairs for each expert.
+        orders: the order of the rows of each chunk.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    counts: CountsExchange
+    rows_of_chunks: Sequence[Tensor]
+    pairs_of_chunks: Sequence[Tensor]
+    orders: Sequence[Order]
+    local_id_E: Tensor
+
+    @property
+    def pairs_E(self) -> Tensor:
+        return sum(self.pairs_of_chunks[1:], start=self.pairs_of_chunks[0])
+
+    def finish(self) -> list[AllToAllExchange]:
+        values = self.counts.read(self._summarise)
+        return [
+            AllToAllExchange.of_counts(
+                order,
+                self.group,
+                self.rank,
+                sends=sends,
+                receives=receives,
+                local_id_E=self.local_id_E,
+                counts_L=counts_L,
+                where=self.counts.header,
+            )
+            for order, sends, receives, counts_L in zip(
+                self.orders, values[::3], values[1::3], values[2::3], strict=True
+            )
+        ]
+
+    def _summarise(self, counts_DX: Tensor) -> list[Tensor]:
+        """Return three vectors for each chunk: rows to each rank, rows from it, pairs per expert.
+
+        `counts_DX` has the lines that `start_plan` has sent, one from each rank.
+        """
+        summed_X = counts_DX.sum(0)
+        size = len(summed_X) // len(self.orders)
+        vectors = []
+        for index, rows_D in enumerate(self.rows_of_chunks):
+            first = index * size
+            vectors += [rows_D, counts_DX[:, first], summed_X[first + 1 : first + size]]
+        return vectors
 
 
 @dataclass(frozen=True)
@@ -137,7 +183,7 @@ class AllToAllExchange:
             this rank.
         num_own: the number of rows that stay on this rank.
         counts_L: (row, expert) pairs per local expert.
-        where: the position in the model, for errors.
+        where: the position in the model. Its text is made only for an error.
     """
 
     group: dist.ProcessGroup
@@ -148,7 +194,7 @@ class AllToAllExchange:
     recv_counts: list[int]
     num_own: int
     counts_L: list[int]
-    where: str
+    where: object
 
     @classmethod
     def of_counts(
@@ -161,7 +207,7 @@ class AllToAllExchange:
         receives: Sequence[int],
         local_id_E: Tensor,
         counts_L: list[int],
-        where: str,
+        where: object,
     ) -> AllToAllExchange:
         """Make an exchange from an order of rows and from the counts per rank.
 
@@ -179,9 +225,9 @@ class AllToAllExchange:
             where=where,
         )
 
-    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
+    def start(self, tokens: Tokens) -> DispatchedRows:
         """Send every token to the ranks of its experts, with its weights in fp32 or wider."""
-        return DispatchedRows(_RowWire(self), x_TH, weights_TK, expert_ids_TK)
+        return DispatchedRows(_RowWire(self), tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -206,43 +252,41 @@ class _RowWire(Wire):
     def for_combine(self) -> _RowWire:
         return _RowWire(self.exchange)
 
-    def send_tokens(
-        self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        exchange, top_k = self.exchange, ids_TK.shape[1]
-        rows_RH = self._send_tokens(x_TH)
-        wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        # Ids are sent as floats together with the weights, which saves a transfer. fp32 represents
-        # all integers up to 2**24, but bf16 only those up to 256.
-        routing_TX = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
-        routing_NX = routing_TX.index_select(0, exchange.token_of_row_N)
-        routing_RX = self._send_rows(routing_NX, exchange.send_counts, exchange.recv_counts)
+    def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, top_k = tokens.x_TH.shape[1], tokens.ids_TK.shape[1]
+        received_RI = self._send_tokens(tokens.take_messages())
+        rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, tokens.wide_dtype)
         return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
         return self.exchange.local_id_E.take(ids_RK.long())
 
     def send_row_grads(self, grad_RH: Tensor | None, grad_RK: Tensor | None) -> list[Tensor | None]:
-        return [None if grad is None else self.send_results(grad) for grad in (grad_RH, grad_RK)]
+        if grad_RH is None or grad_RK is None:
+            grads = (grad_RH, grad_RK)
+            return [None if grad is None else self.send_results(grad) for grad in grads]
+        received_NI = self.send_results(join_columns(grad_RH, grad_RK))
+        hidden, top_k = grad_RH.shape[1], grad_RK.shape[1]
+        return list(split_columns(received_NI, hidden, top_k, grad_RK.dtype))
 
     def send_results(self, rows_RX: Tensor) -> Tensor:
         return self._send_rows(rows_RX, self.exchange.recv_counts, self.exchange.send_counts)
 
-    def add_results(self, rows_NX: Tensor) -> Tensor:
-        return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.slots_TJ)
+    def add_results(self, rows_NX: Tensor, dtype: torch.dtype) -> Tensor:
+        return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.slots_TJ, dtype)
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
         return self._send_tokens(grad_TH)
 
-    def _send_tokens(self, x_TH: Tensor) -> Tensor:
+    def _send_tokens(self, x_TX: Tensor) -> Tensor:
         """Start to send tokens to the ranks of their experts, and copy the tokens that stay."""
         exchange = self.exchange
         sent, received = exchange.num_sent, exchange.num_received
-        received_RH = x_TH.new_empty(received + exchange.num_own, x_TH.shape[1])
-        rows_NH = x_TH.index_select(0, exchange.token_of_row_N[:sent])
-        self._start(rows_NH, received_RH[:received], exchange.send_counts, exchange.recv_counts)
-        torch.index_select(x_TH, 0, exchange.token_of_row_N[sent:], out=received_RH[received:])
-        return received_RH
+        received_RX = x_TX.new_empty(received + exchange.num_own, x_TX.shape[1])
+        rows_NX = x_TX.index_select(0, exchange.token_of_row_N[:sent])
+        self._start(rows_NX, received_RX[:received], exchange.send_counts, exchange.recv_counts)
+        torch.index_select(x_TX, 0, exchange.token_of_row_N[sent:], out=received_RX[received:])
+        return received_RX
 
     def _send_rows(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         """Start to send the first rows, and copy the last rows, which stay, to the end."""
@@ -265,17 +309,13 @@ class _RowWire(Wire):
 
 
 def find_destinations(rank_of_pair_TK: Tensor, num_ranks: int) -> Tensor:
-    """Compute sends_DT, which is True where the rank owns at least one expert of the token."""
-    sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], num_ranks, dtype=torch.bool)
-    return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
+    """Compute sends_DT, which is True where the rank owns at least one expert of the token.
 
-
-def number_experts(num_experts: int, num_local: int, rank: int, device: torch.device) -> Tensor:
-    """Number the experts of `rank` from 0, and give all other experts the number L."""
-    local_id_E = torch.full((num_experts,), num_local, device=device)
-    first = rank * num_local
-    local_id_E[first : first + num_local] = torch.arange(num_local, device=device)
-    return local_id_E
+    The rank `num_ranks` means "no rank": a pair of such a rank is not sent.
+    """
+    shape = rank_of_pair_TK.shape[0], num_ranks + 1
+    sends_TX = rank_of_pair_TK.new_zeros(shape, dtype=torch.bool)
+    return sends_TX.scatter_(1, rank_of_pair_TK, True).t()[:num_ranks]
 
 
 class Order(NamedTuple):
@@ -298,7 +338,7 @@ class Order(NamedTuple):
     slots_TJ: Tensor
 
 
-def order_rows(sends_DT: Tensor, rank: int, num_slots: int) -> Order:
+def order_rows(sends_DT: Tensor, rank: int, num_slots: int, constants: Constants) -> Order:
     """Number the rows that `rank` sends or keeps, without a host sync.
 
     `num_slots` is the largest number of rows that a token can have. Until backward, `num_slots`
@@ -309,7 +349,7 @@ def order_rows(sends_DT: Tensor, rank: int, num_slots: int) -> Order:
     end_Y = sends_DT.flatten().cumsum(0)
     num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
     row_DT = torch.where(sends_DT, end_Y.view(num_ranks, num_tokens) - 1, num_rows)
-    token_DT = torch.arange(num_tokens, device=row_DT.device, dtype=torch.int32).expand_as(row_DT)
+    token_DT = constants.numbers(num_tokens, row_DT.device).expand_as(row_DT)
     token_X = token_DT.new_zeros(num_tokens * num_slots + 1)
     token_X.scatter_(0, row_DT.flatten(), token_DT.flatten())
     slots_TJ = row_DT.t().to(torch.int32)

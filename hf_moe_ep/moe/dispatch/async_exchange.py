@@ -2,7 +2,7 @@
 
 The calls for one layer in one forward, if all tokens are in one chunk:
 
-    (exchange,) = dispatcher.plan(...)       computes the ranks that each token is sent to
+    (exchange,) = planning.finish()          computes the ranks that each token is sent to
     arriving = exchange.start(...)           starts to send tokens to the ranks of their experts
     ... = arriving.finish()                  waits for the rows of this rank's experts
     returning = arriving.start_combine(...)  starts to send the experts' results back
@@ -24,6 +24,10 @@ Dispatch sends one copy of a token (a row) to each rank that owns one of its exp
 each of these ranks sends the gradient of its row back. The rank that owns the token adds up these
 gradients, with `add_results`, just as it adds up the results in forward.
 
+Rows are sent in the dtype in which the experts compute (`Tokens.row_dtype`), and so are their
+results and both gradients. The sums of a token's rows are rounded to the dtype of the layer's
+inputs only.
+
 Autograd requires that the gradient of a forward output has the shape of this output. Received
 gradients have other shapes. They are therefore stored in the `Wire` that both nodes share, and
 autograd passes a placeholder of the required shape from node to node.
@@ -39,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_moe_ep.dispatcher import Tokens
 from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
 
 
@@ -52,10 +57,10 @@ class Exchange(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Arriving:
+    def start(self, tokens: Tokens) -> Arriving:
         """Send every token to the ranks of its experts; differentiable in tokens and weights.
 
-        `expert_ids_TK` are the ids from which the exchange was planned.
+        The exchange was planned from the ids of these tokens.
         """
 
 
@@ -128,9 +133,7 @@ class Wire:
         """Make the wire of the combine that belongs to the dispatch of this wire."""
         raise NotImplementedError
 
-    def send_tokens(
-        self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Start to send tokens; return rows_RH, weights_RK and ids_RK, valid after `wait`."""
         raise NotImplementedError
 
@@ -148,8 +151,8 @@ class Wire:
         """Start to send results back; return the tensor that receives them, valid after `wait`."""
         raise NotImplementedError
 
-    def add_results(self, received: Tensor) -> Tensor:
-        """Add up the rows of each token, after `wait`.
+    def add_results(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add up the rows of each token, after `wait`, and round the sums to `dtype`.
 
         `received` is the result of `send_results`, or one of the results of `send_row_grads`.
         """
@@ -166,13 +169,14 @@ class Wire:
 class DispatchedRows:
     """Implements `Arriving` with one `Wire`."""
 
-    def __init__(self, wire: Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
+    def __init__(self, wire: Wire, tokens: Tokens) -> None:
         try:
-            *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK, ids_TK)
+            *rows, ids_RK = _StartDispatch.apply(wire, tokens, tokens.x_TH, tokens.weights_TK)
         except BaseException:
             wire.abandon()
             raise
         self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
+        self._out_dtype = tokens.x_TH.dtype
 
     @property
     def counts_L(self) -> list[int]:
@@ -188,31 +192,33 @@ class DispatchedRows:
         self._wire.abandon()
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        return CombinedRows(self._wire.for_combine(), rows_RH)
+        return CombinedRows(self._wire.for_combine(), rows_RH, self._out_dtype)
 
 
 class CombinedRows:
     """Results that are being sent back to the ranks of their tokens."""
 
-    def __init__(self, wire: Wire, rows_RH: Tensor) -> None:
+    def __init__(self, wire: Wire, rows_RH: Tensor, out_dtype: torch.dtype) -> None:
         self._wire, self._received = wire, _StartCombine.apply(wire, rows_RH)
+        self._out_dtype = out_dtype
 
     def abandon(self) -> None:
         self._wire.abandon()
 
     def finish(self) -> Tensor:
         """Wait for the results, and return out_TH. The rows of a token are added in fixed order."""
-        return _FinishCombine.apply(self._wire, self._received)
+        return _FinishCombine.apply(self._wire, self._received, self._out_dtype)
 
 
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, wire: Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+        ctx: Any, wire: Wire, tokens: Tokens, x_TH: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.wire = wire
-        wire.needs = ctx.needs_input_grad[1:3]
-        sent = wire.send_tokens(x_TH, weights_TK, ids_TK)
+        ctx.dtypes = x_TH.dtype, weights_TK.dtype
+        wire.needs = ctx.needs_input_grad[2:]
+        sent = wire.send_tokens(tokens)
         mark_without_grad(ctx, sent, (*wire.needs, False))
         return sent
 
@@ -220,8 +226,11 @@ class _StartDispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         received = ctx.wire.wait()
-        grads = [None if rows is None else ctx.wire.add_results(rows) for rows in received]
-        return (None, *grads, None)
+        grads = [
+            None if rows is None else ctx.wire.add_results(rows, dtype)
+            for rows, dtype in zip(received, ctx.dtypes, strict=True)
+        ]
+        return (None, None, *grads)
 
 
 class _FinishDispatch(torch.autograd.Function):
@@ -265,13 +274,14 @@ class _StartCombine(torch.autograd.Function):
 
 class _FinishCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: Wire, received: Tensor) -> Tensor:
-        ctx.wire, ctx.shape = wire, received.shape
+    def forward(ctx: Any, wire: Wire, received: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.wire, ctx.like, ctx.shape = wire, received.new_empty(0), received.shape
         wire.wait()
-        return wire.add_results(received)
+        return wire.add_results(received, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TH = grad_TH.to(ctx.like.dtype)
         ctx.wire.received_grads = (ctx.wire.send_result_grads(grad_TH),)
-        return None, placeholder_grad(grad_TH, ctx.shape)
+        return None, placeholder_grad(ctx.like, ctx.shape), None

@@ -1,13 +1,19 @@
 """The exchange of counts that precedes the exchange of rows.
 
-Once per MoE layer, the ranks of an ep group all-gather one small vector each: a header (forward
-number, layer, mode), followed by the numbers of rows that the rank will send. If ranks are at
-different positions (another layer, mode or step), every rank raises an error. Without this check
-a rank would receive tokens of another layer, or wait forever.
+Once per MoE layer, the ranks of an ep group send each other one small vector by all-to-all: a
+header (forward number, layer, mode), followed by the counts that the receiving rank needs. If ranks
+are at different positions (another layer, mode or step), every rank raises an error. Without this
+check a rank would receive tokens of another layer, or wait forever.
+
+The device compares the headers and adds up the counts of all ranks. The host reads only the sums,
+in one sync. The number of values that it reads does not depend on the number of experts on all
+ranks together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,55 +21,101 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.dispatcher import Header
-from hf_moe_ep.ranks.collectives import Gathering, start_gathering
+from hf_moe_ep.ranks.collectives import CountsTransfer, start_counts
 
 
+@dataclass(frozen=True)
 class CountsExchange:
-    """A running exchange of headers and counts between all ranks of a group."""
+    """A running exchange of headers and counts between all ranks of a group.
 
-    def __init__(self, gathering: Gathering, group: dist.ProcessGroup, header: Header) -> None:
-        self._gathering, self._group, self._header = gathering, group, header
+    Attributes:
+        fields: the fields of this rank's header, on the device.
+        max_rows: the largest number of rows that a rank may receive; None for no limit. With a
+            limit, every rank has sent the number of its rows to each rank, behind its counts.
+    """
 
-    def wait(self) -> list[list[int]]:
-        """Wait for the counts of every rank.
+    transfer: CountsTransfer
+    group: dist.ProcessGroup
+    header: Header
+    fields: Tensor
+    max_rows: int | None
+
+    def read(self, summarise: Callable[[Tensor], Sequence[Tensor]]) -> list[list[int]]:
+        """Wait for the counts of every rank, and return the integers that `summarise` computes.
+
+        `summarise` gets the counts that each rank has sent to this rank, [D, X], and returns
+        vectors on the same device.
 
         Raises:
-            RuntimeError: on every rank, if the headers of the ranks differ.
+            RuntimeError: on every rank, if the headers of the ranks differ, or if a rank would
+                receive more than `max_rows` rows.
         """
-        own_fields = self._header.as_list()
-        vectors = self._gathering.wait()
-        headers: list[list[Any]] = [vector[: len(own_fields)] for vector in vectors]
-        if any(fields != own_fields for fields in headers):
-            ranks = dist.get_process_group_ranks(self._group)
-            lines = [
-                f"  rank {rank}: {Header(*fields)}"
-                for rank, fields in zip(ranks, headers, strict=True)
-            ]
-            raise RuntimeError(
-                "ranks of one ep group are at different places of the model:\n"
-                + "\n".join(lines)
-                + "\nEvery rank must run the same forwards in the same order and mode; look for a "
-                "branch, a skipped batch or a model.eval() that depends on the rank."
-            )
-        return [vector[len(own_fields) :] for vector in vectors]
+        received_DX = self.transfer.wait()
+        num_ranks, num_fields = len(received_DX), len(self.fields)
+        headers, counts_DX = received_DX[:, :num_fields], received_DX[:, num_fields:]
+        vectors = [(headers != self.fields).any().view(1)]
+        if self.max_rows is not None:
+            counts_DX, rows_DD = counts_DX.tensor_split([-num_ranks], dim=1)
+            vectors.append(rows_DD.sum(0))
+        vectors += summarise(counts_DX)
+        numbers = self.transfer.read(torch.cat(vectors))
+        (differ,), *values = _split(numbers, [len(vector) for vector in vectors])
+        if differ:
+            raise self._describe_headers(self.transfer.read(headers))
+        if self.max_rows is not None:
+            check_max_rows(values.pop(0), self.max_rows, self.group, self.header)
+        return values
+
+    def _describe_headers(self, headers: list[list[Any]]) -> RuntimeError:
+        ranks = dist.get_process_group_ranks(self.group)
+        lines = [
+            f"  rank {rank}: {Header(*fields)}" for rank, fields in zip(ranks, headers, strict=True)
+        ]
+        return RuntimeError(
+            "ranks of one ep group are at different places of the model:\n"
+            + "\n".join(lines)
+            + "\nEvery rank must run the same forwards in the same order and mode; look for a "
+            "branch, a skipped batch or a model.eval() that depends on the rank."
+        )
 
 
-def start_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> CountsExchange:
-    """Start to send this rank's header and `counts` to every rank of `group`."""
+def exchange_counts(
+    counts: Sequence[Tensor],
+    rows_D: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    header: Header,
+    max_rows: int | None,
+) -> CountsExchange:
+    """Start to send counts to every rank of `group`, behind this rank's header.
+
+    `counts` are tables of int64, in which line r is sent to rank r. `rows_D` are the numbers of
+    rows that this rank will send to each rank, one vector for each chunk of tokens.
+    """
+    device, num_ranks = counts[0].device, len(counts[0])
     # The memory is pinned, because a copy from pageable memory is a host sync.
-    fields = torch.tensor(header.as_list(), dtype=counts.dtype, pin_memory=counts.is_cuda)
-    vector = torch.cat([fields.to(counts.device, non_blocking=True), counts])
-    return CountsExchange(start_gathering(vector, group, where=str(header)), group, header)
+    numbers = torch.tensor(header.as_list(), pin_memory=device.type == "cuda")
+    fields = numbers.to(device, non_blocking=True)
+    columns = [fields.expand(num_ranks, -1), *counts]
+    if max_rows is not None:
+        columns.append(sum(rows_D[1:], start=rows_D[0]).expand(num_ranks, -1))
+    transfer = start_counts(torch.cat(columns, dim=1), group, where=header)
+    return CountsExchange(transfer, group, header, fields, max_rows)
 
 
-def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: str) -> None:
+def _split(numbers: list[int], sizes: list[int]) -> list[list[int]]:
+    """Split a list into lists of the given sizes."""
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: object) -> None:
     """Raise RuntimeError if a rank of the group would receive more than `max_rows` rows.
 
     `rows` has the number of rows that each rank receives in one layer. Every rank knows all of
     these numbers, so all ranks raise the error, before they allocate memory for the rows.
     """
-    ranks = dist.get_process_group_ranks(group)
     if max(rows) > max_rows:
+        ranks = dist.get_process_group_ranks(group)
         worst = rows.index(max(rows))
         raise RuntimeError(
             f"{where}: rank {ranks[worst]} would get {rows[worst]} rows, more than "

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
 from hf_moe_ep.moe.dispatch.counts import check_max_rows
 from hf_moe_ep.ranks.collectives import gather_counts
@@ -204,9 +204,9 @@ class DeepEP:
     num_chunks: int = 1
     max_rows: int | None = None
 
-    def plan(
+    def start_plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int
-    ) -> list[DeepEPExchange]:
+    ) -> DeepEPPlanning:
         """Plan an exchange per chunk, and enlarge the buffer if necessary; ids are int64.
 
         Raises:
@@ -215,7 +215,6 @@ class DeepEP:
                 would receive more than `max_rows` rows in this layer.
         """
         top_k = expert_ids_TK.shape[1]
-        where = str(header)
         if top_k > _MAX_TOP_K:
             raise ValueError(
                 f"DeepEP sends at most {_MAX_TOP_K} experts per token, but this router chooses "
@@ -228,14 +227,38 @@ class DeepEP:
         if self.max_rows is not None:
             # DeepEP's layout has only the rows that this rank sends, so ranks exchange the numbers.
             sent_D = torch.stack([layout["num_tokens_per_rank"] for layout in layouts]).sum(0)
-            sent_DD = gather_counts(sent_D, self.buffer.group, where=where)
+            sent_DD = gather_counts(sent_D, self.buffer.group, where=header)
             rows_D = [sum(column) for column in zip(*sent_DD, strict=True)]
-            check_max_rows(rows_D, self.max_rows, self.buffer.group, where)
+            check_max_rows(rows_D, self.max_rows, self.buffer.group, header)
         num_local = self.num_experts // self.buffer.num_ranks
-        return [
-            DeepEPExchange(self.buffer, len(ids), num_local, layout, where)
-            for ids, layout in zip(chunks, layouts, strict=True)
-        ]
+        return DeepEPPlanning(
+            [
+                DeepEPExchange(self.buffer, len(ids), num_local, layout, header)
+                for ids, layout in zip(chunks, layouts, strict=True)
+            ]
+        )
+
+    @property
+    def leaves_out_padding(self) -> bool:
+        # DeepEP reads the ids again in a recompute, which does not know the padding.
+        return False
+
+    def prepare(self, tokens: Tokens) -> None:
+        """Do nothing: DeepEP sends rows, weights and ids itself."""
+
+
+@dataclass(frozen=True)
+class DeepEPPlanning:
+    """A finished plan; see `hf_moe_ep.dispatcher.Planning`. DeepEP exchanges counts in `start`."""
+
+    exchanges: list[DeepEPExchange]
+
+    @property
+    def pairs_E(self) -> None:
+        return None
+
+    def finish(self) -> list[DeepEPExchange]:
+        return self.exchanges
 
 
 @dataclass(frozen=True)
@@ -245,18 +268,18 @@ class DeepEPExchange:
     Attributes:
         num_local: the number of experts of this rank.
         layout: the arguments of DeepEP's dispatch that describe the destinations of the tokens.
-        where: the position in the model, for errors.
+        where: the position in the model. Its text is made only for an error.
     """
 
     buffer: GroupBuffer
     num_tokens: int
     num_local: int
     layout: dict[str, Any]
-    where: str
+    where: object
 
-    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
+    def start(self, tokens: Tokens) -> DispatchedRows:
         """Send every token to the ranks of its experts, with its weights in fp32."""
-        return DispatchedRows(_BufferWire(self), x_TH, weights_TK.float(), expert_ids_TK)
+        return DispatchedRows(_BufferWire(self), tokens)
 
 
 @dataclass
@@ -287,12 +310,14 @@ class _BufferWire(Wire):
     def for_combine(self) -> _BufferWire:
         return _BufferWire(self.exchange, self.handle)
 
-    def send_tokens(
-        self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        x_TH = tokens.x_TH.to(tokens.row_dtype)
         self.exchange.buffer.check_rows(x_TH)
         self._hidden = x_TH.shape[1]
-        routing = {"topk_idx": ids_TK.contiguous(), "topk_weights": weights_TK.contiguous()}
+        routing = {
+            "topk_idx": tokens.ids_TK.contiguous(),
+            "topk_weights": tokens.weights_TK.float().contiguous(),
+        }
         try:
             sent = self._dispatch(x_TH, **routing, **self.exchange.layout)
         except RuntimeError as error:
@@ -325,8 +350,8 @@ class _BufferWire(Wire):
         self.exchange.buffer.check_rows(rows_RH)
         return self._combine(rows_RH)[0]
 
-    def add_results(self, received: Tensor) -> Tensor:
-        return received
+    def add_results(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        return received.to(dtype)
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
         rows_RH: Tensor = self._dispatch(grad_TH, handle=self.handle)[0]

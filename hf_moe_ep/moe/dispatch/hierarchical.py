@@ -21,10 +21,10 @@ a node. Its tokens are the rows of the first leg: first the rows from other node
 this rank. Backward runs the legs in reverse order, so gradients too are added up inside a node
 before they are sent to another node.
 
-One exchange of counts plans both legs. Every rank sends its numbers of rows per node and per rank.
-From the numbers of all ranks, each rank computes how many rows it will forward. After the first
-leg the device finds these rows by the expert ids that were received with the rows, without a host
-sync.
+One exchange of counts plans both legs. Every rank sends to each other rank the number of its rows
+for the node of that rank, and for each rank of that node. From these numbers each rank computes how
+many rows it will forward. After the first leg the device finds these rows by the expert ids that
+were received with the rows, without a host sync.
 
 Rows are sent between nodes while experts run, as in `all_to_all.py`. The second leg does not
 overlap with experts.
@@ -33,23 +33,23 @@ overlap with experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import (
     AllToAllExchange,
     Order,
     find_destinations,
-    number_experts,
     order_rows,
 )
 from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows, DispatchedRows
-from hf_moe_ep.moe.dispatch.counts import check_max_rows, start_counts
+from hf_moe_ep.moe.dispatch.constants import Constants
+from hf_moe_ep.moe.dispatch.counts import CountsExchange, exchange_counts
 from hf_moe_ep.ops.permute import count_pairs
 
 
@@ -101,66 +101,46 @@ class Hierarchical:
     num_chunks: int = 1
     max_rows: int | None = None
 
-    def plan(
+    constants: Constants = field(default_factory=Constants, compare=False, repr=False)
+
+    def start_plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
-    ) -> list[HierarchicalExchange]:
+    ) -> HierarchicalPlanning:
         """Plan the exchanges of all chunks from one exchange of counts."""
         position, top_k = self._find_position(), expert_ids_TK.shape[1]
         chunks = [
             find_destinations_of_legs(ids, position, self.num_experts)
             for ids in expert_ids_TK.tensor_split(self.num_chunks)
         ]
-        counts = torch.cat([chunk.counts for chunk in chunks])
-        counts_exchange = start_counts(counts, self.group, header)
+        tables = [table for chunk in chunks for table in chunk.tables(position)]
+        rows_of_chunks = [chunk.rows_D for chunk in chunks]
+        counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
         num_slots = min(position.num_nodes, top_k)
-        orders = [order_rows(chunk.sends_VT, position.node, num_slots) for chunk in chunks]
-        expert_numbers = number_experts_of_legs(position, self.num_experts, expert_ids_TK.device)
-        gathered = counts_exchange.wait()
-        size = position.num_nodes + position.num_ranks + self.num_experts
-        # tables[chunk][r] are the counts of rank r.
-        tables = [
-            [RankCounts.from_list(row[first : first + size], position) for row in gathered]
-            for first in range(0, self.num_chunks * size, size)
-        ]
-        where = str(header)
-        if self.max_rows is not None:
-            sent_rows = [rank_counts.rows_D for table in tables for rank_counts in table]
-            rows_D = [sum(column) for column in zip(*sent_rows, strict=True)]
-            check_max_rows(rows_D, self.max_rows, self.group, where)
-        return [
-            self._exchange(position, order, table, expert_numbers, where)
-            for order, table in zip(orders, tables, strict=True)
-        ]
+        return HierarchicalPlanning(
+            self,
+            position,
+            counts,
+            chunks,
+            [
+                order_rows(chunk.sends_VT, position.node, num_slots, self.constants)
+                for chunk in chunks
+            ],
+            number_experts_of_legs(
+                position, self.num_experts, expert_ids_TK.device, self.constants
+            ),
+        )
+
+    @property
+    def leaves_out_padding(self) -> bool:
+        return True
+
+    def prepare(self, tokens: Tokens) -> None:
+        tokens.join()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hierarchical:
         """Share the process groups with a copy of the model."""
         return self
-
-    def _exchange(
-        self,
-        position: NodePosition,
-        order: Order,
-        table: list[RankCounts],
-        expert_numbers: ExpertNumbers,
-        where: str,
-    ) -> HierarchicalExchange:
-        """Make the exchange of one chunk from the counts of all ranks, without a host sync."""
-        counts = compute_leg_counts(table, position)
-        first_leg = AllToAllExchange.of_counts(
-            order,
-            self.between,
-            position.node,
-            sends=counts.to_nodes,
-            receives=counts.from_nodes,
-            local_id_E=expert_numbers.on_node_E,
-            counts_L=[],
-            where=where,
-        )
-        second_leg = SecondLeg(
-            self.inside, position.local_rank, counts, expert_numbers.on_rank_X, where
-        )
-        return HierarchicalExchange(first_leg, second_leg)
 
     def _find_position(self) -> NodePosition:
         return NodePosition(
@@ -172,16 +152,92 @@ class Hierarchical:
 
 
 @dataclass(frozen=True)
+class HierarchicalPlanning:
+    """A plan whose counts are being exchanged; see `hf_moe_ep.dispatcher.Planning`.
+
+    Attributes:
+        chunks, orders: the destinations of each chunk, and the order of its rows in the first leg.
+    """
+
+    dispatcher: Hierarchical
+    position: NodePosition
+    counts: CountsExchange
+    chunks: Sequence[LegDestinations]
+    orders: Sequence[Order]
+    expert_numbers: ExpertNumbers
+
+    @property
+    def pairs_E(self) -> Tensor:
+        first, *others = [chunk.pairs_E for chunk in self.chunks]
+        return sum(others, start=first)
+
+    def finish(self) -> list[HierarchicalExchange]:
+        values = self.counts.read(self._summarise)
+        size = len(values) // len(self.chunks)
+        return [
+            self._exchange(order, LegCounts(*values[index * size : (index + 1) * size]))
+            for index, order in enumerate(self.orders)
+        ]
+
+    def _summarise(self, counts_DX: Tensor) -> list[Tensor]:
+        """Return the vectors of `LegCounts` for each chunk.
+
+        `counts_DX` has the lines that `start_plan` has sent, one from each rank.
+        """
+        vectors: list[Tensor] = []
+        parts = counts_DX.tensor_split(len(self.chunks), dim=1)
+        for chunk, part_DX in zip(self.chunks, parts, strict=True):
+            vectors += compute_leg_counts(chunk.rows_V, part_DX, self.position)
+        return vectors
+
+    def _exchange(self, order: Order, counts: LegCounts) -> HierarchicalExchange:
+        """Make the exchange of one chunk, without a host sync."""
+        dispatcher, position, where = self.dispatcher, self.position, self.counts.header
+        first_leg = AllToAllExchange.of_counts(
+            order,
+            dispatcher.between,
+            position.node,
+            sends=counts.to_nodes,
+            receives=counts.from_nodes,
+            local_id_E=self.expert_numbers.on_node_E,
+            counts_L=[],
+            where=where,
+        )
+        second_leg = SecondLeg(
+            dispatcher.inside,
+            position.local_rank,
+            counts,
+            self.expert_numbers.on_rank_X,
+            where,
+            dispatcher.constants,
+        )
+        return HierarchicalExchange(first_leg, second_leg)
+
+
+@dataclass(frozen=True)
 class LegDestinations:
     """The destinations of the tokens of a chunk.
 
     Attributes:
         sends_VT: True where a node (other nodes and this node) receives a token.
-        counts: rows per node, rows per rank, pairs per expert.
+        rows_V, rows_D, pairs_E: rows per node, rows per rank, and pairs per expert.
     """
 
     sends_VT: Tensor
-    counts: Tensor
+    rows_V: Tensor
+    rows_D: Tensor
+    pairs_E: Tensor
+
+    def tables(self, position: NodePosition) -> list[Tensor]:
+        """Return tables whose line r has the counts that rank r needs.
+
+        These are the rows for the node of rank r, the rows for each rank of this node, and the
+        pairs for each expert of rank r.
+        """
+        rows_VU = self.rows_D.view(position.num_nodes, position.ranks_per_node)
+        per_node = torch.cat([self.rows_V.unsqueeze(1), rows_VU], dim=1)
+        per_rank = per_node.repeat_interleave(position.ranks_per_node, dim=0)
+        return [per_rank, self.pairs_E.view(position.num_ranks, -1)]
 
 
 def find_destinations_of_legs(
@@ -191,27 +247,11 @@ def find_destinations_of_legs(
     num_local = num_experts // position.num_ranks
     sends_DT = find_destinations(expert_ids_TK // num_local, position.num_ranks)
     sends_VT = sends_DT.unflatten(0, (position.num_nodes, position.ranks_per_node)).any(1)
-    counts = [sends_VT.sum(1), sends_DT.sum(1), count_pairs(expert_ids_TK, num_experts)]
-    return LegDestinations(sends_VT, torch.cat(counts))
+    pairs_E = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts]
+    return LegDestinations(sends_VT, sends_VT.sum(1), sends_DT.sum(1), pairs_E)
 
 
-@dataclass(frozen=True)
-class RankCounts:
-    """The counts of one rank for a chunk: rows per node, rows per rank, pairs per expert."""
-
-    rows_V: Sequence[int]
-    rows_D: Sequence[int]
-    pairs_E: Sequence[int]
-
-    @classmethod
-    def from_list(cls, numbers: list[int], position: NodePosition) -> RankCounts:
-        """Split the numbers that `find_destinations_of_legs` has concatenated."""
-        num_nodes, end = position.num_nodes, position.num_nodes + position.num_ranks
-        return cls(numbers[:num_nodes], numbers[num_nodes:end], numbers[end:])
-
-
-@dataclass(frozen=True)
-class LegCounts:
+class LegCounts(NamedTuple):
     """The numbers of rows of both legs, including the rows that stay on this rank.
 
     Attributes:
@@ -220,32 +260,34 @@ class LegCounts:
         counts_L: (row, expert) pairs per local expert.
     """
 
-    to_nodes: Sequence[int]
+    to_nodes: list[int]
     from_nodes: list[int]
     to_local_ranks: list[int]
     from_local_ranks: list[int]
     counts_L: list[int]
 
 
-def compute_leg_counts(table: list[RankCounts], position: NodePosition) -> LegCounts:
-    """Compute the rows that this rank sends and receives; `table` has one entry per ep rank."""
-    rank = position.ranks_of_node()[position.local_rank]
-    senders = position.ranks_with(position.local_rank)
-    num_local = len(table[0].pairs_E) // position.num_ranks
-    local_experts = range(rank * num_local, (rank + 1) * num_local)
-    return LegCounts(
-        to_nodes=table[rank].rows_V,
-        from_nodes=[table[sender].rows_V[position.node] for sender in senders],
-        # This rank forwards the tokens of all ranks that have its local rank.
-        to_local_ranks=[
-            sum(table[sender].rows_D[neighbour] for sender in senders)
-            for neighbour in position.ranks_of_node()
-        ],
-        from_local_ranks=[
-            sum(table[sender].rows_D[rank] for sender in position.ranks_with(local_rank))
-            for local_rank in range(position.ranks_per_node)
-        ],
-        counts_L=[sum(counts.pairs_E[expert] for counts in table) for expert in local_experts],
+def compute_leg_counts(
+    rows_V: Tensor, counts_DX: Tensor, position: NodePosition
+) -> tuple[Tensor, ...]:
+    """Compute the fields of `LegCounts` on the device.
+
+    `rows_V` are the rows that this rank sends to each node. Line r of `counts_DX` is what rank r
+    has sent to this rank: its rows for this node, for each rank of this node, and its pairs for
+    each expert of this rank.
+    """
+    num_local_ranks = position.ranks_per_node
+    counts_VUX = counts_DX.unflatten(0, (position.num_nodes, num_local_ranks))
+    from_nodes = counts_VUX[:, position.local_rank, 0]
+    # rows_UU[a][b]: the rows of all ranks with local rank a, which rank a of this node forwards to
+    # rank b of this node.
+    rows_UU = counts_VUX[..., 1 : 1 + num_local_ranks].sum(0)
+    return (
+        rows_V,
+        from_nodes,
+        rows_UU[position.local_rank],
+        rows_UU[:, position.local_rank],
+        counts_DX[:, 1 + num_local_ranks :].sum(0),
     )
 
 
@@ -264,14 +306,14 @@ class ExpertNumbers(NamedTuple):
 
 
 def number_experts_of_legs(
-    position: NodePosition, num_experts: int, device: torch.device
+    position: NodePosition, num_experts: int, device: torch.device, constants: Constants
 ) -> ExpertNumbers:
     """Number the experts of this node, and the experts of this rank."""
     num_local = num_experts // position.num_ranks
     num_on_node = num_local * position.ranks_per_node
     return ExpertNumbers(
-        number_experts(num_experts, num_on_node, position.node, device),
-        number_experts(num_on_node + 1, num_local, position.local_rank, device),
+        constants.number_experts(num_experts, num_on_node, position.node, device),
+        constants.number_experts(num_on_node + 1, num_local, position.local_rank, device),
     )
 
 
@@ -283,21 +325,24 @@ class SecondLeg:
         group, local_rank: the ranks of this node, and the local rank of this rank.
         counts: the counts of both legs.
         on_rank_X: see `ExpertNumbers`.
-        where: the position in the model, for errors.
+        where: the position in the model. Its text is made only for an error.
     """
 
     group: dist.ProcessGroup
     local_rank: int
     counts: LegCounts
     on_rank_X: Tensor
-    where: str
+    where: object
+    constants: Constants
 
     def plan(self, ids_ZK: Tensor) -> AllToAllExchange:
         """Plan the second leg, without a host sync; `ids_ZK` number the experts of the node."""
         num_ranks, num_local = len(self.counts.to_local_ranks), len(self.counts.counts_L)
         # Experts of other nodes are numbered as if one more rank of this node owned them.
-        sends_UZ = find_destinations(ids_ZK // num_local, num_ranks + 1)[:num_ranks]
-        order = order_rows(sends_UZ, self.local_rank, min(num_ranks, ids_ZK.shape[1]))
+        sends_UZ = find_destinations(ids_ZK // num_local, num_ranks)
+        order = order_rows(
+            sends_UZ, self.local_rank, min(num_ranks, ids_ZK.shape[1]), self.constants
+        )
         return AllToAllExchange.of_counts(
             order,
             self.group,
@@ -321,9 +366,9 @@ class HierarchicalExchange:
     def num_tokens(self) -> int:
         return self.first_leg.num_tokens
 
-    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> ForwardedRows:
+    def start(self, tokens: Tokens) -> ForwardedRows:
         """Send every token to the nodes of its experts, with its weights in fp32 or wider."""
-        rows_to_nodes = self.first_leg.start(x_TH, weights_TK, expert_ids_TK)
+        rows_to_nodes = self.first_leg.start(tokens)
         return ForwardedRows(rows_to_nodes, self.second_leg)
 
 
@@ -341,7 +386,7 @@ class ForwardedRows:
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         rows_ZH, weights_ZK, ids_ZK = self._rows_to_nodes.finish()
         exchange = self._second_leg.plan(ids_ZK)
-        self._rows_to_ranks = exchange.start(rows_ZH, weights_ZK, ids_ZK)
+        self._rows_to_ranks = exchange.start(Tokens(rows_ZH, weights_ZK, ids_ZK))
         return self._rows_to_ranks.finish()
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """Overlap the chunks of a layer: one chunk is sent while the experts compute the previous chunk.
 
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
+        for arriving in chunks.overlapped(exchanges, tokens):
             chunks.send(arriving, experts(*arriving.finish()))
     out_TH = chunks.finish()
 
@@ -23,6 +23,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from hf_moe_ep.dispatcher import Tokens
 from hf_moe_ep.moe.dispatch.async_exchange import Arriving, CombinedRows, Exchange
 
 
@@ -51,25 +52,12 @@ class OverlappedChunks:
         if error is not None:
             self._abandon()
 
-    def overlapped(
-        self,
-        exchanges: Sequence[Exchange],
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        expert_ids_TK: Tensor,
-    ) -> Iterator[Arriving]:
+    def overlapped(self, exchanges: Sequence[Exchange], tokens: Tokens) -> Iterator[Arriving]:
         """Yield the chunks in order; before a chunk is yielded, the next chunk is started."""
-        sizes = [exchange.num_tokens for exchange in exchanges]
-        chunks = zip(
-            exchanges,
-            x_TH.split(sizes),
-            weights_TK.split(sizes),
-            expert_ids_TK.split(sizes),
-            strict=True,
-        )
+        chunks = tokens.split([exchange.num_tokens for exchange in exchanges])
         latest: Arriving | None = None
-        for exchange, *tensors in chunks:
-            arriving, latest = latest, exchange.start(*tensors)
+        for exchange, chunk in zip(exchanges, chunks, strict=True):
+            arriving, latest = latest, exchange.start(chunk)
             self._arriving.append(latest)
             if arriving is not None:
                 yield arriving

@@ -25,7 +25,7 @@ _WEIGHTS = 256
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def combine_kernel(
-    rows, slots, weights, out, num_pairs, hidden,
+    rows, slots, weights, out, num_pairs, hidden, row_stride,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -35,7 +35,8 @@ def combine_kernel(
         slot = tl.load(slots + row * TOP_K + k)  # []
         # `& (slot < num_pairs)` would fail: the interpreter cannot combine a block and a scalar.
         m_here = o_h < tl.where(slot < num_pairs, hidden, 0)
-        b_y = tl.load(rows + slot.to(tl.int64) * hidden + o_h, mask=m_here, other=0.0)  # [BLOCK]
+        p_y = rows + slot.to(tl.int64) * row_stride + o_h  # [BLOCK]
+        b_y = tl.load(p_y, mask=m_here, other=0.0)  # [BLOCK]
         b_y = b_y.to(tl.float32)
         if WEIGHTED:
             # The weight of a pair without an expert here may have any value, even NaN.
@@ -87,14 +88,23 @@ def segment_sum_kernel(
     tl.store(p_out, (total * scale).to(out.dtype.element_ty), mask=o_n < width)
 
 
-def combine(rows_AH: Tensor, slots_RK: Tensor, weights_RK: Tensor | None) -> Tensor:
-    """Return out_RH in the dtype of `rows_AH`. All inputs are contiguous; R is at least 1."""
+def combine(
+    rows_AH: Tensor,
+    slots_RK: Tensor,
+    weights_RK: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return out_RH in `dtype`, or in the dtype of `rows_AH`; R is at least 1.
+
+    Each row of `rows_AH` is contiguous; the stride between rows may have any value. All other
+    inputs are contiguous.
+    """
     num_pairs, hidden = rows_AH.shape
     num_rows, top_k = slots_RK.shape
-    out_RH = rows_AH.new_empty(num_rows, hidden)
+    out_RH = rows_AH.new_empty(num_rows, hidden, dtype=dtype)
     block = min(triton.next_power_of_2(hidden), 2048)
     combine_kernel[(num_rows, triton.cdiv(hidden, block))](
-        rows_AH, slots_RK, weights_RK, out_RH, num_pairs, hidden,
+        rows_AH, slots_RK, weights_RK, out_RH, num_pairs, hidden, rows_AH.stride(0),
         TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out_RH

@@ -26,11 +26,12 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.dispatcher import Dispatcher, Header
+from hf_moe_ep.dispatcher import Dispatcher, Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from support.close import max_error
+from support.messages import message_columns
 from support.namespaces import sent_here
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
@@ -104,11 +105,10 @@ def want(kind: str, router: str, machines: Machines, node: int) -> tuple[int, in
     """
     rows = pairs(kind, router, machines)
     sent, received = sum(rows[node]), sum(row[node] for row in rows)
-    hidden = 2 * (sent + received) * HIDDEN
-    return (
-        BYTES * (hidden + (2 * sent + received) * TOP_K),
-        BYTES * (hidden + (2 * received + sent) * TOP_K),
-    )
+    # Rows, results and both gradients; the routing behind a row, and its gradient behind the row's.
+    there = message_columns(HIDDEN + 2 * TOP_K) + HIDDEN
+    back = message_columns(HIDDEN + TOP_K) + HIDDEN
+    return BYTES * (sent * there + received * back), BYTES * (received * there + sent * back)
 
 
 @contextmanager
@@ -118,6 +118,8 @@ def count_bytes_to_other_nodes(places: int) -> Iterator[list[int]]:
     node = dist.get_rank() // places
 
     def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if output.dtype == torch.int64:  # the counts
+            return stock(output, input, *args, **kwargs)
         splits = kwargs.get("input_split_sizes") or args[1]
         group = kwargs.get("group")
         for index, rows in enumerate(splits):
@@ -137,9 +139,11 @@ def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
     x_TH = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
     w_TK = torch.rand(TOKENS, TOP_K, dtype=torch.float64, generator=generator).requires_grad_()
     ids = ids_TK(router, dist.get_rank())
-    exchanges = dispatcher.plan(ids, Header(1, 0, True, True, False, False, TOP_K, BYTES))
+    exchanges = dispatcher.start_plan(
+        ids, Header(1, 0, True, True, False, False, TOP_K, BYTES)
+    ).finish()
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, x_TH, w_TK, ids):
+        for arriving in chunks.overlapped(exchanges, Tokens(x_TH, w_TK, ids)):
             rows_RH, w_RK, _ = arriving.finish()
             chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
     chunks.finish().square().sum().backward()

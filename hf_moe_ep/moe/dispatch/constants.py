@@ -1,0 +1,37 @@
+"""Small tensors that are the same in every layer and step, made once per dispatcher and device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+
+class Constants:
+    """The constant tensors of one dispatcher."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Hashable, Tensor] = {}
+
+    def numbers(self, count: int, device: torch.device) -> Tensor:
+        """Return the int32 numbers from 0 to `count` - 1.
+
+        They are a view of the longest vector so far, so that batches of many lengths keep one.
+        """
+        numbers = self._tensors.get(device)
+        if numbers is None or len(numbers) < count:
+            numbers = self._tensors[device] = torch.arange(count, dtype=torch.int32, device=device)
+        return numbers[:count]
+
+    def number_experts(
+        self, num_experts: int, num_local: int, rank: int, device: torch.device
+    ) -> Tensor:
+        """Number the experts of `rank` from 0, and give all other experts the number L."""
+        key = (num_experts, num_local, rank, device)
+        if key not in self._tensors:
+            local_id_E = torch.full((num_experts,), num_local, device=device)
+            first = rank * num_local
+            local_id_E[first : first + num_local] = torch.arange(num_local, device=device)
+            self._tensors[key] = local_id_E
+        return self._tensors[key]

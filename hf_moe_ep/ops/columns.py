@@ -1,0 +1,62 @@
+"""Store the columns of a matrix of another dtype behind the columns of a matrix, bit by bit.
+
+A row of hidden states and its routing weights have different dtypes. As one matrix they are copied
+by one kernel and sent in one transfer. The bytes of the right matrix are read as elements of the
+left matrix's dtype; nothing is rounded. In this example bf16 has 2 bytes and fp32 has 4, so one
+number on the right takes two columns:
+
+    left [X, 6] in bf16, right [X, 2] in fp32     columns 0 to 5     left
+                                                  columns 6 to 9     right
+                                                  columns 10 to 15   unused
+
+The joined matrix has a multiple of ALIGNMENT columns. If the left matrix has a multiple as well, as
+models have for their tensor cores, each of its rows begins at an aligned address.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+
+
+def join_columns(left_XH: Tensor, *right: Tensor) -> Tensor:
+    """Return a matrix with the columns of all.
+
+    The matrices on the right have one dtype, whose elements are at least as wide.
+    """
+    num_rows, hidden = left_XH.shape
+    ratio = _ratio(left_XH, right[0].dtype)
+    num_right = sum(matrix.shape[1] for matrix in right)
+    start, width = _find_columns(hidden, num_right, ratio)
+    gap, end = start - hidden, width - start - num_right * ratio
+    # An empty matrix may have strides of 0, which `view` would refuse; as a vector it has none.
+    bits = (matrix.contiguous().view(-1).view(left_XH.dtype) for matrix in right)
+    carried = [x.view(num_rows, m.shape[1] * ratio) for x, m in zip(bits, right, strict=True)]
+    parts = [left_XH, left_XH.new_empty(num_rows, gap), *carried, left_XH.new_empty(num_rows, end)]
+    return torch.cat([part for part in parts if part.shape[1]], dim=1)
+
+
+def split_columns(
+    joined_XI: Tensor, hidden: int, num_right: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return views of the left columns and of the right columns, which have the dtype `dtype`."""
+    ratio = _ratio(joined_XI, dtype)
+    start, width = _find_columns(hidden, num_right, ratio)
+    assert joined_XI.shape[1] == width, f"{joined_XI.shape[1]} columns instead of {width}"
+    right_XP = joined_XI[:, start : start + num_right * ratio].view(dtype)
+    return joined_XI[:, :hidden], right_XP
+
+
+def _ratio(left: Tensor, right_dtype: torch.dtype) -> int:
+    ratio, rest = divmod(right_dtype.itemsize, left.element_size())
+    assert ratio and not rest, f"{right_dtype} does not fit into elements of {left.dtype}"
+    return ratio
+
+
+def _find_columns(hidden: int, num_right: int, ratio: int) -> tuple[int, int]:
+    """Return the first column of the right matrix, and the number of columns of the result."""
+    start = hidden + -hidden % ratio
+    end = start + num_right * ratio
+    return start, end + -end % ALIGNMENT

@@ -1,0 +1,14 @@
+"""The dtype in which the experts compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which F.linear would compute; autocast does not cast for `expert_mlp`."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)

@@ -1,0 +1,247 @@
+"""Padding tokens are not dispatched, not computed by experts and not counted; gradients are exact.
+
+The reference of the parity cases is stock, which computes all tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parity
+from support.checks import Check, Found, on_ranks
+from support.parity import Case
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_moe_ep import apply_ep_fsdp2, expert_load
+from hf_moe_ep.moe import padding
+from hf_moe_ep.moe.padding import find_real_tokens
+from hf_moe_ep.state import patched_state
+
+HIDDEN, LAYERS, TOP_K = 32, 2, 2
+Batch = dict[str, Tensor]
+
+
+def _padded(model: nn.Module, rank: int, world: int = 2, step: int = 0) -> Batch:
+    """Return 4 rows of 20 tokens, of which 0, 5, 10 and 16 are padding on the right."""
+    return batch(model, 4, 20, seed=10 * step + rank, pad=16)
+
+
+def _on_the_left(inputs: Batch, *, first_label: bool) -> Batch:
+    """Move the padding to the left. The first token of each text is predicted or not."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    moved = {
+        name: torch.stack([row.roll(len(row) - n) for row, n in zip(x, lengths, strict=True)])
+        for name, x in inputs.items()
+    }
+    for row, n in enumerate(lengths):
+        start = moved["labels"].shape[1] - n
+        moved["labels"][row, start] = moved["input_ids"][row, start] if first_label else -100
+    return moved
+
+
+def _batches(
+    model: nn.Module,
+    rank: int,
+    world: int,
+    step: int,
+    *,
+    left: bool = False,
+    first_label: bool = False,
+) -> list[Batch]:
+    inputs = _padded(model, rank, world, step)
+    return [_on_the_left(inputs, first_label=first_label) if left else inputs]
+
+
+def _own_checkpoint(model: nn.Module, *, use_reentrant: bool) -> None:
+    for layer in model.model.layers:
+        inner = layer.mlp.forward
+        layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=use_reentrant)
+
+
+def _checkpointing(use_reentrant: bool) -> Any:
+    return partial(parity.checkpointing, use_reentrant=use_reentrant)
+
+
+RIGHT = Case("on the right", 2, 2, micro_batches=_batches)
+NODES = {"dispatcher": "hierarchical", "node_size": 2}
+CASES = [
+    RIGHT,
+    RIGHT.with_(name="3 chunks, checkpoint", config={"dispatch_chunks": 3}).with_(
+        prepare=_checkpointing(False)
+    ),
+    RIGHT.with_(name="on the left", micro_batches=partial(_batches, left=True)),
+    RIGHT.with_(
+        name="on the left, first tokens predicted",
+        micro_batches=partial(_batches, left=True, first_label=True),
+    ),
+    RIGHT.with_(name="sp", sp=2),
+]
+MORE_CASES = [
+    RIGHT.with_(name="reentrant checkpoint", prepare=_checkpointing(True)),
+    RIGHT.with_(name="own checkpoint", prepare=partial(_own_checkpoint, use_reentrant=False)),
+    RIGHT.with_(
+        name="own reentrant checkpoint", prepare=partial(_own_checkpoint, use_reentrant=True)
+    ),
+    RIGHT.with_(name="sp, checkpoint", sp=2, prepare=_checkpointing(False)),
+]
+CASES_ON_NODES = [RIGHT.with_(name="2 nodes", world=4, ep=4, config=NODES)]
+
+
+@contextmanager
+def _all_tokens() -> Iterator[None]:
+    """Dispatch padding tokens like other tokens, as for a forward without labels."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(padding, "find_real_tokens", lambda given: None)
+        yield
+
+
+@contextmanager
+def _sent_bytes() -> Iterator[list[int]]:
+    """Yield a list with the bytes that this rank sends in all-to-alls of rows."""
+    sent, stock = [0], dist.all_to_all_single
+
+    def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if rows.is_floating_point():
+            sent[0] += rows.nbytes
+        return stock(out, rows, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(dist, "all_to_all_single", counted)
+        yield sent
+
+
+def _run(model: nn.Module, inputs: Batch) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Run a step; return the bytes sent by all ranks, the load [L, E], and all gradients."""
+    model.zero_grad()
+    expert_load(model)  # resets the counts
+    with _sent_bytes() as sent:
+        model(**inputs).loss.backward()
+    total = torch.tensor(sent)
+    dist.all_reduce(total)
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return int(total), expert_load(model).counts, grads
+
+
+def bytes_and_load_without_padding(rank: int, world: int) -> None:
+    """With 40 % of padding (32 of 80 tokens) 40 % fewer rows are sent and counted.
+
+    The rows depend on the router's choice, so their exact number is compared with that of the same
+    tokens without padding, one row per forward.
+    """
+    model = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=2)
+    inputs = batch(model, 5, 20, seed=rank, pad=16)  # 0, 4, 8, 12 and 16 of 20
+    assert int((inputs["attention_mask"] == 0).sum()) == 40
+    without, load, grads = _run(model, inputs)
+    with _all_tokens():
+        everything, full_load, full_grads = _run(model, inputs)
+    for name, grad in full_grads.items():
+        parity.assert_close(name, grads[name], grad, 1e-12)
+    assert load.sum(1).tolist() == [2 * 60 * TOP_K] * LAYERS
+    assert full_load.sum(1).tolist() == [2 * 100 * TOP_K] * LAYERS
+    alone = 0
+    for row in range(5):
+        length = int(inputs["attention_mask"][row].sum())
+        alone += _run(model, {name: x[row : row + 1, :length] for name, x in inputs.items()})[0]
+    assert without == alone
+    assert 0.5 < without / everything < 0.7, (without, everything)
+    # The counts are the same without expert parallelism, where experts compute all tokens.
+    single = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=1)
+    assert torch.equal(_run(single, inputs)[1], load)
+
+
+def all_tokens_where_a_loss_may_read_them(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=2)
+    inputs = _padded(model, rank)
+    without_labels = {name: x for name, x in inputs.items() if name != "labels"}
+    with _sent_bytes() as sent:
+        got = model(**without_labels).logits
+    with _sent_bytes() as want_sent, _all_tokens():
+        want = model(**without_labels).logits
+    assert sent == want_sent and torch.equal(got, want)
+    model.eval()
+    with _sent_bytes() as sent:
+        got = model(**inputs).logits
+    assert sent == want_sent and torch.equal(got, want)
+    assert patched_state(model).real_tokens is None
+
+
+def max_tokens_per_rank_bounds_rows_without_padding(rank: int, world: int) -> None:
+    """A batch of one token and 19 of padding on each rank: a rank receives at most 2 rows."""
+    for limit, labels in ((2, True), (2, False)):
+        model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=2, max_tokens_per_rank=limit)
+        inputs = {
+            "input_ids": torch.zeros(1, 20, dtype=torch.int64),
+            "attention_mask": torch.tensor([[1] + 19 * [0]]),
+        }
+        if labels:
+            model(**inputs, labels=torch.full((1, 20), -100))
+        else:
+            with pytest.raises(RuntimeError, match="more than max_tokens_per_rank=2"):
+                model(**inputs)
+
+
+TWO_RANKS = on_ranks(
+    2,
+    bytes_and_load_without_padding,
+    all_tokens_where_a_loss_may_read_them,
+    max_tokens_per_rank_bounds_rows_without_padding,
+)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    TWO_RANKS
+    + parity.on_ranks(CASES)
+    + parity.on_ranks(MORE_CASES, slow=True)
+    + parity.on_ranks(CASES_ON_NODES, slow=True),
+)
+def test_on_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
+LABELS = torch.tensor([[7, 7, 7, -100, -100], [-100, -100, -100, 7, 7]])
+
+
+def _find(**given: Any) -> list[list[int]] | None:
+    real_T = find_real_tokens({"attention_mask": MASK, "labels": LABELS, **given})
+    return None if real_T is None else real_T.view(2, 5).int().tolist()
+
+
+def test_the_example_of_the_docstring() -> None:
+    assert _find() == MASK.tolist()
+    assert _find(attention_mask=MASK.bool()) == MASK.tolist()
+
+
+def test_a_row_in_which_padding_has_a_label_is_kept() -> None:
+    labels = LABELS.clone()
+    labels[1, 2] = 7  # predicted by the last padding token of the row
+    assert _find(labels=labels) == [MASK[0].tolist(), [1] * 5]
+    labels = LABELS.clone()
+    labels[0, 4] = 7  # a label of padding itself, predicted by the padding before it
+    assert _find(labels=labels) == [[1] * 5, MASK[1].tolist()]
+    shifted = torch.full_like(LABELS, -100)
+    assert _find(labels=None, shift_labels=shifted) == MASK.tolist()
+    shifted[0, 4] = 7  # the next label of the last token
+    assert _find(labels=None, shift_labels=shifted) == [[1] * 5, MASK[1].tolist()]
+    assert _find(labels=torch.where(LABELS == -100, 0, LABELS), ignore_index=0) == MASK.tolist()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"labels": None},
+        {"attention_mask": None},
+        {"attention_mask": torch.ones(2, 1, 5, 5)},
+        {"labels": torch.tensor([0, 1])},  # of a classifier
+        {"past_key_values": object()},
+    ],
+)
+def test_arguments_that_do_not_tell_the_padding(given: dict[str, Any]) -> None:
+    assert _find(**given) is None
