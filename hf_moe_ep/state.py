@@ -162,6 +162,15 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
+    # True if `compile_layers` has compiled the layers (compiled/layers.py).
+    layers_are_compiled: bool = False
+    # True if compiled layers include their MoE blocks. It is set before every forward.
+    blocks_are_traced: bool = False
+    # A tensor of one boolean: whether compiled layers count tokens in the current forward. None
+    # before the first forward of compiled layers.
+    is_counted: Tensor | None = None
+    # True if sharding has put the experts into the FSDP2 units of their layers.
+    experts_in_layer_units: bool = False
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.
@@ -318,6 +327,8 @@ class MoELayer:
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
+        index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
+            differ in a tensor, but one graph per layer if they differ in a number.
     """
 
     index: int
@@ -327,6 +338,10 @@ class MoELayer:
     grad_divisor: int = 1
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
+    index_tensor: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.index_tensor = torch.tensor(self.index, device="cpu")
 
 
 @dataclass

@@ -54,6 +54,11 @@ class ForwardEnds(Ours):
 def count_choice(layer: MoELayer, training: bool, expert_ids_TK: Tensor) -> None:
     """Count the experts that `layer` chose for this rank's tokens, if this forward is counted."""
     state = layer.model
+    if torch.compiler.is_compiling() and state.is_counted is not None:
+        if training:
+            counts, ids_TK = reserve_counts(state, expert_ids_TK.device), expert_ids_TK.detach()
+            _count_compiled(counts, layer.index_tensor, ids_TK, state.is_counted)
+        return
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
     if torch.compiler.is_compiling():
@@ -66,12 +71,43 @@ def count_choice(layer: MoELayer, training: bool, expert_ids_TK: Tensor) -> None
             _add_counts(layer, expert_ids_TK)
 
 
-def _add_counts(layer: MoELayer, expert_ids_TK: Tensor) -> None:
-    state, ids = layer.model, expert_ids_TK.detach().flatten().long()
+def reserve_counts(state: ModelState, device: torch.device) -> Tensor:
+    """Return `choice_counts`, and create it on `device` if it does not exist yet."""
     if state.choice_counts is None:
-        state.choice_counts = ids.new_zeros(len(state.moe_layers), state.num_experts)
-    elif layer.index == 0 and state.choice_counts.device != ids.device:
-        state.choice_counts = state.choice_counts.to(ids.device)
+        shape = (len(state.moe_layers), state.num_experts)
+        state.choice_counts = torch.zeros(shape, dtype=torch.int64, device=device)
+    return state.choice_counts
+
+
+def _add_counts(layer: MoELayer, expert_ids_TK: Tensor) -> None:
+    state, ids_TK = layer.model, expert_ids_TK.detach()
+    counts = reserve_counts(state, ids_TK.device)
+    if layer.index == 0 and counts.device != ids_TK.device:
+        counts = state.choice_counts = counts.to(ids_TK.device)
+    _add_to_row(counts[layer.index], ids_TK)
+
+
+def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor) -> None:
     # In one process the layers of a model may be on several devices.
-    ids = ids.to(state.choice_counts.device)
-    state.choice_counts[layer.index].scatter_add_(0, ids, torch.ones_like(ids))
+    ids = expert_ids_TK.flatten().long().to(counts_E.device)
+    counts_E.scatter_add_(0, ids, torch.ones_like(ids))
+
+
+@torch.library.custom_op("hf_moe_ep::count_choice", mutates_args=("choice_counts",))
+def _count_compiled(
+    choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor
+) -> None:
+    """Count the choice of a layer that `compile_layers` has compiled.
+
+    A graph calls this operator in the layer's first run and in its recompute alike, so the operator
+    itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU.
+    """
+    if bool(is_counted) and not backward_is_running():
+        _add_to_row(choice_counts[int(layer_index)], expert_ids)
+
+
+@_count_compiled.register_fake
+def _(
+    choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor
+) -> None:
+    return None

@@ -26,6 +26,7 @@ counts again in its recompute.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,12 +81,19 @@ class Frame:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
-            if torch.compiler.is_compiling():
+            # The blocks of compiled layers open the mode themselves: torch.compile would trace it.
+            if torch.compiler.is_compiling() or self._state.layers_are_compiled:
                 return self._function(*args, **kwargs)
-            with ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced):
+            with self.choosing():
                 return self._function(*args, **kwargs)
         finally:
             self._state.frame, self._next = outer, None
+
+    def choosing(self) -> AbstractContextManager[Any]:
+        """Return a context in which, during a recompute, routers choose as in the first run."""
+        if not self.replaying:
+            return nullcontext()
+        return ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced)
 
     @property
     def replaying(self) -> bool:
