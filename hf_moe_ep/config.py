@@ -82,10 +82,10 @@ class ParallelConfig:
             adds up the loads of all layers first, and whose gradient also reaches the layers in
             front of a router. Both losses need `output_router_logits=True` in the model's config,
             as in stock.
-        compile_layers: what `torch.compile` compiles. True compiles every decoder layer, without its
-            MoE block if `ep_size` is more than 1, with the default backend. A string is the name of
-            another backend, and a dict has keyword arguments of `torch.compile`
-            (`compile_layers(model)` explains them). False: nothing is compiled.
+        compile_layers: True compiles every decoder layer with `torch.compile` for training, except
+            for its MoE block if `ep_size` is more than 1 (`hf_moe_ep.compile_layers` says what else
+            is compiled). A string names the backend, and a dict has keyword arguments of
+            `torch.compile`. False: nothing is compiled.
         gather_logits: with sp_size > 1, a forward that computes a loss also returns the logits of
             the whole sequence. If False, `outputs.logits` of such a forward is None.
 

@@ -1,7 +1,7 @@
 """Override the forward of single modules by a subclass of their class.
 
-    override_forward([layer], run)     layer(x) now calls run(stock, layer, x), where stock(layer, x)
-                                       is the forward that the layer had before
+    override_forward([layer], run)     layer(x) now calls run(stock, layer, x), where
+                                       stock(layer, x) is the forward that the layer had before
 
 A forward that is set on the instance would not do. transformers checkpoints a layer in the forward
 of its class, which an instance's forward replaces; a subclass gets a checkpointed forward like any

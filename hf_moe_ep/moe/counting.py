@@ -107,7 +107,5 @@ def _count_compiled(
 
 
 @_count_compiled.register_fake
-def _(
-    choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor
-) -> None:
+def _(choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor) -> None:
     return None
