@@ -41,6 +41,12 @@ from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
+from hf_moe_ep.upstream.captured_outputs import (
+    collects_inside_layers,
+    with_collector,
+    without_collector,
+)
+from hf_moe_ep.upstream.code import forward_arguments
 from hf_moe_ep.upstream.compiler import is_compile_error
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import has_hooks, own_children
@@ -104,31 +110,45 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
         for module, layer in blocks.values():
             state.replace(module, MOE_LAYER, layer)
         override_forward((module for module, _ in blocks.values()), _run_block)
-        root.register_forward_pre_hook(ChooseTraced(state, [m for m, _ in blocks.values()]))
+        begin = BeginForward(state, root, [module for module, _ in blocks.values()])
+        root.register_forward_pre_hook(begin, with_kwargs=True)
     state.layers_are_compiled = True
     return root
 
 
-class ChooseTraced(Ours):
+class BeginForward(Ours):
     """Pre-forward hook of the root: decides whether the graphs of this forward include MoE blocks.
 
     Blocks are traced if this rank computes all experts and nothing outside of a block looks into
     it: no FSDP2 unit, no adapter, no open `record` or `replay`, and no hook.
+
+    In training the hook also passes `use_cache=False`, unless the caller passes `use_cache` or a
+    cache: a model whose config says `use_cache=True` would fill a KV cache that training never
+    reads, and a layer that is given a cache is not compiled.
     """
 
-    def __init__(self, state: ModelState, blocks: list[nn.Module]) -> None:
+    def __init__(self, state: ModelState, root: nn.Module, blocks: list[nn.Module]) -> None:
         self.state, self._blocks = state, blocks
+        self._takes_use_cache = "use_cache" in forward_arguments(root)
         state.is_counted = torch.tensor(False, device="cpu")
 
     @torch.compiler.disable
-    def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self.state
         state.blocks_are_traced = self._can_trace_blocks()
         assert state.is_counted is not None
         state.is_counted.fill_(torch.is_grad_enabled())
-        if state.blocks_are_traced and root.training:
+        if not root.training:
+            return None
+        if state.blocks_are_traced:
             device = next(root.parameters()).device if state.meshes is None else state.device
             reserve_counts(state, device)
+        given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
+        if given or not self._takes_use_cache:
+            return None
+        return args, kwargs | {"use_cache": False}
 
     def _can_trace_blocks(self) -> bool:
         state = self.state
@@ -179,15 +199,18 @@ def _find_blocks(
 
 
 def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a compiled module in training, and its stock forward otherwise."""
+    """Run a compiled module in training, and its stock forward otherwise.
+
+    The stock forward also runs if outputs of modules inside the layer are collected.
+    """
     has_cache = any(kwargs.get(name) is not None for name in _CACHES)
     if module.training and has_cache:
         warnings.warn(
-            "a layer was given a KV cache in training, so it runs without torch.compile; set "
-            "model.config.use_cache = False",
+            "a layer was given a KV cache in training, so it runs without torch.compile; call the "
+            "model without use_cache=True and without a cache",
             stacklevel=2,
         )
-    if not module.training or has_cache:
+    if not module.training or has_cache or collects_inside_layers():
         return stock(module, *args, **kwargs)
     return vars(module)[COMPILED](module, *args, **kwargs)
 
@@ -196,7 +219,8 @@ def _call_compiled(
     function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     try:
-        return function(module, *args, **kwargs)
+        with without_collector():
+            return function(module, *args, **kwargs)
     except Exception as error:
         if not is_compile_error(error):
             raise
@@ -212,7 +236,7 @@ def _run_without_tracing(stock: Callable[..., Any], module: Any, *args: Any, **k
 
 
 def _run_block(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a MoE block; torch.compile traces it only if `ChooseTraced` allows it."""
+    """Run a MoE block; torch.compile traces it only if `BeginForward` allows it."""
     layer: MoELayer = getattr(module, MOE_LAYER)
     if layer.model.blocks_are_traced and layer.model.frame is None:
         return stock(module, *args, **kwargs)
@@ -224,5 +248,5 @@ def _run_block_without_tracing(
     stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 ) -> Any:
     frame: Frame | None = getattr(module, MOE_LAYER).model.frame
-    with nullcontext() if frame is None else frame.choosing():
+    with with_collector(), nullcontext() if frame is None else frame.choosing():
         return stock(module, *args, **kwargs)

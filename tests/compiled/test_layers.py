@@ -17,7 +17,7 @@ from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, compile_layers, expert_load
 from hf_moe_ep.compiled.options import check_compile_kwargs
 
 # More layers than the eight recompilations that torch.compile allows. Two layers are dense.
-LAYERS = {"num_hidden_layers": 12, "mlp_only_layers": [0, 5], "use_cache": False}
+LAYERS = {"num_hidden_layers": 12, "mlp_only_layers": [0, 5]}
 # No length equals another size of the model: torch.compile gives equal sizes the same symbol.
 LENGTHS = (9, 11, 13, 10)
 REENTRANT = {"no checkpoints": None, "checkpoints": False, "reentrant checkpoints": True}
@@ -75,7 +75,7 @@ def _assert_equal_to_eager(
     ],
 )
 def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> None:
-    """A reentrant checkpoint runs a layer first without gradients, for which it has other graphs."""
+    """A reentrant checkpoint first runs a layer without gradients, which needs other graphs."""
     graphs = _assert_equal_to_eager({}, REENTRANT[checkpoints])
     kinds = 2 * (2 if checkpoints == "reentrant checkpoints" else 1)
     assert graphs == [kinds] * len(LENGTHS)
@@ -117,7 +117,7 @@ def test_graphs_and_gradients_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-SMALL = {"num_hidden_layers": 2, "use_cache": False}
+SMALL = {"num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False])
@@ -158,7 +158,7 @@ def test_a_layer_with_a_cache_runs_without_compilation_and_warns() -> None:
     torch.compiler.reset()
     counters.clear()
     model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
-    with pytest.warns(UserWarning, match=r"KV cache in training.*use_cache = False"):
+    with pytest.warns(UserWarning, match=r"KV cache in training.*without use_cache=True"):
         model(**batch(model, 2, 9), use_cache=True)
     assert _graphs() == 0
 
