@@ -6,8 +6,10 @@ is sharded, are traced with the parameters that FSDP2 has gathered.
 
 from __future__ import annotations
 
+from functools import partial
+
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.compiled.layers import compile_parts
+from hf_moe_ep.compiled.layers import compile_model, compile_parts
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.state import ModelState
 
@@ -20,7 +22,8 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Compile all layers, if the config asks for it."""
+    """Compile the layers if the config asks for it, and replace the root's method `compile`."""
+    state.replace(parts.root, "compile", partial(compile_model, parts.root))
     kwargs = state.config.compile_kwargs
     if kwargs is not None:
         compile_parts(parts.root, state, check_compile_kwargs(kwargs))

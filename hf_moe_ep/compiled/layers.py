@@ -86,6 +86,19 @@ def compile_layers(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return compile_parts(root, state, options)
 
 
+def compile_model(model: nn.Module, **compile_kwargs: Any) -> None:
+    """Replace the method `compile` of a patched model.
+
+    In one process the stock method compiles the whole model. The hooks of a sharded model would
+    break its graph into pieces, so only the layers of such a model are compiled.
+    """
+    state = patched_state(model)
+    if state.meshes is None and not state.config.needs_sharding:
+        nn.Module.compile(model, **compile_kwargs)
+    else:
+        compile_layers(model, **compile_kwargs)
+
+
 def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -> nn.Module:
     """Compile the layers below `root` with arguments that `check_compile_kwargs` has returned."""
     modules = _find_modules(root)

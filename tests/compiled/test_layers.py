@@ -14,7 +14,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, compile_layers, expert_load, patch, unpatch
+from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.compiled.options import check_compile_kwargs
+from hf_moe_ep.moe.recompute import CheckpointWatch
+from hf_moe_ep.upstream.modules import is_compiled
 
 # More layers than the eight recompilations that torch.compile allows. Two layers are dense.
 LAYERS = {"num_hidden_layers": 12, "mlp_only_layers": [0, 5]}
@@ -202,6 +205,24 @@ def test_a_second_call_replaces_the_backend() -> None:
     compile_layers(model, backend=backend)
     got = _grads(model, batch(model, 2, 9))
     assert calls and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_method_compile_compiles_layers_only_of_a_model_that_is_sharded() -> None:
+    alone, to_shard = patch(tiny(**LAYERS)), patch(tiny(**LAYERS), ep_size=2)
+    for model in (alone, to_shard):
+        model.compile(backend="aot_eager")
+    assert (is_compiled(alone), is_compiled(to_shard)) == (True, False)
+    assert not hasattr(alone.model.layers[0], COMPILED)
+    assert hasattr(to_shard.model.layers[0], COMPILED)
+
+
+def test_layers_that_are_compiled_as_a_whole_under_checkpointing_are_warned_of() -> None:
+    model = patch(tiny(**SMALL))
+    parity.checkpointing(model, use_reentrant=False)
+    watch = CheckpointWatch(model._hf_moe_ep)
+    model.model.layers[1].compile()
+    with pytest.warns(UserWarning, match=r"Qwen3MoeDecoderLayer.*hf_moe_ep\.compile_layers\(model"):
+        watch.look(model)
 
 
 BAD = [
