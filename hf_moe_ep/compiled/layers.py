@@ -48,6 +48,7 @@ from hf_moe_ep.upstream.captured_outputs import (
 )
 from hf_moe_ep.upstream.code import forward_arguments
 from hf_moe_ep.upstream.compiler import is_compile_error
+from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import has_hooks, own_children
 
@@ -55,8 +56,8 @@ from hf_moe_ep.upstream.modules import has_hooks, own_children
 COMPILED = "_hf_moe_ep_compiled"
 # The attribute of a MoE block that holds the state of its MoE layer.
 MOE_LAYER = "_hf_moe_ep_layer"
-# The arguments of a decoder layer that take a KV cache, in different versions of transformers.
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+# The arguments of a decoder layer that take a KV cache.
+_CACHES = (*CACHE_NAMES, "past_key_value", "layer_past")
 
 
 def compile_layers(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -205,7 +206,7 @@ def _find_blocks(
         blocks.setdefault(parent, (modules[parent], layer))
         for child_name, child in modules.items():
             is_child = child_name.rpartition(".")[0] == parent
-            is_routed = vars(child).get(STATE) is not None or child_name in routers
+            is_routed = any(STATE in vars(m) for m in child.modules()) or child_name in routers
             if is_child and not is_routed and any(own_children(child)):
                 shared[child_name] = child
     return blocks, shared
@@ -216,8 +217,10 @@ def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 
     The stock forward also runs if outputs of modules inside the layer are collected.
     """
+    if torch.compiler.is_compiling():
+        return stock(module, *args, **kwargs)  # shared experts, in a layer that is traced
     has_cache = any(kwargs.get(name) is not None for name in _CACHES)
-    if module.training and has_cache:
+    if module.training and has_cache and torch.is_grad_enabled():
         warnings.warn(
             "a layer was given a KV cache in training, so it runs without torch.compile; call the "
             "model without use_cache=True and without a cache",

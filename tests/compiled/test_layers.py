@@ -7,13 +7,26 @@ from typing import Any
 import pytest
 import torch
 from support import parity
+from support.architectures import models
 from support.checks import Check, Found, on_ranks
+from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, compile_layers, expert_load, patch, unpatch
+from hf_moe_ep import (
+    RoutingReplay,
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    compile_layers,
+    expert_load,
+    from_pretrained,
+    patch,
+    save_pretrained,
+    unpatch,
+)
 from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.moe.recompute import CheckpointWatch
@@ -121,6 +134,75 @@ def test_graphs_and_gradients_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 SMALL = {"num_hidden_layers": 2}
+
+
+@pytest.mark.slow
+def test_shared_experts_are_traced_with_their_layer_in_one_process() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    eager, compiled = (models.tiny("deepseek_v3", **sizes) for _ in range(2))
+    patch(eager, experts_backend="torch")
+    patch(compiled, experts_backend="torch", compile_layers="aot_eager")
+    inputs = batch(eager, 2, 9)
+    want, got = _grads(eager, inputs), _grads(compiled, inputs)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert _graphs() == 2
+
+
+def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> None:
+    """With ep_size 1 the experts of compiled layers are shards of the layers' FSDP2 units."""
+    inputs = batch(tiny(), 2, 9 + 8 * rank)
+    model = apply_ep_fsdp2(tiny(**SMALL), compile_layers="aot_eager", expert_shard_dim=1)
+    experts = model.model.layers[1].mlp.experts
+    assert not isinstance(experts, FSDPModule)
+    assert experts.gate_up_proj.placements == (Shard(1),)
+    _grads(model, inputs)
+    clip_grad_norm_(model, 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    want = {name: p.full_tensor() for name, p in model.named_parameters()}
+    save_pretrained(model, folder)
+    for config in ({"compile_layers": "aot_eager"}, {"ep_size": 2}):
+        loaded = from_pretrained(folder, experts_implementation="eager", **config)
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter.full_tensor(), want[name]), f"{config}: {name}"
+
+
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, {"joined experts are saved and read": _joined_experts_are_saved_and_read})
+)
+def test_files_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", ["no checkpoints", "checkpoints"])
+def test_200_random_lengths_make_no_graph_after_the_second_step(checkpoints: str) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    model = _model({"compile_layers": "aot_eager"}, REENTRANT[checkpoints], **LAYERS)
+    lengths = torch.randint(3, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    graphs = []
+    for step, length in enumerate(lengths):
+        # Padded batches have a mask, as the batches of a collator have in most steps.
+        _grads(model, batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2))
+        graphs.append(_graphs())
+    assert graphs[1:] == [graphs[1]] * (len(lengths) - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", ["no checkpoints", "checkpoints"])
+def test_inductor_equals_stock(checkpoints: str) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    model = _model({"compile_layers": True}, REENTRANT[checkpoints], **SMALL, mlp_only_layers=[0])
+    stock = tiny(**SMALL, mlp_only_layers=[0])
+    for step, length in enumerate((9, 11)):
+        inputs = batch(model, 2, length, seed=step)
+        got, want = _grads(model, inputs), _grads(stock, inputs)
+        for name in want:
+            assert_close(name, got[name], want[name], FP32_INSIDE if name == "loss" else FP64_MODEL)
+    assert _graphs() == 2
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False])
