@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hf_moe_ep.checkpoints.newest import newest_checkpoint
     from hf_moe_ep.checkpoints.training.load import load_checkpoint
     from hf_moe_ep.checkpoints.training.save import save_checkpoint
+    from hf_moe_ep.compiled.layers import compile_layers
     from hf_moe_ep.config import ParallelConfig
     from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
     from hf_moe_ep.describe import describe
@@ -54,6 +55,7 @@ _DEFINED_IN = {
     "apply_ep_fsdp2": "apply",
     "balance_experts": "placement.balance",
     "clip_grad_norm_": "sharding.clip",
+    "compile_layers": "compiled.layers",
     "data_parallel_rank": "data_parallel",
     "data_parallel_size": "data_parallel",
     "describe": "describe",
@@ -84,6 +86,7 @@ __all__ = [
     "apply_ep_fsdp2",
     "balance_experts",
     "clip_grad_norm_",
+    "compile_layers",
     "data_parallel_rank",
     "data_parallel_size",
     "describe",

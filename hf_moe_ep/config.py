@@ -82,6 +82,10 @@ class ParallelConfig:
             adds up the loads of all layers first, and whose gradient also reaches the layers in
             front of a router. Both losses need `output_router_logits=True` in the model's config,
             as in stock.
+        compile_layers: True compiles every decoder layer with `torch.compile` for training, except
+            for its MoE block if `ep_size` is more than 1 (`hf_moe_ep.compile_layers` says what else
+            is compiled). A string names the backend, and a dict has keyword arguments of
+            `torch.compile`. False: nothing is compiled.
         gather_logits: with sp_size > 1, a forward that computes a loss also returns the logits of
             the whole sequence. If False, `outputs.logits` of such a forward is None.
 
@@ -101,6 +105,7 @@ class ParallelConfig:
     deepep_num_sms: int | None = None
     max_tokens_per_rank: int | None = None
     recompute_activations: bool = False
+    compile_layers: bool | str | dict[str, Any] = False
     gather_logits: bool = False
     bias_update_rate: float | None = None
     aux_loss_per_layer: bool = False
@@ -150,6 +155,12 @@ class ParallelConfig:
                 f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
             )
         self._check_experts_dtype()
+        if not isinstance(self.compile_layers, bool | str | dict):
+            raise ValueError(
+                f"compile_layers={self.compile_layers!r} is unknown; use False, True, the name of "
+                f"a backend such as 'inductor', or a dict of keyword arguments of torch.compile "
+                f"such as {{'backend': 'inductor', 'dynamic': True}}"
+            )
 
     def _check_experts_dtype(self) -> None:
         if self.experts_double_quant and self.experts_dtype != "nf4":
@@ -162,6 +173,15 @@ class ParallelConfig:
                 f"experts_backend='eager' cannot compute experts that are stored in "
                 f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
             )
+
+    @property
+    def compile_kwargs(self) -> dict[str, Any] | None:
+        """The keyword arguments for `torch.compile`; None if no layers are to be compiled."""
+        if isinstance(self.compile_layers, bool):
+            return {} if self.compile_layers else None
+        if isinstance(self.compile_layers, str):
+            return {"backend": self.compile_layers}
+        return dict(self.compile_layers)
 
     @property
     def needs_sharding(self) -> bool:

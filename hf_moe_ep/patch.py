@@ -14,6 +14,8 @@ for. Only if no check fails, the features attach themselves:
                                                                            (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
                                                                             (`routing/bias.py`)
+    compiled   with compile_layers, torch.compile compiles the layers around their experts
+                                                                         (`compiled/attach.py`)
 
 A new feature is a folder or a file with the functions `check` and `attach`, and one line in
 `FEATURES`. All its hooks inherit `Ours`, and it sets attributes only by `ModelState.replace`, so
@@ -40,6 +42,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_moe_ep.architectures import Parts, find_parts
+from hf_moe_ep.compiled import attach as compiled
+from hf_moe_ep.compiled.subclasses import restore_classes
 from hf_moe_ep.config import (
     ParallelConfig,
     launched_local_world_size,
@@ -75,6 +79,7 @@ FEATURES = (
     (moe.check, moe.attach),
     (vision.check, vision.attach),
     (bias.check, bias.attach),
+    (compiled.check, compiled.attach),
 )
 
 # `patch` warns if each of several processes holds more bytes of parameters than this.
@@ -159,6 +164,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             "apply_ep_fsdp2 or accelerator.prepare"
         )
     moe.detach(model)
+    restore_classes(model)
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Ours))
     unwatch_checkpoints(model)

@@ -19,6 +19,7 @@ the row above.
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
+    sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
     placement/move.py | placement | positions of the experts, from the first balance_experts on
     placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
@@ -28,6 +29,10 @@ the row above.
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
+    compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
+    compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
+    compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
+    compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
@@ -61,6 +66,7 @@ the row above.
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
+    integrations/prepare.py | config | of a ModelState, if Accelerate is to compile the model
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
@@ -82,6 +88,8 @@ the row above.
     upstream/models.py | name_or_path _name_or_path | the same
     -- replaced during one call --
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
+    integrations/prepare.py | backend | of Accelerate's compilation, the same
+    upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
@@ -165,6 +173,15 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
+    # True if `compile_layers` has compiled the layers (compiled/layers.py).
+    layers_are_compiled: bool = False
+    # True if compiled layers include their MoE blocks. It is set before every forward.
+    blocks_are_traced: bool = False
+    # A tensor of one boolean: whether compiled layers count tokens in the current forward. None
+    # before the first forward of compiled layers.
+    is_counted: Tensor | None = None
+    # True if sharding has put the experts into the FSDP2 units of their layers.
+    experts_in_layer_units: bool = False
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.
@@ -321,6 +338,8 @@ class MoELayer:
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
+        index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
+            differ in a tensor, but one graph per layer if they differ in a number.
     """
 
     index: int
@@ -330,6 +349,10 @@ class MoELayer:
     grad_divisor: int = 1
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
+    index_tensor: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.index_tensor = torch.tensor(self.index, device="cpu")
 
 
 @dataclass

@@ -1,14 +1,16 @@
 """Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced. All other code for FSDP2 is
-Accelerate's own: it gives the optimizer the sharded parameters, clips, accumulates and saves.
-`fsdp_on_cpu` lets the same code run on CPU ranks.
+Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced. If Accelerate is configured
+to compile a model that it shards, `compile_layers` compiles the model's layers instead. All other
+code for FSDP2 is Accelerate's own: it gives the optimizer the sharded parameters, clips,
+accumulates and saves. `fsdp_on_cpu` lets the same code run on CPU ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedType,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
@@ -29,6 +32,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.compiled.layers import compile_layers
+from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_even
@@ -83,14 +88,58 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
             _check_loss(model)
     shared_batches.share_batches(self, state)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
-    if state.meshes is None or plugin is None:
-        prepared = original(self, *args, **kwargs)
-    else:
-        together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
-        with _without_wrap_policy(plugin):
+    with without_dynamo(self) as compile_kwargs:
+        if compile_kwargs is not None:
+            for patched_state in patched:
+                _choose_compilation(patched_state, compile_kwargs)
+        if state.meshes is None or plugin is None:
             prepared = original(self, *args, **kwargs)
+        else:
+            together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
+            with _without_wrap_policy(plugin):
+                prepared = original(self, *args, **kwargs)
+        for model in args:
+            if isinstance(model, nn.Module) and compile_kwargs is not None:
+                _compile_as_configured(model)
     check_even(self)
     return prepared
+
+
+@contextmanager
+def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
+    """Switch off Accelerate's own compilation inside the block, in which it prepares a model.
+
+    Accelerate compiles a model before it shards the model, either the whole model or the modules of
+    every list of layers. Our layers are compiled by `compile_layers` instead.
+
+    Yields the keyword arguments for torch.compile with which the user configured Accelerate or the
+    Trainer. None: the user asked for no compilation, or the model will not be sharded.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    backend = plugin.backend
+    if backend == DynamoBackend.NO or not accelerator.is_fsdp2:
+        yield None
+        return
+    kwargs = {name: value for name, value in plugin.to_kwargs().items() if name != "disable"}
+    plugin.backend = DynamoBackend.NO
+    try:
+        yield None if plugin.disable else kwargs
+    finally:
+        plugin.backend = backend
+
+
+def _choose_compilation(state: ModelState, compile_kwargs: dict[str, Any]) -> None:
+    """Set `compile_layers` of a config that does not ask for compilation itself."""
+    check_compile_kwargs(compile_kwargs)
+    if state.config.compile_kwargs is None:
+        state.config = replace(state.config, compile_layers=compile_kwargs)
+
+
+def _compile_as_configured(model: nn.Module) -> None:
+    """Compile the layers of a patched model, unless `patch` has done so."""
+    state = find_state(model)
+    if state is not None and not state.layers_are_compiled:
+        compile_layers(model, **(state.config.compile_kwargs or {}))
 
 
 @contextmanager

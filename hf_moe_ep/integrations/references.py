@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.prepare import build_options, check_parallelism
+from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.shard import shard_model
@@ -155,7 +155,8 @@ def prepare_evaluated(
         together("accelerator.prepare_model", partial(_check_shares_batches, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
         _shard(model, self, policy, frozen=policy is not None and policy is not state)
-    return original(self, model, device_placement, evaluation_mode)
+    with without_dynamo(self):  # only layers that are trained are compiled
+        return original(self, model, device_placement, evaluation_mode)
 
 
 def shard_own_reference(

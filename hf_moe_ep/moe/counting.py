@@ -62,6 +62,14 @@ def count_choice(
     A dispatcher that has counted the pairs for its exchange has them in `planning`.
     """
     state = layer.model
+    if torch.compiler.is_compiling() and state.is_counted is not None:
+        if training:
+            counts, ids_TK = reserve_counts(state, expert_ids_TK.device), expert_ids_TK.detach()
+            real_T = state.real_tokens
+            if real_T is not None and len(real_T) != len(ids_TK):
+                real_T = None
+            _count_compiled(counts, layer.index_tensor, ids_TK, state.is_counted, real_T)
+        return
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
     if torch.compiler.is_compiling():
@@ -74,25 +82,64 @@ def count_choice(
             _add_counts(layer, expert_ids_TK, None if planning is None else planning.pairs_E)
 
 
-def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) -> None:
-    state, device = layer.model, expert_ids_TK.device
+def reserve_counts(state: ModelState, device: torch.device) -> Tensor:
+    """Return `choice_counts`, and create it on `device` if it does not exist yet."""
     if state.choice_counts is None:
         shape = (len(state.moe_layers), state.num_experts)
         state.choice_counts = torch.zeros(shape, dtype=torch.int64, device=device)
-    elif layer.index == 0 and state.choice_counts.device != device:
-        state.choice_counts = state.choice_counts.to(device)
+    return state.choice_counts
+
+
+def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) -> None:
+    state, ids_TK = layer.model, expert_ids_TK.detach()
+    counts = reserve_counts(state, ids_TK.device)
+    if layer.index == 0 and counts.device != ids_TK.device:
+        counts = state.choice_counts = counts.to(ids_TK.device)
     if pairs_E is not None:
         # The dispatcher knows experts by their slots.
-        state.choice_counts[layer.index] += (
-            pairs_E if layer.placement is None else pairs_E[layer.placement.to(device)]
+        counts[layer.index] += (
+            pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]
         )
         return
-    ids = expert_ids_TK.detach().flatten().long()
-    ones = torch.ones_like(ids)
-    if not torch.compiler.is_compiling():
-        real_T = real_tokens_of(state, len(expert_ids_TK))
-        if real_T is not None:
-            ones = real_T.to(device).unsqueeze(1).expand_as(expert_ids_TK).flatten().long()
+    compiling = torch.compiler.is_compiling()
+    _add_to_row(
+        counts[layer.index], ids_TK, None if compiling else real_tokens_of(state, len(ids_TK))
+    )
+
+
+def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor, real_T: Tensor | None) -> None:
     # In one process the layers of a model may be on several devices.
-    ids = ids.to(state.choice_counts.device)
-    state.choice_counts[layer.index].scatter_add_(0, ids, ones.to(ids.device))
+    ids = expert_ids_TK.flatten().long().to(counts_E.device)
+    ones = torch.ones_like(ids)
+    if real_T is not None:
+        ones = real_T.to(ids.device).unsqueeze(1).expand_as(expert_ids_TK).flatten().long()
+    counts_E.scatter_add_(0, ids, ones)
+
+
+@torch.library.custom_op("hf_moe_ep::count_choice", mutates_args=("choice_counts",))
+def _count_compiled(
+    choice_counts: Tensor,
+    layer_index: Tensor,
+    expert_ids: Tensor,
+    is_counted: Tensor,
+    real: Tensor | None,
+) -> None:
+    """Count the choice of a layer that `compile_layers` has compiled.
+
+    A graph calls this operator in the layer's first run and in its recompute alike, so the operator
+    itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU. `real`
+    is the mask of the tokens that are no padding.
+    """
+    if bool(is_counted) and not backward_is_running():
+        _add_to_row(choice_counts[int(layer_index)], expert_ids, real)
+
+
+@_count_compiled.register_fake
+def _(
+    choice_counts: Tensor,
+    layer_index: Tensor,
+    expert_ids: Tensor,
+    is_counted: Tensor,
+    real: Tensor | None,
+) -> None:
+    return None

@@ -25,7 +25,9 @@ counts again in its recompute.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.autograd_modes import assert_later
-from hf_moe_ep.upstream.modules import own_child
+from hf_moe_ep.upstream.modules import is_compiled, own_child
 
 # The attributes that hold the checkpointing function, in transformers (modeling_layers.py) and in
 # torch (CheckpointWrapper).
@@ -80,12 +82,19 @@ class Frame:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
-            if torch.compiler.is_compiling():
+            # The blocks of compiled layers open the mode themselves: torch.compile would trace it.
+            if torch.compiler.is_compiling() or self._state.layers_are_compiled:
                 return self._function(*args, **kwargs)
-            with ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced):
+            with self.choosing():
                 return self._function(*args, **kwargs)
         finally:
             self._state.frame, self._next = outer, None
+
+    def choosing(self) -> AbstractContextManager[Any]:
+        """Return a context in which, during a recompute, routers choose as in the first run."""
+        if not self.replaying:
+            return nullcontext()
+        return ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced)
 
     @property
     def replaying(self) -> bool:
@@ -217,6 +226,13 @@ class CheckpointWatch:
         if not (self._steps and all(unchanged)):
             self._steps = _steps_to_experts(root)
         for module in (root, *(step.child for step in self._steps)):
+            if is_compiled(module) and getattr(module, "gradient_checkpointing", False):
+                warnings.warn(
+                    f"{type(module).__name__} was compiled as a whole, and torch.compile does not "
+                    f"compile a checkpointed layer whose tokens are dispatched; leave out "
+                    f"layer.compile() and call hf_moe_ep.compile_layers(model)",
+                    stacklevel=2,
+                )
             for name in _ATTRIBUTES:
                 function = vars(module).get(name)
                 if function is not None and not _is_ours(function):

@@ -148,18 +148,21 @@ class _End(_Hook):
 
 
 class _Enter(_HookOfLayer):
+    @torch.compiler.disable  # compiled layers call the modules of these hooks
     def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
         if self._session is not None:
             self._session.enter(self._layer, args)
 
 
 class _Leave(_Hook):
+    @torch.compiler.disable  # compiled layers call the modules of these hooks
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._session is not None:
             self._session.leave()
 
 
 class _AtExperts(_HookOfLayer):
+    @torch.compiler.disable  # compiled layers call the modules of these hooks
     def __call__(
         self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -35,6 +35,8 @@ from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
 
+# torch.compile cannot trace the exchanges.
+@torch.compiler.disable
 def split_attention(
     stock: Callable[..., Any],
     module: Any,

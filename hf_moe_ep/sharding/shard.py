@@ -23,6 +23,9 @@ are described in `ranks/mesh.py`.
 than the world size, and the sum is divided by the remaining factor. Stock's experts code
 (experts_backend="eager") does not divide in backward, so FSDP2 averages the gradients.
 
+If the layers are compiled (`compile_layers`) and ep_size is 1, the experts are part of the unit of
+their layer, and FSDP2 averages their gradients like those of any other weight.
+
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit
 only. Expert weights are DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be
 loaded with any other layout.
@@ -70,6 +73,7 @@ from hf_moe_ep.sharding.checks import (
 )
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.units import (
+    Units,
     allow_reentrant_checkpoints,
     find_units,
     keep_last_layer,
@@ -136,8 +140,13 @@ def shard_units(
     options = replace(options, ignored_params=options.ignored_params | biases)
     fill = partial(_materialize_unit, entries=entries, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
+    state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
     for index, layer in enumerate(units.layers):
         layer_experts = units.experts.get(index, ())
+        if state.experts_in_layer_units:
+            stacked = {p for p, entry in fill([layer]).items() if entry.over_ep}
+            shard(layer, shard_placement_fn=partial(_joined_placement, stacked, state, meshes))
+            continue
         layer_options = _ignore(options, _unshared_parameters(layer_experts, entries))
         fill([layer], options=layer_options)
         shard(layer, ignored_params=set(layer_options.ignored_params))
@@ -168,6 +177,38 @@ def shard_units(
     keep_recorded_outputs(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
+
+
+def _can_join_layers(
+    units: Units, entries: ParameterEntries, state: ModelState, meshes: Meshes
+) -> bool:
+    """Return True if experts become part of the units of their layers.
+
+    Compiled layers need this: torch.compile cannot trace the hooks with which FSDP2 gathers a
+    separate unit. Both units lie on the same ranks only without expert parallelism.
+    """
+    config = state.config
+    if config.compile_kwargs is None or meshes.ep_size > 1 or config.experts_backend == "eager":
+        return False
+    of_experts = [p for experts in units.all_experts for p in experts.parameters()]
+    has_own_layout = any(
+        parameter not in entries
+        or entries[parameter].stack is not None
+        or entries[parameter].quantisation is not None
+        for parameter in of_experts
+    )
+    of_layers = (parameter for layer in units.layers for parameter in layer.parameters())
+    dtypes = {parameter.dtype for parameter in of_layers if parameter in entries}
+    return not has_own_layout and len(dtypes) == 1
+
+
+def _joined_placement(
+    stacked: set[nn.Parameter], state: ModelState, meshes: Meshes, parameter: nn.Parameter
+) -> Shard:
+    """Choose the dim along which FSDP2 shards a parameter of a layer that includes its experts."""
+    if parameter not in stacked:
+        return Shard(0)
+    return _expert_placement(parameter.shape, state.config.expert_shard_dim, meshes.ep_fsdp_size)
 
 
 def _materialize_unit(

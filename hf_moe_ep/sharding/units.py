@@ -103,7 +103,9 @@ def allow_reentrant_checkpoints(units: Units) -> None:
     """
     for unit in (*units.layers, *units.all_experts, *units.vision):
         # This hook must run before FSDP2's own hook, which reads the state that this hook resets.
-        unit.register_forward_pre_hook(forget_finished_backward, prepend=True)
+        # Experts that are part of their layer's unit have no state of FSDP2.
+        if isinstance(unit, FSDPModule):
+            unit.register_forward_pre_hook(forget_finished_backward, prepend=True)
 
 
 def reshard(model: nn.Module) -> None:

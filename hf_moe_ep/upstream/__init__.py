@@ -22,6 +22,8 @@ folder never decides how a model is trained.
     host_copies           copies between host and device that FSDP2 makes
     operators             FLOPs, bytes and collectives of an operator
     autograd_modes        the state of autograd: backward, dispatch modes, views
+    compiler              torch.compile: its arguments, backends and errors
+    captured_outputs      transformers' collector of router logits and other outputs
     checkpoint_files      files and planner of torch.distributed.checkpoint
     hub                   folders of the hub, and the model that a config describes
     conversion            conversion of a model's tensors to those of a hub checkpoint

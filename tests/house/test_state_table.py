@@ -24,6 +24,7 @@ FILLED = {
     ("checkpoints/storage/unpickle.py", "loaded"): "metadata that was just read",
     ("checkpoints/storage/unpickle.py", "loaded.storage_meta"): "metadata that was just read",
     ("checkpoints/training/save.py", "snapshot"): "the copies of one save",
+    ("compiled/subclasses.py", "copy"): "a copy of a function, made for one compilation",
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the copy",
     ("vision/positions.py", "bare"): "an instance without weights, made for a collator",

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from hf_moe_ep import global_token_count
 
@@ -92,11 +94,49 @@ NOT_COMPILED = {
     "router aux loss of padded batches equals stock": partial(_same_as_stock, {}, AUX_LOSS),
     "bf16 error is at most twice that of stock": bf16_error_is_at_most_twice_that_of_stock_bf16,
 }
-COMPILED = {"compiled equals stock": partial(_same_as_stock, {"dynamo_backend": "inductor"}, {})}
+COMPILED = {
+    "inductor": {"dynamo_backend": "inductor"},
+    "by regions": {
+        "dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    },
+}
+
+
+def _compiled_layers_equal_stock(options: dict[str, Any], rank: int, world: int) -> None:
+    """Accelerate compiles nothing itself; its settings apply to the two graphs of all layers."""
+    counters.clear()
+    _same_as_stock(options, {}, rank, world)
+    assert counters["stats"]["unique_graphs"] == 2, dict(counters["graph_break"])
+
+
+def a_mode_that_is_refused(rank: int, world: int) -> None:
+    plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+    with launched(), pytest.raises(ValueError, match=r"mode='reduce-overhead' records CUDA graphs"):
+        prepared(tiny(), Accelerator(cpu=True, dynamo_plugin=plugin), torch.optim.SGD, ep_size=2)
+    assert plugin.backend == DynamoBackend.INDUCTOR
+
+
+def a_disabled_compilation(rank: int, world: int) -> None:
+    counters.clear()
+    plugin = TorchDynamoPlugin(backend="inductor", disable=True)
+    _train(tiny(dtype=torch.float32), rank, dynamo_plugin=plugin)
+    assert not counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
-    "claim", [*on_ranks(WORLD, NOT_COMPILED), *on_ranks(WORLD, COMPILED, slow=True, timeout=400)]
+    "claim",
+    [
+        *on_ranks(WORLD, NOT_COMPILED, a_mode_that_is_refused, a_disabled_compilation),
+        *on_ranks(
+            WORLD,
+            {
+                f"compiled, {name}, equals stock": partial(_compiled_layers_equal_stock, options)
+                for name, options in COMPILED.items()
+            },
+            slow=True,
+            timeout=400,
+        ),
+    ],
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -243,6 +244,7 @@ def _inspect(trainer: Trainer, folder: Path) -> dict[str, Any]:
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return {
         "classes": {type(module).__name__ for module in modules},
+        "graphs": counters["stats"]["unique_graphs"],
         "offload": {type(group.offload_policy).__name__ for group in groups if group},
         "gradient_checkpointing": trainer.model.is_gradient_checkpointing,
         "state_dict_type": str(trainer.accelerator.state.fsdp_plugin.state_dict_type),

@@ -1,0 +1,29 @@
+"""Compile the layers of a model that is patched with `compile_layers`.
+
+torch.compile traces a layer when it first runs, so layers that are compiled here, before the model
+is sharded, are traced with the parameters that FSDP2 has gathered.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.compiled.layers import compile_model, compile_parts
+from hf_moe_ep.compiled.options import check_compile_kwargs
+from hf_moe_ep.state import ModelState
+
+
+def check(parts: Parts, state: ModelState) -> None:
+    """Raise ValueError if the arguments for torch.compile are wrong."""
+    kwargs = state.config.compile_kwargs
+    if kwargs is not None:
+        check_compile_kwargs(kwargs)
+
+
+def attach(parts: Parts, state: ModelState) -> None:
+    """Compile the layers if the config asks for it, and replace the root's method `compile`."""
+    state.replace(parts.root, "compile", partial(compile_model, parts.root))
+    kwargs = state.config.compile_kwargs
+    if kwargs is not None:
+        compile_parts(parts.root, state, check_compile_kwargs(kwargs))

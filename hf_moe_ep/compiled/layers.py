@@ -1,0 +1,268 @@
+"""`compile_layers`: compile every decoder layer, and call its MoE block without tracing it.
+
+torch.compile traces a function into graphs, and its backend turns each graph into fewer and larger
+kernels. The sizes of a dispatch are known only at run time, so a MoE block with expert parallelism
+cannot be traced. It is left out of the graphs as a whole, with its router:
+
+    decoder layer   norm -> attention -> add -> norm -> MoE block -> add
+                    \\__________ graph 1 __________/    not traced    graph 2
+
+    module                          how it runs in training
+    decoder layer                   compiled
+    block of a vision tower         compiled, without its attention
+    MoE block                       not traced; with ep_size 1 traced, if nothing prevents it
+    shared experts in such a block  compiled by themselves
+    the rest of the model           not compiled
+
+All layers of one kind share their graphs: layers of the same class whose children are of the same
+classes. The length of sequences is a variable of the graphs (`dynamic=True`). In evaluation, or if
+a layer is given a KV cache, layers run without torch.compile.
+
+The class of a compiled module becomes a subclass of its class, whose forward calls the compiled
+function. transformers then checkpoints the new forward as it does any other, so a recompute in
+backward calls the compiled function as well, and the hooks of FSDP2 stay outside.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_moe_ep.compiled.options import check_compile_kwargs
+from hf_moe_ep.compiled.subclasses import check_class_forward, inner_forward, override_forward
+from hf_moe_ep.moe.counting import reserve_counts
+from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.plan import matches
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
+from hf_moe_ep.upstream.adapters import wraps_for_adapters
+from hf_moe_ep.upstream.captured_outputs import (
+    collects_inside_layers,
+    with_collector,
+    without_collector,
+)
+from hf_moe_ep.upstream.code import forward_arguments
+from hf_moe_ep.upstream.compiler import is_compile_error
+from hf_moe_ep.upstream.models import CACHE_NAMES
+from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.modules import has_hooks, own_children
+
+# The attribute of a compiled module that holds the result of torch.compile.
+COMPILED = "_hf_moe_ep_compiled"
+# The attribute of a MoE block that holds the state of its MoE layer.
+MOE_LAYER = "_hf_moe_ep_layer"
+# The arguments of a decoder layer that take a KV cache.
+_CACHES = (*CACHE_NAMES, "past_key_value", "layer_past")
+
+
+def compile_layers(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the layers of a patched model in place, and return the model.
+
+        patch(model)
+        ...                                          # shard the model
+        compile_layers(model, mode="max-autotune-no-cudagraphs")
+
+    `patch(model, compile_layers=True)` and `apply_ep_fsdp2(model, compile_layers=True)` call this
+    function themselves. With `ep_size=1` they also put the experts into the FSDP2 units of their
+    layers, so that a layer becomes a single graph.
+
+    Args:
+        model: a patched model, sharded or not.
+        compile_kwargs: keyword arguments of `torch.compile`. `dynamic` is True by default.
+
+    A second call replaces the arguments of the first one.
+
+    Raises:
+        ValueError: the model is not patched; there is no such argument, backend or mode; the
+            backend uses CUDA graphs; another library has replaced the forward of a layer.
+    """
+    state = patched_state(model)
+    options = check_compile_kwargs(compile_kwargs)
+    root = next(m for m in model.modules() if isinstance(vars(m).get(STATE), ModelState))
+    return compile_parts(root, state, options)
+
+
+def compile_model(model: nn.Module, **compile_kwargs: Any) -> None:
+    """Replace the method `compile` of a patched model.
+
+    In one process the stock method compiles the whole model. The hooks of a sharded model would
+    break its graph into pieces, so only the layers of such a model are compiled.
+    """
+    state = patched_state(model)
+    if state.meshes is None and not state.config.needs_sharding:
+        nn.Module.compile(model, **compile_kwargs)
+    else:
+        compile_layers(model, **compile_kwargs)
+
+
+def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -> nn.Module:
+    """Compile the layers below `root` with arguments that `check_compile_kwargs` has returned."""
+    modules = _find_modules(root)
+    plan, vision = state.plan, state.plan.vision
+    layers = _select(modules, plan.layers)
+    towers = {} if vision is None else _select(modules, vision.blocks)
+    attention = {} if vision is None else _select(modules, vision.attention)
+    blocks, shared = _find_blocks(modules, layers, state)
+    for name, module in (layers | towers | attention | shared).items():
+        check_class_forward(name, module)
+    for name, (module, _) in blocks.items():
+        check_class_forward(name, module)
+    functions: dict[Any, Callable[..., Any]] = {}
+    for name, module in (layers | towers | shared).items():
+        kind = (type(module), *(type(child) for child in module.children()))
+        if kind not in functions:
+            functions[kind] = torch.compile(inner_forward(type(module)), **options)
+        setattr(module, COMPILED, partial(_call_compiled, functions[kind], name))
+    if not state.layers_are_compiled:
+        override_forward((layers | towers | shared).values(), _run_layer)
+        override_forward(attention.values(), _run_without_tracing)
+        for module, layer in blocks.values():
+            state.replace(module, MOE_LAYER, layer)
+        override_forward((module for module, _ in blocks.values()), _run_block)
+        begin = BeginForward(state, root, [module for module, _ in blocks.values()])
+        root.register_forward_pre_hook(begin, with_kwargs=True)
+    state.layers_are_compiled = True
+    return root
+
+
+class BeginForward(Ours):
+    """Pre-forward hook of the root: decides whether the graphs of this forward include MoE blocks.
+
+    Blocks are traced if this rank computes all experts and nothing outside of a block looks into
+    it: no FSDP2 unit, no adapter, no open `record` or `replay`, and no hook.
+
+    In training the hook also passes `use_cache=False`, unless the caller passes `use_cache` or a
+    cache: a model whose config says `use_cache=True` would fill a KV cache that training never
+    reads, and a layer that is given a cache is not compiled.
+    """
+
+    def __init__(self, state: ModelState, root: nn.Module, blocks: list[nn.Module]) -> None:
+        self.state, self._blocks = state, blocks
+        self._takes_use_cache = "use_cache" in forward_arguments(root)
+        state.is_counted = torch.tensor(False, device="cpu")
+
+    @torch.compiler.disable
+    def __call__(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        state = self.state
+        state.blocks_are_traced = self._can_trace_blocks()
+        assert state.is_counted is not None
+        state.is_counted.fill_(torch.is_grad_enabled())
+        if not root.training:
+            return None
+        if state.blocks_are_traced:
+            device = next(root.parameters()).device if state.meshes is None else state.device
+            reserve_counts(state, device)
+        given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
+        if given or not self._takes_use_cache:
+            return None
+        return args, kwargs | {"use_cache": False}
+
+    def _can_trace_blocks(self) -> bool:
+        state = self.state
+        if state.routing is not None or any(layer.compute is None for layer in state.moe_layers):
+            return False
+        if state.meshes is not None and not state.experts_in_layer_units:
+            return False
+        inside = (module for block in self._blocks for module in block.modules())
+        return not any(has_hooks(module) or wraps_for_adapters(module) for module in inside)
+
+
+def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by stock name, without wrappers: a wrapped module is listed later."""
+    return {stock_name(name): module for name, module in root.named_modules()}
+
+
+def _select(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
+    return {name: m for name, m in modules.items() if pattern and matches(pattern, name)}
+
+
+def _find_blocks(
+    modules: dict[str, nn.Module], layers: dict[str, nn.Module], state: ModelState
+) -> tuple[dict[str, tuple[nn.Module, MoELayer]], dict[str, nn.Module]]:
+    """Return the MoE blocks by name, each with its MoE layer, and the shared experts by name.
+
+    If a decoder layer itself calls its router and its experts, each of these is treated like a MoE
+    block.
+    """
+    routers = _select(modules, state.plan.router)
+    blocks: dict[str, tuple[nn.Module, MoELayer]] = {}
+    shared: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        layer = vars(module).get(STATE)
+        if not isinstance(layer, MoELayer):
+            continue
+        parent = name.rpartition(".")[0]
+        if parent in layers:
+            inside = [router for router in routers if router.startswith(f"{parent}.")]
+            blocks |= {part: (modules[part], layer) for part in (*inside, name)}
+            continue
+        blocks.setdefault(parent, (modules[parent], layer))
+        for child_name, child in modules.items():
+            is_child = child_name.rpartition(".")[0] == parent
+            is_routed = any(STATE in vars(m) for m in child.modules()) or child_name in routers
+            if is_child and not is_routed and any(own_children(child)):
+                shared[child_name] = child
+    return blocks, shared
+
+
+def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a compiled module in training, and its stock forward otherwise.
+
+    The stock forward also runs if outputs of modules inside the layer are collected.
+    """
+    if torch.compiler.is_compiling():
+        return stock(module, *args, **kwargs)  # shared experts, in a layer that is traced
+    has_cache = any(kwargs.get(name) is not None for name in _CACHES)
+    if module.training and has_cache and torch.is_grad_enabled():
+        warnings.warn(
+            "a layer was given a KV cache in training, so it runs without torch.compile; call the "
+            "model without use_cache=True and without a cache",
+            stacklevel=2,
+        )
+    if not module.training or has_cache or collects_inside_layers():
+        return stock(module, *args, **kwargs)
+    return vars(module)[COMPILED](module, *args, **kwargs)
+
+
+def _call_compiled(
+    function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        with without_collector():
+            return function(module, *args, **kwargs)
+    except Exception as error:
+        if not is_compile_error(error):
+            raise
+        raise RuntimeError(
+            f"torch.compile failed in {name} ({type(module).__name__}): {error}; train without "
+            f"compile_layers (for the Trainer: without torch_compile), or choose another backend"
+        ) from error
+
+
+@torch.compiler.disable
+def _run_without_tracing(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    return stock(module, *args, **kwargs)
+
+
+def _run_block(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a MoE block; torch.compile traces it only if `BeginForward` allows it."""
+    layer: MoELayer = getattr(module, MOE_LAYER)
+    if layer.model.blocks_are_traced and layer.model.frame is None:
+        return stock(module, *args, **kwargs)
+    return _run_block_without_tracing(stock, module, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _run_block_without_tracing(
+    stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+) -> Any:
+    frame: Frame | None = getattr(module, MOE_LAYER).model.frame
+    with with_collector(), nullcontext() if frame is None else frame.choosing():
+        return stock(module, *args, **kwargs)

@@ -1,0 +1,55 @@
+"""Check the keyword arguments of `compile_layers` before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_moe_ep.upstream.compiler import compile_arguments, compile_backends
+
+_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for torch.compile; `dynamic` is True if it is not given.
+
+    Raises:
+        ValueError: there is no such argument, backend, mode or option, or the argument cannot be
+            used here.
+    """
+    allowed = [name for name in compile_arguments() if name != "disable"]
+    unknown = sorted(set(kwargs) - set(allowed))
+    if unknown:
+        raise ValueError(
+            f"compile_layers has no argument {unknown[0]!r}; the arguments of torch.compile are: "
+            f"{', '.join(allowed)}"
+        )
+    backend = kwargs.get("backend") or "inductor"
+    if isinstance(backend, str) and backend not in compile_backends():
+        raise ValueError(
+            f"torch.compile has no backend {backend!r}; try {', '.join(compile_backends())}"
+        )
+    if kwargs.get("fullgraph"):
+        raise ValueError(
+            "fullgraph=True: the dispatch of tokens cannot be traced, so the graph of a layer ends "
+            "at its MoE block; leave fullgraph out"
+        )
+    options = kwargs.get("options") or {}
+    uses_cuda_graphs = [
+        f"mode={kwargs.get('mode')!r}" if kwargs.get("mode") in _CUDA_GRAPH_MODES else "",
+        "backend='cudagraphs'" if backend == "cudagraphs" else "",
+        "options={'triton.cudagraphs': True}" if options.get("triton.cudagraphs") else "",
+    ]
+    if any(uses_cuda_graphs):
+        raise ValueError(
+            f"{next(filter(None, uses_cuda_graphs))} records CUDA graphs, which read parameters at "
+            f"fixed addresses, but FSDP2 gathers the parameters of a layer at a new address each "
+            f"time; use mode='default' or mode='max-autotune-no-cudagraphs'"
+        )
+    chosen = {"dynamic": True} | {name: x for name, x in kwargs.items() if x is not None}
+    try:
+        torch.compile(lambda: None, **chosen)
+    except RuntimeError as error:
+        raise ValueError(f"torch.compile refuses these arguments: {error}") from error
+    return chosen

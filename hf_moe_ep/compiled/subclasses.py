@@ -1,0 +1,89 @@
+"""Override the forward of single modules by a subclass of their class.
+
+    override_forward([layer], run)     layer(x) now calls run(stock, layer, x), where
+                                       stock(layer, x) is the forward that the layer had before
+
+A forward that is set on the instance would not do. transformers checkpoints a layer in the forward
+of its class, which an instance's forward replaces; a subclass gets a checkpointed forward like any
+other class. And torch.compile would recompile a layer for each such instance, because it compares
+the identity of functions that it finds on instances, while all layers of a class share a subclass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from hf_moe_ep.upstream.compiler import is_decorator_of_layers
+
+# The attribute of our subclasses that holds the class of stock.
+_STOCK_CLASS = "_hf_moe_ep_stock_class"
+
+
+def override_forward(modules: Iterable[nn.Module], run: Callable[..., Any]) -> None:
+    """Make every module call `run(stock_forward, module, *args, **kwargs)`."""
+    subclasses: dict[type, type] = {}
+    for module in modules:
+        kind = type(module)
+        if kind not in subclasses:
+            subclasses[kind] = _create_subclass(kind, run)
+        module.__class__ = subclasses[kind]
+
+
+def restore_classes(model: nn.Module) -> None:
+    """Undo `override_forward` for all modules of a model that is not sharded."""
+    for module in model.modules():
+        stock = vars(type(module)).get(_STOCK_CLASS)
+        if stock is not None:
+            module.__class__ = stock
+
+
+def inner_forward(kind: type) -> Callable[..., Any]:
+    """Return the forward of a class, inside of our own and transformers' decorators of layers.
+
+    A new code object is returned each time, because torch.compile counts the recompilations of a
+    code object: two kinds of layers may share the forward of their class.
+    """
+    function: Any = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    while _is_ours(function) or is_decorator_of_layers(function):
+        function = function.__wrapped__
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def check_class_forward(name: str, module: nn.Module) -> None:
+    """Raise ValueError if the forward of `module` is not that of its class."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"the forward of {name} ({type(module).__name__}) was replaced by another library, so "
+            f"it cannot be compiled; leave out this replacement, or leave out compile_layers"
+        )
+
+
+def _create_subclass(kind: Any, run: Callable[..., Any]) -> type:
+    stock = kind.forward
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(stock, self, *args, **kwargs)
+
+    names = ("__module__", "__qualname__", "__doc__")
+    attributes = {name: getattr(kind, name) for name in names}
+    attributes |= {"forward": forward, _STOCK_CLASS: kind}
+    return type(kind.__name__, (kind,), attributes)
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__globals__", {}).get("__name__") == __name__

@@ -1,0 +1,364 @@
+"""`compile_layers`: a few graphs serve all layers, and the numbers are those of eager layers."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support import parity
+from support.architectures import models
+from support.checks import Check, Found, on_ranks
+from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_moe_ep import (
+    RoutingReplay,
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    compile_layers,
+    expert_load,
+    from_pretrained,
+    patch,
+    save_pretrained,
+    unpatch,
+)
+from hf_moe_ep.compiled.layers import COMPILED
+from hf_moe_ep.compiled.options import check_compile_kwargs
+from hf_moe_ep.moe.recompute import CheckpointWatch
+from hf_moe_ep.upstream.modules import is_compiled
+
+# More layers than the eight recompilations that torch.compile allows. Two layers are dense.
+LAYERS = {"num_hidden_layers": 12, "mlp_only_layers": [0, 5]}
+# No length equals another size of the model: torch.compile gives equal sizes the same symbol.
+LENGTHS = (9, 11, 13, 10)
+REENTRANT = {"no checkpoints": None, "checkpoints": False, "reentrant checkpoints": True}
+
+
+def _model(config: dict[str, Any], use_reentrant: bool | None, **sizes: Any) -> nn.Module:
+    model = tiny(**(LAYERS | sizes))
+    if use_reentrant is not None:
+        parity.checkpointing(model, use_reentrant)
+    if torch.distributed.is_initialized():
+        return apply_ep_fsdp2(model, **config)
+    return patch(model, experts_backend="torch", **config)
+
+
+def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of one step, and the loss."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return {n: g.clone() for n, g in local.items()} | {"loss": loss.detach()}
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _assert_equal_to_eager(
+    config: dict[str, Any], use_reentrant: bool | None, rank: int = 0, **sizes: Any
+) -> list[int]:
+    """Compare every gradient of several steps, and return the number of graphs after each step."""
+    torch.compiler.reset()
+    counters.clear()
+    eager = _model(config, use_reentrant, **sizes)
+    compiled = _model(config | {"compile_layers": "aot_eager"}, use_reentrant, **sizes)
+    graphs = []
+    for step, length in enumerate(LENGTHS):
+        inputs = batch(eager, 2, length + 8 * rank, seed=step)
+        want, got = _grads(eager, inputs), _grads(compiled, inputs)
+        graphs.append(_graphs())
+        assert want.keys() == got.keys()
+        different = [name for name in want if not torch.equal(got[name], want[name])]
+        assert not different, f"step {step}: {different}"
+    assert torch.equal(expert_load(compiled).counts, expert_load(eager).counts)
+    return graphs
+
+
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        "no checkpoints",
+        "checkpoints",
+        pytest.param("reentrant checkpoints", marks=pytest.mark.slow),
+    ],
+)
+def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> None:
+    """A reentrant checkpoint first runs a layer without gradients, which needs other graphs."""
+    graphs = _assert_equal_to_eager({}, REENTRANT[checkpoints])
+    kinds = 2 * (2 if checkpoints == "reentrant checkpoints" else 1)
+    assert graphs == [kinds] * len(LENGTHS)
+
+
+def _on_ranks(ep_size: int, checkpoints: str, graphs: int, rank: int, world: int) -> None:
+    found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank)
+    assert found == [graphs] * len(LENGTHS)
+
+
+# A dense layer is one graph. The MoE block splits a MoE layer into two graphs if ep_size is 2.
+ON_RANKS = {
+    f"ep {ep}, {checkpoints}": partial(_on_ranks, ep, checkpoints, graphs)
+    for ep, checkpoints, graphs in (
+        (1, "no checkpoints", 2),
+        (2, "no checkpoints", 3),
+        (2, "checkpoints", 3),
+        (1, "checkpoints", 2),
+        (1, "reentrant checkpoints", 4),
+        (2, "reentrant checkpoints", 6),
+    )
+}
+FAST = ("ep 2, checkpoints", "ep 1, checkpoints")
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(2, {name: ON_RANKS[name] for name in FAST}, timeout=400),
+        *on_ranks(
+            2,
+            {name: run for name, run in ON_RANKS.items() if name not in FAST},
+            slow=True,
+            timeout=400,
+        ),
+    ],
+)
+def test_graphs_and_gradients_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+SMALL = {"num_hidden_layers": 2}
+
+
+@pytest.mark.slow
+def test_shared_experts_are_traced_with_their_layer_in_one_process() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    eager, compiled = (models.tiny("deepseek_v3", **sizes) for _ in range(2))
+    patch(eager, experts_backend="torch")
+    patch(compiled, experts_backend="torch", compile_layers="aot_eager")
+    inputs = batch(eager, 2, 9)
+    want, got = _grads(eager, inputs), _grads(compiled, inputs)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert _graphs() == 2
+
+
+def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> None:
+    """With ep_size 1 the experts of compiled layers are shards of the layers' FSDP2 units."""
+    inputs = batch(tiny(), 2, 9 + 8 * rank)
+    model = apply_ep_fsdp2(tiny(**SMALL), compile_layers="aot_eager", expert_shard_dim=1)
+    experts = model.model.layers[1].mlp.experts
+    assert not isinstance(experts, FSDPModule)
+    assert experts.gate_up_proj.placements == (Shard(1),)
+    _grads(model, inputs)
+    clip_grad_norm_(model, 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    want = {name: p.full_tensor() for name, p in model.named_parameters()}
+    save_pretrained(model, folder)
+    for config in ({"compile_layers": "aot_eager"}, {"ep_size": 2}):
+        loaded = from_pretrained(folder, experts_implementation="eager", **config)
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter.full_tensor(), want[name]), f"{config}: {name}"
+
+
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, {"joined experts are saved and read": _joined_experts_are_saved_and_read})
+)
+def test_files_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", ["no checkpoints", "checkpoints"])
+def test_200_random_lengths_make_no_graph_after_the_second_step(checkpoints: str) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    model = _model({"compile_layers": "aot_eager"}, REENTRANT[checkpoints], **LAYERS)
+    lengths = torch.randint(3, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    graphs = []
+    for step, length in enumerate(lengths):
+        # Padded batches have a mask, as the batches of a collator have in most steps.
+        _grads(model, batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2))
+        graphs.append(_graphs())
+    assert graphs[1:] == [graphs[1]] * (len(lengths) - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", ["no checkpoints", "checkpoints"])
+def test_inductor_equals_stock(checkpoints: str) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    model = _model({"compile_layers": True}, REENTRANT[checkpoints], **SMALL, mlp_only_layers=[0])
+    stock = tiny(**SMALL, mlp_only_layers=[0])
+    for step, length in enumerate((9, 11)):
+        inputs = batch(model, 2, length, seed=step)
+        got, want = _grads(model, inputs), _grads(stock, inputs)
+        for name in want:
+            assert_close(name, got[name], want[name], FP32_INSIDE if name == "loss" else FP64_MODEL)
+    assert _graphs() == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
+    """Compiled layers were traced with their MoE blocks before the block of `replay` is opened."""
+    torch.compiler.reset()
+    eager = _model({}, use_reentrant, **SMALL, mlp_only_layers=[])
+    compiled = _model({"compile_layers": "aot_eager"}, use_reentrant, **SMALL, mlp_only_layers=[])
+    inputs = batch(eager, 2, 9)
+    with RoutingReplay(compiled).record() as routes:
+        recorded = _grads(compiled, inputs)
+    want = _grads(eager, inputs)
+    assert all(torch.equal(recorded[name], want[name]) for name in want)
+    routes.ids = (routes.ids + 1) % 8
+    results = []
+    for model in (eager, compiled):
+        _grads(model, inputs)
+        with RoutingReplay(model).replay(routes):
+            loss = model(**inputs).loss
+        model.zero_grad()
+        loss.backward()  # the recompute runs after the block
+        results.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(loss.detach(), want["loss"])
+
+
+def test_evaluation_runs_without_compilation() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    model = _model({"compile_layers": "aot_eager"}, None, **SMALL).eval()
+    want = _model({}, None, **SMALL).eval()
+    inputs = batch(model, 2, 9)
+    assert torch.equal(model(**inputs).logits, want(**inputs).logits)
+    assert _graphs() == 0
+
+
+def test_a_layer_with_a_cache_runs_without_compilation_and_warns() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
+    with pytest.warns(UserWarning, match=r"KV cache in training.*without use_cache=True"):
+        model(**batch(model, 2, 9), use_cache=True)
+    assert _graphs() == 0
+
+
+def test_unpatch_restores_the_classes_of_all_modules() -> None:
+    model = _model({}, None, **SMALL)
+    before = {name: type(module) for name, module in model.named_modules()}
+    compile_layers(model, backend="aot_eager")
+    assert {name: type(module) for name, module in model.named_modules()} != before
+    unpatch(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    inputs = batch(model, 2, 9)
+    want = tiny(**(LAYERS | SMALL))
+    assert torch.equal(model(**inputs).loss, want(**inputs).loss)
+
+
+def test_a_copy_is_compiled_and_has_its_own_weights() -> None:
+    torch.compiler.reset()
+    model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
+    inputs = batch(model, 2, 9)
+    want = _grads(model, inputs)
+    other = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    counters.clear()
+    got = _grads(other, inputs)
+    assert _graphs() == 0  # the copy shares the graphs
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_second_call_replaces_the_backend() -> None:
+    torch.compiler.reset()
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph
+
+    model = _model({"compile_layers": "aot_eager"}, None, **SMALL, mlp_only_layers=[])
+    want = _grads(model, batch(model, 2, 9))
+    compile_layers(model, backend=backend)
+    got = _grads(model, batch(model, 2, 9))
+    assert calls and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_method_compile_compiles_layers_only_of_a_model_that_is_sharded() -> None:
+    alone, to_shard = patch(tiny(**LAYERS)), patch(tiny(**LAYERS), ep_size=2)
+    for model in (alone, to_shard):
+        model.compile(backend="aot_eager")
+    assert (is_compiled(alone), is_compiled(to_shard)) == (True, False)
+    assert not hasattr(alone.model.layers[0], COMPILED)
+    assert hasattr(to_shard.model.layers[0], COMPILED)
+
+
+def test_layers_that_are_compiled_as_a_whole_under_checkpointing_are_warned_of() -> None:
+    model = patch(tiny(**SMALL))
+    parity.checkpointing(model, use_reentrant=False)
+    watch = CheckpointWatch(model._hf_moe_ep)
+    model.model.layers[1].compile()
+    with pytest.warns(UserWarning, match=r"Qwen3MoeDecoderLayer.*hf_moe_ep\.compile_layers\(model"):
+        watch.look(model)
+
+
+BAD = [
+    ({"backend": "inductr"}, "no backend 'inductr'.*inductor"),
+    ({"bakend": "inductor"}, "no argument 'bakend'.*backend"),
+    ({"disable": True}, "no argument 'disable'"),
+    ({"mode": "fastest"}, "mode.*fastest"),
+    ({"options": {"no_such_option": 1}}, "no_such_option"),
+    ({"fullgraph": True}, "fullgraph=True.*MoE block.*leave fullgraph out"),
+    ({"mode": "reduce-overhead"}, "reduce-overhead.*CUDA graphs.*FSDP2.*mode='default'"),
+    ({"mode": "max-autotune"}, "max-autotune'.*max-autotune-no-cudagraphs"),
+    ({"backend": "cudagraphs"}, "backend='cudagraphs'"),
+    ({"options": {"triton.cudagraphs": True}}, "triton.cudagraphs"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "match"), BAD, ids=str)
+def test_bad_arguments_are_refused_before_anything_is_compiled(
+    kwargs: dict[str, Any], match: str
+) -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match=match):
+        patch(model, compile_layers=kwargs)
+    assert "_hf_moe_ep" not in vars(model)
+
+
+def test_good_arguments_are_passed_on_and_lengths_are_dynamic() -> None:
+    assert check_compile_kwargs({}) == {"dynamic": True}
+    chosen = check_compile_kwargs({"backend": "inductor", "mode": None, "dynamic": False})
+    assert chosen == {"backend": "inductor", "dynamic": False}
+
+
+def test_an_unpatched_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="not patched"):
+        compile_layers(tiny())
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    model = tiny()
+    layer = model.model.layers[1]
+    layer.forward = lambda *args, **kwargs: None
+    with pytest.raises(ValueError, match=r"forward of model\.layers\.1 .*replaced"):
+        patch(model, compile_layers=True)
+
+
+def test_a_backend_that_fails_names_the_layer() -> None:
+    torch.compiler.reset()
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such instruction")
+
+    model = _model({}, None, **SMALL)
+    compile_layers(model, backend=broken)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
+    ):
+        model(**batch(model, 2, 9))
