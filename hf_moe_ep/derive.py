@@ -54,6 +54,8 @@ _SEQUENCE_ARGUMENTS = (
     "cache_params",
     "cu_seqlens",
 )
+# An argument with the tokens that the indexer of an earlier layer has chosen for each token.
+_CHOSEN_TOKENS = "prev_topk_indices"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Fields of configs that hold the number of experts per layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -482,6 +484,11 @@ def is_mixer(module: nn.Module) -> bool:
 def _takes_a_sequence(module: nn.Module) -> bool:
     """Return True if the forward of a module takes masks, positions or caches of a sequence."""
     return not forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
+
+
+def takes_chosen_tokens(module: nn.Module) -> bool:
+    """Return True if an attention module takes the tokens that an earlier layer's indexer chose."""
+    return is_attention(module) and _CHOSEN_TOKENS in forward_arguments(module)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -6,18 +6,22 @@ sp_size > 1 is refused (`sequence/attach.py`), and so is the export of adapters 
 
 from __future__ import annotations
 
-# Architectures for which sp_size > 1 was tested against stock. In these decoders only attention
-# modules that call transformers' attention interface mix tokens.
+# Architectures for which sp_size > 1 was tested against stock.
 SEQUENCE_PARALLEL = frozenset(
     {
         "afmoe",
         "aria_text",
         "axk1",
+        "axk2",
+        "bailing_hybrid",
         "beam",
         "cohere2_moe",
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
         "dots1",
+        "dots3_note_text",
         "ernie4_5_moe",
         "exaone_moe",
         "flex_olmo",
@@ -25,25 +29,39 @@ SEQUENCE_PARALLEL = frozenset(
         "gemma4_text",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "gpt_oss",
         "granitemoe",
         "granitemoe_swa",
+        "granitemoehybrid",
         "granitemoeshared",
         "hunyuan_v1_moe",
         "hy_v3",
+        "hy_v4",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
         "kolibri1",
         "laguna",
+        "lfm2_moe",
         "mellum",
         "mimo_v2_flash",
+        "minimax",
         "minimax_m2",
+        "minimax_m3_vl_text",
         "mistral4",
         "mixtral",
+        "nemotron_h",
         "olmoe",
         "phimoe",
         "qwen2_moe",
+        "qwen3_5_moe_text",
         "qwen3_moe",
+        "qwen3_next",
         "qwen3_vl_moe",
+        "qwen4_exp_text",
         "solar_open",
+        "zaya",
     }
 )
 

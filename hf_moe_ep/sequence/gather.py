@@ -1,0 +1,172 @@
+"""Run mixers on whole sequences: gather the slices, run the stock module, slice its output.
+
+A mixer is a module that mixes the tokens of a sequence without transformers' attention interface,
+such as a delta net, a Mamba, a short convolution or an indexer. In every decoder layer, the direct
+child that is or contains a mixer gets whole sequences. With 2 ranks and 8 tokens:
+
+    rank 0   tokens 0-3  |  tokens 0-7, all heads and channels  |  tokens 0-3
+    rank 1   tokens 4-7  |  tokens 0-7, all heads and channels  |  tokens 4-7
+             all-gather     stock code                             slice
+
+This works for any module, but it does not divide the computation and the activations of the mixer
+by sp. With hidden size H, every rank sends (sp - 1) * H values per token of its slice in forward,
+and (sp - 1) * H values of gradients in backward. Arguments that `TakeSlice` has sliced, such as
+position embeddings, are not sent, because every rank still has the whole tensors. The gradients of
+parameters need no collective of their own: each rank computes those of its slice of the output, and
+FSDP2 adds the gradients of all ranks.
+
+Packed rows: if several documents are packed into one row, stock mixers mix the documents silently.
+Here a mixer runs once per document, as if the document were alone. This also applies to a model
+with sp_size=1, where nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments
+from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.state import Ours
+
+
+@dataclass
+class LayerSlice:
+    """The slice that a decoder layer computes, for the hooks of the mixers in this layer.
+
+    A layer does not pass its keyword arguments on to all its children. `TakeSlice` therefore sets
+    `part` in each forward of the layer, and again when the layer is recomputed in backward.
+    """
+
+    part: Slice | None = None
+
+
+class GatherArguments(Ours):
+    """Pre-forward hook of a mixer: gathers its arguments.
+
+    For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
+    other documents.
+    """
+
+    def __init__(self, layer: LayerSlice, arguments: MixerArguments) -> None:
+        self.layer, self.arguments = layer, arguments
+        self.other_documents: list[Call] = []
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
+        part = self.layer.part
+        if part is None:
+            return None
+        call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
+        if part.documents is None:
+            return call
+        rows = len(part.documents)
+        documents = [
+            Document(row, rows, start, stop)
+            for row, bounds in enumerate(part.documents)
+            for start, stop in bounds
+        ]
+        first, *self.other_documents = [self.arguments.of_document(call, d) for d in documents]
+        return first
+
+    def _gather(self, name: str, value: Any, part: Slice) -> Any:
+        """Return the whole of an argument with one entry per token."""
+        if part.size == 1 or not isinstance(value, Tensor):
+            return value
+        whole = part.find_whole(value)
+        if whole is not None:
+            return whole
+        if not self.arguments.has_tokens(name, value):
+            return value
+        if value.shape[1] != part.local:
+            raise ValueError(
+                f"{name} of {self.arguments.name} has {value.shape[1]} entries, but the slices of "
+                f"sp_size={part.size} have {part.local} tokens; leave sp_size at 1"
+            )
+        return gather_slices(value, part)
+
+
+class SliceOutput(Ours):
+    """Forward hook of a mixer: slices its output.
+
+    The outputs of packed documents are joined to rows first.
+    """
+
+    def __init__(self, gather: GatherArguments) -> None:
+        self.gather = gather
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        part = self.gather.layer.part
+        if part is None:
+            return None
+        if part.documents is not None:
+            calls, self.gather.other_documents = self.gather.other_documents, []
+            outputs = [output, *(module.forward(*args, **kwargs) for args, kwargs in calls)]
+            output = _join_documents(outputs, part.documents)
+        if part.size == 1:
+            return output
+        if isinstance(output, Tensor):
+            return part.take(output, 1)
+        return tuple(None if x is None else part.take(x, 1) for x in _per_token(output))
+
+
+def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Replace all outputs of a mixer that do not have one entry per token by None.
+
+    The first output has the hidden states (B, S, H), and others (B, S, K) have the chosen tokens of
+    an indexer. Attention weights and states have four dimensions; layers ignore them.
+    """
+    first, *others = outputs
+    return first, *(x if isinstance(x, Tensor) and x.ndim == 3 else None for x in others)
+
+
+def _join_documents(outputs: list[Any], documents: list[list[tuple[int, int]]]) -> Any:
+    """Join the outputs (1, length of the document, ...) of all documents to (B, S, ...)."""
+    if isinstance(outputs[0], tuple):
+        by_position = zip(*map(_per_token, outputs), strict=True)
+        return tuple(_join_documents(list(outputs), documents) for outputs in by_position)
+    if outputs[0] is None:
+        return None
+    width = max(x.shape[-1] for x in outputs)
+    remaining = iter([_widen(x, width) for x in outputs])
+    return torch.cat([torch.cat([next(remaining) for _ in row], dim=1) for row in documents])
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Repeat the last column up to `width` columns.
+
+    An indexer chooses fewer tokens in a document that is shorter than its limit. To choose a token
+    twice changes nothing.
+    """
+    missing = width - x.shape[-1]
+    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1) if missing else x
+
+
+def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, int]]] | None:
+    """Return the bounds of the documents in every row, or None if each row is one document.
+
+    As in transformers (masking_utils.py, find_packed_sequence_indices), a document begins where the
+    position is not the previous one plus 1. The function copies the positions to the host.
+
+    Args:
+        positions: (B or 1, S), or (4, B or 1, S) with the positions of the text first. Positions of
+            the shape (3, B, S) do not describe packed documents.
+        rows: the number of rows B.
+    """
+    if positions is None or (positions.ndim == 3 and positions.shape[0] != 4):
+        return None
+    positions = positions[0] if positions.ndim == 3 else positions
+    is_start = functional.pad(positions.diff() != 1, (1, 0))
+    starts: list[list[int]] = [[] for _ in range(len(positions))]
+    for row, start in is_start.nonzero().tolist():
+        starts[row].append(start)
+    if not any(starts):
+        return None
+    length = positions.shape[1]
+    bounds = [list(zip([0, *x], [*x, length], strict=True)) for x in starts]
+    return bounds * rows if len(bounds) == 1 else bounds
