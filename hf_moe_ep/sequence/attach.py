@@ -21,7 +21,12 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.sequence.gather import GatherArguments, LayerSlice, SliceOutput
+from hf_moe_ep.sequence.gather import (
+    GatherArguments,
+    LayerSlice,
+    SeparateDocuments,
+    SliceOutput,
+)
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
 from hf_moe_ep.sequence.split import (
@@ -109,6 +114,8 @@ def attach(parts: Parts, state: ModelState) -> None:
             gather = GatherArguments(layer_slice, mixer_arguments(name, module))
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
+    if any(parts.mixers):
+        _separate_documents(parts, layer_slices)
     if state.config.sp_size == 1:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
@@ -123,6 +130,18 @@ def attach(parts: Parts, state: ModelState) -> None:
     causal_lm.register_forward_pre_hook(split_sequence, with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
     _replace_loss(causal_lm, state)
+
+
+def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:
+    """Make the attention modules outside of mixers separate packed documents."""
+    attention = attention_by_heads(parts)
+    for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
+        inner = set(layer.modules())
+        for module in attention:
+            if module in inner:
+                arguments = mixer_arguments(type(module).__name__, module)
+                separate = SeparateDocuments(layer_slice, arguments)
+                module.register_forward_pre_hook(separate, with_kwargs=True)
 
 
 def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerSlice]) -> None:

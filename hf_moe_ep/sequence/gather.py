@@ -16,8 +16,9 @@ parameters need no collective of their own: each rank computes those of its slic
 FSDP2 adds the gradients of all ranks.
 
 Packed rows: if several documents are packed into one row, stock mixers mix the documents silently.
-Here a mixer runs once per document, as if the document were alone. This also applies to a model
-with sp_size=1, where nothing is gathered.
+Here a mixer runs once per document, as if the document were alone, and the mask of attention
+separates the documents even if the model has built this mask without the position ids. This also
+applies to a model with sp_size=1, where nothing is gathered.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.nn import functional
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments
 from hf_moe_ep.sequence.slices import Slice, gather_slices
 from hf_moe_ep.state import Ours
+from hf_moe_ep.upstream.attention_interface import uses_flash_attention
 
 
 @dataclass
@@ -113,6 +115,60 @@ class SliceOutput(Ours):
         if isinstance(output, Tensor):
             return part.take(output, 1)
         return tuple(None if x is None else part.take(x, 1) for x in _per_token(output))
+
+
+class SeparateDocuments(Ours):
+    """Pre-forward hook of an attention module in a model with mixers: separates packed documents.
+
+    Most models build a mask that separates documents whose position ids restart. Some models, such
+    as GraniteMoeHybrid, build all masks without position ids.
+    """
+
+    def __init__(self, layer: LayerSlice, arguments: MixerArguments) -> None:
+        self.layer, self.arguments = layer, arguments
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        part = self.layer.part
+        if part is None or part.documents is None:
+            return None
+        if uses_flash_attention(module):
+            if kwargs.get("position_ids") is None:
+                raise ValueError(
+                    f"position_ids restart within a row, which means packed documents, but "
+                    f"{self.arguments.name} gets no positions, so flash attention would mix the "
+                    f"documents; use attn_implementation='sdpa', or pad each document to a row of "
+                    f"its own"
+                )
+            return None
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+
+        def separate(name: str, value: Any) -> Any:
+            return _separate(value, part, hidden.device) if name == "attention_mask" else value
+
+        return self.arguments.change((args, kwargs), separate)
+
+
+def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
+    """Hide all tokens of other documents in a mask (B or 1, 1, S, S) of attention.
+
+    A mask of None is that of causal attention in scaled_dot_product_attention.
+    """
+    assert part.documents is not None
+    if id(mask) not in part.separated:
+        numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
+        for row, bounds in enumerate(part.documents):
+            for number, (start, stop) in enumerate(bounds):
+                numbers[row, start:stop] = number
+        numbers = numbers.to(device)
+        same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
+        if mask is None:
+            separated = same.tril()
+        elif mask.dtype == torch.bool:
+            separated = mask & same
+        else:
+            separated = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+        part.separated[id(mask)] = mask, separated
+    return part.separated[id(mask)][1]
 
 
 def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:

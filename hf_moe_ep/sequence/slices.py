@@ -32,9 +32,7 @@ class Slice:
     copies every dataclass among the arguments of a unit.
     """
 
-    def __init__(
-        self, group: Any, rank: int, size: int, length: int, unit: int = 1
-    ) -> None:
+    def __init__(self, group: Any, rank: int, size: int, length: int, unit: int = 1) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
         # The position ids of the whole sequence, where flash attention finds packed documents.
@@ -42,6 +40,8 @@ class Slice:
         # The first and the last token + 1 of each document, for each row; None if the rows are not
         # packed. Only set for a model with mixers (sequence/gather.py).
         self.documents: list[list[tuple[int, int]]] | None = None
+        # For packed rows: id of a mask -> (mask, mask that separates the documents).
+        self.separated: dict[int, tuple[Tensor | None, Tensor]] = {}
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
+from support.architectures.mixers import MIXERS
 from support.architectures.mixing import mixing
 from support.needs import SINCE_5_23
 from torch import nn
@@ -18,58 +19,6 @@ from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
 
-# Model type, name of a module in its decoder layer, and class of the module in Transformers.
-MIXES = """
-axk2               self_attn.indexer          AXK2Indexer
-bailing_hybrid     self_attn                  BailingHybridDeltaAttention
-deepseek_v32       self_attn.indexer          DeepseekV32Indexer
-deepseek_v4        self_attn.compressor       DeepseekV4CSACompressor
-deepseek_v4        self_attn.compressor       DeepseekV4HCACompressor
-dots3_note         self_attn.indexer          Dots3NoteTextIndexer
-dots3_note_text    self_attn.indexer          Dots3NoteTextIndexer
-glm5_next          self_attn                  Glm5NextTextLinearAttention
-glm5_next          self_attn.indexer          Glm5NextTextIndexer
-glm_moe_dsa        self_attn.indexer          GlmMoeDsaIndexer
-granitemoehybrid   mamba                      GraniteMoeHybridMambaLayer
-hy_v4              self_attn.indexer          HYV4Indexer
-inkling2           post_attention_convolution Inkling2ShortConvolution
-inkling2           post_mlp_convolution       Inkling2ShortConvolution
-inkling2           self_attn.k_proj           Inkling2KeyValueProjection
-inkling2           self_attn.v_proj           Inkling2KeyValueProjection
-inkling2_text      post_attention_convolution Inkling2ShortConvolution
-inkling2_text      post_mlp_convolution       Inkling2ShortConvolution
-inkling2_text      self_attn.k_proj           Inkling2KeyValueProjection
-inkling2_text      self_attn.v_proj           Inkling2KeyValueProjection
-inkling_mm_model   attn_sconv                 InklingShortConvolution
-inkling_mm_model   mlp_sconv                  InklingShortConvolution
-inkling_mm_model   self_attn.k_sconv          InklingShortConvolution
-inkling_mm_model   self_attn.v_sconv          InklingShortConvolution
-inkling_text       attn_sconv                 InklingShortConvolution
-inkling_text       mlp_sconv                  InklingShortConvolution
-inkling_text       self_attn.k_sconv          InklingShortConvolution
-inkling_text       self_attn.v_sconv          InklingShortConvolution
-jamba              mamba                      JambaMambaMixer
-kimi_linear        self_attn                  KimiLinearDeltaAttention
-lfm2_moe           conv                       Lfm2MoeShortConv
-minimax            self_attn                  MiniMaxLightningAttention
-minimax_m3_vl      self_attn.indexer          MiniMaxM3VLIndexer
-minimax_m3_vl_text self_attn.indexer          MiniMaxM3VLIndexer
-mistral_large4     self_attn.indexer          MistralLarge4TextIndexer
-nemotron_h         mixer                      NemotronHMamba2Mixer
-qwen3_5_moe        linear_attn                Qwen3_5MoeGatedDeltaNet
-qwen3_5_moe_text   linear_attn                Qwen3_5MoeGatedDeltaNet
-qwen3_next         linear_attn                Qwen3NextGatedDeltaNet
-qwen4_exp          linear_attn                Qwen4ExpTextGatedDeltaNet
-qwen4_exp          ple                        Qwen4ExpTextPLELayer
-qwen4_exp          self_attn.indexer          Qwen4ExpTextQSAIndexer
-qwen4_exp_text     linear_attn                Qwen4ExpTextGatedDeltaNet
-qwen4_exp_text     ple                        Qwen4ExpTextPLELayer
-qwen4_exp_text     self_attn.indexer          Qwen4ExpTextQSAIndexer
-zaya               self_attn.qkv_proj         ZayaCCAProjection
-"""
-MIXERS: dict[str, set[tuple[str, str]]] = {}
-for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlines()):
-    MIXERS.setdefault(model_type, set()).add((module_name, class_name))
 FOLDERS = {name.removesuffix("_text").removesuffix("_mm_model") for name in MIXERS}
 # A text model without a head, and a token classifier: sp_size > 1 needs a language modelling head.
 WITHOUT_HEAD = {"diffusion_gemma_text", "openai_privacy_filter"}
