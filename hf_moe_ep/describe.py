@@ -37,6 +37,7 @@ def describe(model: nn.Module) -> str:
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
     lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
+    lines += _sequence(state)
     lines += _balance(state)
     if state.meshes is not None:
         lines.append(_precision(model, state))
@@ -123,6 +124,17 @@ def _nodes(state: ModelState) -> str:
     if meshes.nodes is None:
         return f" (nodes x ranks: {grid}, so hierarchical dispatch is the same as all_to_all)"
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
+
+
+def _sequence(state: ModelState) -> list[str]:
+    """Return the line about the modules that sp_size does not divide, if there are any."""
+    if not state.whole_sequences:
+        return []
+    modules = ", ".join(f"{name} ({kind})" for name, kind in state.whole_sequences)
+    return [
+        f"  sequence   gathered for {modules}; the computation and activations of these modules "
+        f"are not divided by sp_size {state.config.sp_size}"
+    ]
 
 
 def _balance(state: ModelState) -> list[str]:

@@ -29,6 +29,7 @@ the row above.
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
+    sequence/attach.py | whole_sequences | names of modules, for `describe`
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
@@ -38,6 +39,8 @@ the row above.
     -- for one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
+    sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
+    sequence/gather.py | other_documents separated | calls of a mixer, and masks, for packed rows
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
     vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
     moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
@@ -162,6 +165,9 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
+    # The modules that get whole sequences although sp_size > 1 (sequence/gather.py): pattern of the
+    # names, and class.
+    whole_sequences: tuple[tuple[str, str], ...] = ()
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.

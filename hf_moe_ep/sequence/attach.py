@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
+from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.gather import (
     GatherArguments,
     LayerSlice,
@@ -106,6 +107,12 @@ def attention_by_heads(parts: Parts) -> list[nn.Module]:
     return [module for module in parts.attention if module not in whole]
 
 
+def modules_with_whole_sequences(parts: Parts) -> tuple[tuple[str, str], ...]:
+    """Return (pattern of the names, class) of the modules that get whole sequences of all heads."""
+    children = (child for mixers in parts.mixers for child in mixers.items())
+    return tuple(sorted({(as_pattern(name), type(module).__name__) for name, module in children}))
+
+
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks, the loss and the attention function of the module docstring."""
     layer_slices = [LayerSlice() for _ in parts.layers]
@@ -120,6 +127,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
         return
+    state.whole_sequences = modules_with_whole_sequences(parts)
     select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
         arguments = arguments_of(layer, state.config.sp_size or 1)

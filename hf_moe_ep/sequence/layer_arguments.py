@@ -26,6 +26,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 # The arguments with one entry per token, and the dimension of their tensors that counts tokens.
 BY_TOKEN = {
     "input_ids": 1,
+    "moe_mm_token_type_ids": 1,
     "per_layer_input": 1,
     "ple_input_ids": 1,
     "position_embeddings": 1,
