@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments
-from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.attention_interface import uses_flash_attention
 
@@ -64,6 +64,8 @@ class GatherArguments(Ours):
         part = self.layer.part
         if part is None:
             return None
+        # Attention inside of the mixer gets whole sequences, as if they were not split.
+        kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
         call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
         if part.documents is None:
             return call

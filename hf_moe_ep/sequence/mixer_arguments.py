@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_moe_ep.sequence.layer_arguments import BY_TOKEN, named_parameters
-from hf_moe_ep.sequence.slices import SLICE
 
 # A call of a module: its positional and its keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -71,7 +70,7 @@ class MixerArguments:
         named = zip(self.positional, args, strict=False)
         return (
             tuple(_change(name, value, change) for name, value in named),
-            {n: _change(n, value, change) for n, value in kwargs.items() if n != SLICE},
+            {name: _change(name, value, change) for name, value in kwargs.items()},
         )
 
     def has_tokens(self, name: str, value: Any) -> bool:

@@ -4,22 +4,28 @@
 documents in these modules, so here each document is compared with stock's run of it alone.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.architectures import batch
 from support.architectures.mixers import MIXERS
 from support.architectures.steps import assert_same_grads, build
-from support.checks import Check, Found
+from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
+from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
 from support.parity import checkpointing
 from torch import Tensor, nn
 
-from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep import apply_ep_fsdp2, describe, patch
+from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.sequence import slices
+from hf_moe_ep.sequence.mixer_arguments import Document, mixer_arguments
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(MIXERS.keys() & SEQUENCE_PARALLEL)
@@ -124,4 +130,74 @@ def test_packed_documents_are_alone(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_packed_documents_are_alone(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_flash_attention_without_positions_is_refused() -> None:
+    """GraniteMoeHybrid passes no positions to attention, which would mix packed documents."""
+    model = build("granitemoehybrid")
+    use_fake_flash(model)
+    patch(model)
+    with pytest.raises(ValueError, match="Attention gets no positions, so flash attention would"):
+        model(**packed(documents(model)))
+
+
+def test_masks_that_cannot_be_cut_into_documents_are_refused() -> None:
+    arguments = mixer_arguments("layers.0.mixer", nn.Linear(2, 2))
+    document = Document(row=0, rows=1, start=0, stop=2)
+    with pytest.raises(ValueError, match=r"attention_mask of layers.0.mixer \(shape \(3,\)\) cann"):
+        arguments.of_document(((), {"attention_mask": torch.ones(3)}), document)
+
+
+def test_a_mixer_beside_experts_is_refused_by_its_path() -> None:
+    """The plan of this test says that the parent of the experts mixes tokens."""
+    model = build("mixtral")
+    plan = replace(find_plan(model), mixers=("layers.*.mlp",), origin="given")
+    with pytest.raises(
+        ValueError, match=r"but not model.layers.0.mlp \(.*also contains the experts"
+    ):
+        patch(model, plan=plan, sp_size=2)
+
+
+def test_describe_names_the_gathered_modules() -> None:
+    report = describe(patch(build("qwen3_next"), sp_size=2))
+    (line,) = [line for line in report.splitlines() if line.startswith("  sequence")]
+    assert "gathered for model.layers.*.linear_attn (Qwen3NextGatedDeltaNet); " in line
+    assert "are not divided by sp_size 2" in line
+    assert "  sequence" not in describe(patch(build("qwen3_next")))
+    assert "  sequence" not in describe(patch(build("mixtral"), sp_size=2))
+
+
+def _bytes_of_a_step(rank: int, world: int) -> None:
+    """The docstring of gather.py counts the values that a rank sends per token."""
+    model = build("qwen3_next", seed=rank)
+    apply_ep_fsdp2(model, sp_size=world)
+    inputs = batch(model, 2, 12)
+    hidden_size, tokens = model.config.hidden_size, 2 * 12 // world
+    mixers = sum(kind == "linear_attention" for kind in model.config.layer_types)
+    sent = {"all_gather": 0, "swap_slices": 0}
+
+    def counted(name: str) -> Any:
+        stock = getattr(slices, name)
+
+        def call(x: Tensor, group: Any) -> Tensor:
+            # An all-gather sends `x` to each other rank, and a swap all parts except the own one.
+            copies = world - 1 if name == "all_gather" else (world - 1) / world
+            sent[name] += x.nbytes * copies
+            return stock(x, group)
+
+        return call
+
+    with mock.patch.multiple(slices, **{name: counted(name) for name in sent}):
+        loss = model(**inputs, use_cache=False).loss
+        forward = dict(sent)
+        loss.backward()
+    values = mixers * tokens * (world - 1) * hidden_size * 8
+    losses = (world - 1) * loss.element_size()
+    assert forward["all_gather"] == values + losses
+    assert sent["swap_slices"] == values
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, _bytes_of_a_step))
+def test_as_many_bytes_are_sent_as_the_docstring_says(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
