@@ -12,8 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from support.architectures import batch
+from support.architectures.adapted import build_adapted
 from support.architectures.mixers import MIXERS
-from support.architectures.steps import assert_same_grads, build
+from support.architectures.steps import (
+    assert_same_grads,
+    build,
+    count_tokens,
+    loss_of_sum,
+)
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
@@ -166,6 +172,32 @@ def test_describe_names_the_gathered_modules() -> None:
     assert "are not divided by sp_size 2" in line
     assert "  sequence" not in describe(patch(build("qwen3_next")))
     assert "  sequence" not in describe(patch(build("mixtral"), sp_size=2))
+
+
+def _adapted_on_two_ranks(model_type: str, rank: int, world: int) -> None:
+    """Train adapters on experts and on the linear layers, also on those inside of mixers."""
+    with FP64():
+        model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=world)
+        inputs = batch(stock, 2, 11, pad=3)
+        num_tokens = count_tokens([inputs])
+        loss = loss_of_sum(model, inputs, num_tokens)
+        loss.backward()
+        want = loss_of_sum(stock, inputs, num_tokens)
+        want.backward()
+        assert_close("loss", loss, want, FP64_MODEL)
+        assert_same_grads(model_type, model, stock, FP64_MODEL)
+
+
+ADAPTED = [
+    Check(name, 2, partial(_adapted_on_two_ranks, name), slow=True).as_parameter()
+    for name in ("qwen3_next", "glm_moe_dsa")
+]
+
+
+@pytest.mark.parametrize("claim", ADAPTED)
+def test_adapters_equal_stock_peft(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def _bytes_of_a_step(rank: int, world: int) -> None:
