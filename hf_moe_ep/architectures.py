@@ -32,7 +32,7 @@ from hf_moe_ep.derive import (
     is_mixer,
     takes_chosen_tokens,
 )
-from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL
 from hf_moe_ep.plan import ModelPlan, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -137,9 +137,14 @@ class Differences:
     refused: str = ""
 
     def apply_to(self, plan: ModelPlan) -> ModelPlan:
-        """Return `plan` with these changes, and with `sequence_parallel` if it was tested."""
-        was_tested = plan.model_type in SEQUENCE_PARALLEL
-        return replace(plan, origin=self.origin, sequence_parallel=was_tested, **self.fields)
+        """Return `plan` with these changes, and with the sequence parallelism that was tested."""
+        return replace(
+            plan,
+            origin=self.origin,
+            sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
+            gathers_keys=plan.model_type in GATHERS_KEYS,
+            **self.fields,
+        )
 
 
 def differences(model_type: str) -> Differences:

@@ -127,14 +127,24 @@ def _nodes(state: ModelState) -> str:
 
 
 def _sequence(state: ModelState) -> list[str]:
-    """Return the line about the modules that sp_size does not divide, if there are any."""
-    if not state.whole_sequences:
-        return []
-    modules = ", ".join(f"{name} ({kind})" for name, kind in state.whole_sequences)
-    return [
-        f"  sequence   gathered for {modules}; the computation and activations of these modules "
-        f"are not divided by sp_size {state.config.sp_size}"
-    ]
+    """Return the lines about the modules that sp_size does not divide, if there are any."""
+    sp_size = state.config.sp_size
+    lines = []
+    if state.gathered:
+        lines.append(
+            f"  sequence   gathered for {_with_classes(state.gathered)}; the computation and "
+            f"activations of these modules are not divided by sp_size {sp_size}"
+        )
+    if state.gathered_keys:
+        lines.append(
+            f"  sequence   keys gathered for {_with_classes(state.gathered_keys)}; the keys and "
+            f"values of these modules are not divided by sp_size {sp_size}, but their queries are"
+        )
+    return lines
+
+
+def _with_classes(modules: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{name} ({class_name})" for name, class_name in modules)
 
 
 def _balance(state: ModelState) -> list[str]:

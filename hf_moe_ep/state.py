@@ -29,7 +29,7 @@ the row above.
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
-    sequence/attach.py | whole_sequences | names of modules, for `describe`
+    sequence/attach.py | gathered gathered_keys | names of modules, for `describe`
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
@@ -165,9 +165,10 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
-    # The modules that get whole sequences although sp_size > 1 (sequence/gather.py): pattern of the
-    # names, and class.
-    whole_sequences: tuple[tuple[str, str], ...] = ()
+    # The modules for which sequences are gathered with sp_size > 1 (sequence/gather.py), and those
+    # for which only keys are gathered: pattern of the names, and class.
+    gathered: tuple[tuple[str, str], ...] = ()
+    gathered_keys: tuple[tuple[str, str], ...] = ()
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.

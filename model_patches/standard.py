@@ -80,6 +80,20 @@ SEQUENCE_PARALLEL = frozenset(
     }
 )
 
+# Architectures whose attention with an indexer keeps its slice of the queries with sp_size > 1, and
+# gathers only keys (sequence/gathering_cache.py). This was tested against stock.
+GATHERS_KEYS = frozenset(
+    {
+        "axk2",
+        "deepseek_v32",
+        "dots3_note",
+        "dots3_note_text",
+        "glm_moe_dsa",
+        "hy_v4",
+        "mistral_large4",
+    }
+)
+
 # Architectures whose adapters on stacked experts can be exported as adapters on gate_proj, up_proj
 # and down_proj of each expert, and read back. The values are patterns of experts' module names.
 SINGLE_EXPERTS = {

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
+from hf_moe_ep.derive import gathers_by_cache
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.gather import (
     GatherArguments,
@@ -107,10 +108,22 @@ def attention_by_heads(parts: Parts) -> list[nn.Module]:
     return [module for module in parts.attention if module not in whole]
 
 
-def modules_with_whole_sequences(parts: Parts) -> tuple[tuple[str, str], ...]:
-    """Return (pattern of the names, class) of the modules that get whole sequences of all heads."""
-    children = (child for mixers in parts.mixers for child in mixers.items())
-    return tuple(sorted({(as_pattern(name), type(module).__name__) for name, module in children}))
+def gathered_modules(parts: Parts, *, only_keys: bool) -> tuple[tuple[str, str], ...]:
+    """Return (pattern of the names, class) of the modules for which sequences are gathered.
+
+    With `only_keys`, these are the modules for which only keys are gathered; otherwise all others.
+    """
+    names = {
+        (as_pattern(name), type(module).__name__)
+        for mixers in parts.mixers
+        for name, module in mixers.items()
+        if _gathers_only_keys(module, parts) == only_keys
+    }
+    return tuple(sorted(names))
+
+
+def _gathers_only_keys(module: nn.Module, parts: Parts) -> bool:
+    return parts.plan.gathers_keys and gathers_by_cache(module)
 
 
 def attach(parts: Parts, state: ModelState) -> None:
@@ -118,7 +131,9 @@ def attach(parts: Parts, state: ModelState) -> None:
     layer_slices = [LayerSlice() for _ in parts.layers]
     for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
         for name, module in mixers.items():
-            gather = GatherArguments(layer_slice, mixer_arguments(name, module))
+            arguments = mixer_arguments(name, module)
+            only_keys = _gathers_only_keys(module, parts)
+            gather = GatherArguments(layer_slice, arguments, only_keys=only_keys)
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
     if any(parts.mixers):
@@ -127,11 +142,12 @@ def attach(parts: Parts, state: ModelState) -> None:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
         return
-    state.whole_sequences = modules_with_whole_sequences(parts)
+    state.gathered = gathered_modules(parts, only_keys=False)
+    state.gathered_keys = gathered_modules(parts, only_keys=True)
     select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
-        arguments = arguments_of(layer, state.config.sp_size or 1)
-        take_slice = TakeSlice(arguments, layer_slices[index], first=index == 0)
+        layer_arguments = arguments_of(layer, state.config.sp_size or 1)
+        take_slice = TakeSlice(layer_arguments, layer_slices[index], first=index == 0)
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)
     causal_lm = parts.causal_lm
     split_sequence = SplitSequence(state, has_mixers=any(parts.mixers))

@@ -13,7 +13,8 @@ by sp. With hidden size H, every rank sends (sp - 1) * H values per token of its
 and (sp - 1) * H values of gradients in backward. Arguments that `TakeSlice` has sliced, such as
 position embeddings, are not sent, because every rank still has the whole tensors. The gradients of
 parameters need no collective of their own: each rank computes those of its slice of the output, and
-FSDP2 adds the gradients of all ranks.
+FSDP2 adds the gradients of all ranks. An attention module with an indexer may instead keep its
+slice of the queries, and gather only its keys (gathering_cache.py).
 
 Packed rows: if several documents are packed into one row, stock mixers mix the documents silently.
 Here a mixer runs once per document, as if the document were alone, and the mask of attention
@@ -24,16 +25,19 @@ applies to a model with sp_size=1, where nothing is gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_moe_ep.sequence.gathering_cache import GatheringCache
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.attention_interface import uses_flash_attention
+from hf_moe_ep.upstream.models import CACHE_NAMES
 
 
 @dataclass
@@ -51,11 +55,12 @@ class GatherArguments(Ours):
     """Pre-forward hook of a mixer: gathers its arguments.
 
     For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
-    other documents.
+    other documents. With `only_keys`, rows that are not packed keep their slices, and the module
+    gets a `GatheringCache`.
     """
 
-    def __init__(self, layer: LayerSlice, arguments: MixerArguments) -> None:
-        self.layer, self.arguments = layer, arguments
+    def __init__(self, layer: LayerSlice, arguments: MixerArguments, *, only_keys: bool) -> None:
+        self.layer, self.arguments, self.only_keys = layer, arguments, only_keys
         self.other_documents: list[Call] = []
 
     def __call__(
@@ -66,6 +71,9 @@ class GatherArguments(Ours):
             return None
         # Attention inside of the mixer gets whole sequences, as if they were not split.
         kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
+        if self.gathers_only_keys(part):
+            kwargs |= {name: GatheringCache(part) for name in CACHE_NAMES if name in kwargs}
+            return self.arguments.change((args, kwargs), partial(_take_rows_of_mask, part))
         call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
         if part.documents is None:
             return call
@@ -77,6 +85,10 @@ class GatherArguments(Ours):
         ]
         first, *self.other_documents = [self.arguments.of_document(call, d) for d in documents]
         return first
+
+    def gathers_only_keys(self, part: Slice) -> bool:
+        """Return True if the module computes the queries of its slice in this forward."""
+        return self.only_keys and part.size > 1 and part.documents is None
 
     def _gather(self, name: str, value: Any, part: Slice) -> Any:
         """Return the whole of an argument with one entry per token."""
@@ -95,6 +107,17 @@ class GatherArguments(Ours):
         return gather_slices(value, part)
 
 
+def _take_rows_of_mask(part: Slice, name: str, value: Any) -> Any:
+    """Slice a mask (B or 1, 1, S, S) to the queries of this rank.
+
+    Padding of the slice sees every token, because a query that sees no token has an output of NaN.
+    """
+    if not name.endswith("mask"):
+        return value
+    assert isinstance(value, Tensor) and value.ndim == 4, "an indexer needs a mask of all tokens"
+    return part.take_shared(value, 2, fill=value.dtype == torch.bool)
+
+
 class SliceOutput(Ours):
     """Forward hook of a mixer: slices its output.
 
@@ -106,7 +129,7 @@ class SliceOutput(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         part = self.gather.layer.part
-        if part is None:
+        if part is None or self.gather.gathers_only_keys(part):
             return None
         if part.documents is not None:
             calls, self.gather.other_documents = self.gather.other_documents, []

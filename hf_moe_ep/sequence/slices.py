@@ -61,12 +61,12 @@ class Slice:
         shape[dim] = missing
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
-    def take_shared(self, whole: Tensor, dim: int) -> Tensor:
+    def take_shared(self, whole: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return the slice of a tensor that all layers receive, and reuse it if possible."""
         if whole.requires_grad:  # each recompute in backward needs a graph of its own
-            return self.take(whole, dim)
+            return self.take(whole, dim, fill=fill)
         if id(whole) not in self._shared:
-            self._shared[id(whole)] = whole, self.take(whole, dim)
+            self._shared[id(whole)] = whole, self.take(whole, dim, fill=fill)
         return self._shared[id(whole)][1]
 
     def find_whole(self, x: Tensor) -> Tensor | None:

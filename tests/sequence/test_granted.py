@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import batch, recording, tiny
-from support.architectures.mixers import MIXERS
+from support.architectures.mixers import MIXERS, gathered_names
 from support.architectures.steps import build
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
@@ -21,9 +21,7 @@ from support.parity import checkpointing, full_tensor
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
-from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
-from hf_moe_ep.sequence.attach import modules_with_whole_sequences
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(SEQUENCE_PARALLEL)
@@ -82,8 +80,7 @@ def equals_stock(
     others. Reentrant checkpointing drops the gradients of the load-balancing loss, so with it stock
     is checkpointed as well.
     """
-    gathered = gathered_modules(model_type)
-    with recording(model_type, "sp", gathered) as errors, FP64():
+    with recording(model_type, "sp", gathered_names(tiny(model_type))) as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
         if flash:
             use_fake_flash(model)
@@ -113,12 +110,6 @@ def equals_stock(
         for optimizer in optimizers:
             optimizer.step()
         errors += _compare("value after a step", model, stock, lambda p: p.detach())
-
-
-def gathered_modules(model_type: str) -> list[str]:
-    """List the modules of a type for which sequences are gathered, for ARCHITECTURES.md."""
-    modules = modules_with_whole_sequences(find_parts(tiny(model_type)))
-    return [f"`{name}` ({class_name})" for name, class_name in modules]
 
 
 def train_evaluate_generate(model_type: str, rank: int, world: int) -> None:

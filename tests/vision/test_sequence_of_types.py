@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.architectures import recording, takes_sound
 from support.architectures.inputs import loss_of
+from support.architectures.mixers import gathered_names
 from support.architectures.mixes import TYPES, build, image, sound, text, video
 from support.architectures.pictures import mixed_batch
 from support.checks import Check, Found
@@ -59,7 +60,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 def equals_stock(name: str, rank: int, world: int, *, use_reentrant: bool | None = None) -> None:
     """Compare losses and gradients of each step, and the parameters after the last one."""
-    with recording(name, "sp") as errors, FP64():
+    with recording(name, "sp", gathered_names(build(name))) as errors, FP64():
         model, stock = build(name, seed=rank), build(name)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)

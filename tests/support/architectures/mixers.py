@@ -5,6 +5,11 @@ have a type of their own for the text model, so these are 28 model types. test_r
 this table with the behaviour of the modules and with the derived plans.
 """
 
+from torch import nn
+
+from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.sequence.attach import gathered_modules
+
 # Model type, name of a module in its decoder layer, and class of the module in Transformers.
 MIXES = """
 axk2               self_attn.indexer          AXK2Indexer
@@ -57,3 +62,11 @@ zaya               self_attn.qkv_proj         ZayaCCAProjection
 MIXERS: dict[str, set[tuple[str, str]]] = {}
 for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlines()):
     MIXERS.setdefault(model_type, set()).add((module_name, class_name))
+
+
+def gathered_names(model: nn.Module) -> list[str]:
+    """List the modules of a model for which sequences or keys are gathered, as Markdown."""
+    parts = find_parts(model)
+    whole, keys = (gathered_modules(parts, only_keys=x) for x in (False, True))
+    names = [f"`{name}` ({class_name})" for name, class_name in whole]
+    return names + [f"`{name}` ({class_name}), only keys" for name, class_name in keys]
