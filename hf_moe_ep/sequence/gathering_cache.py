@@ -13,7 +13,8 @@ The queries, the scores of the indexer, the attention and its output are divided
 keys and values are not, because every rank has those of the whole sequence. With latent attention
 only the latents are gathered, before the model computes keys and values from them. A rank sends
 (sp - 1) * (latent + rotary + indexer) values per token of its slice in forward, for example
-(sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2, and as many gradients in backward.
+(sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2. In backward it sends (sp - 1) * (latent + rotary)
+gradients, because the choice of tokens has no gradient.
 """
 
 from __future__ import annotations

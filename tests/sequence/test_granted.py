@@ -31,7 +31,7 @@ FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
 # Types with sliding windows, attention sinks, MLA, or other numbers of heads in full layers.
 WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
 # The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
-NOTHING = 1e-17
+NOTHING = 1e-15
 # Its layers have 4 or 6 heads, so 2 is the only sp_size > 1 that divides both.
 SP_2_ALONE = ("laguna",)
 

@@ -4,6 +4,7 @@
 documents in these modules, so here each document is compared with stock's run of it alone.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -170,6 +171,9 @@ def test_describe_names_the_gathered_modules() -> None:
     (line,) = [line for line in report.splitlines() if line.startswith("  sequence")]
     assert "gathered for model.layers.*.linear_attn (Qwen3NextGatedDeltaNet); " in line
     assert "are not divided by sp_size 2" in line
+    report = describe(patch(build("glm_moe_dsa"), sp_size=2))
+    (line,) = [line for line in report.splitlines() if line.startswith("  sequence")]
+    assert "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); " in line
     assert "  sequence" not in describe(patch(build("qwen3_next")))
     assert "  sequence" not in describe(patch(build("mixtral"), sp_size=2))
 
@@ -200,22 +204,22 @@ def test_adapters_equal_stock_peft(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _bytes_of_a_step(rank: int, world: int) -> None:
-    """The docstring of gather.py counts the values that a rank sends per token."""
-    model = build("qwen3_next", seed=rank)
+def _bytes_of_a_step(
+    model_type: str, values: Callable[[Any], tuple[int, int]], rank: int, world: int
+) -> None:
+    """The docstrings of gather.py and gathering_cache.py count the values sent per token."""
+    model = build(model_type, seed=rank)
     apply_ep_fsdp2(model, sp_size=world)
     inputs = batch(model, 2, 12)
-    hidden_size, tokens = model.config.hidden_size, 2 * 12 // world
-    mixers = sum(kind == "linear_attention" for kind in model.config.layer_types)
-    sent = {"all_gather": 0, "swap_slices": 0}
+    tokens = 2 * 12 // world
+    sent = {"all_gather": 0.0, "swap_slices": 0.0}
 
     def counted(name: str) -> Any:
         stock = getattr(slices, name)
 
         def call(x: Tensor, group: Any) -> Tensor:
             # An all-gather sends `x` to each other rank, and a swap all parts except the own one.
-            copies = world - 1 if name == "all_gather" else (world - 1) / world
-            sent[name] += x.nbytes * copies
+            sent[name] += x.nbytes * (world - 1 if name == "all_gather" else (world - 1) / world)
             return stock(x, group)
 
         return call
@@ -224,12 +228,30 @@ def _bytes_of_a_step(rank: int, world: int) -> None:
         loss = model(**inputs, use_cache=False).loss
         forward = dict(sent)
         loss.backward()
-    values = mixers * tokens * (world - 1) * hidden_size * 8
-    losses = (world - 1) * loss.element_size()
-    assert forward["all_gather"] == values + losses
-    assert sent["swap_slices"] == values
+    in_forward, in_backward = (8 * (world - 1) * tokens * n for n in values(model.config))
+    of_loss = (world - 1) * loss.element_size()
+    assert forward == {"all_gather": in_forward + of_loss, "swap_slices": 0}
+    assert sent["swap_slices"] == in_backward
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, _bytes_of_a_step))
+def _hidden_states(config: Any) -> tuple[int, int]:
+    """Count the values per token in forward and in backward."""
+    values = config.hidden_size * config.layer_types.count("linear_attention")
+    return values, values
+
+
+def _keys(config: Any) -> tuple[int, int]:
+    """Count latents, rotary keys and, in forward, the keys of indexers, which get no gradient."""
+    values = (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers
+    return values + config.index_head_dim * config.num_hidden_layers, values
+
+
+BYTES = {
+    "whole sequences": partial(_bytes_of_a_step, "qwen3_next", _hidden_states),
+    "only keys": partial(_bytes_of_a_step, "deepseek_v32", _keys),
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, BYTES))
 def test_as_many_bytes_are_sent_as_the_docstring_says(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
