@@ -25,8 +25,14 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.derive import count_stacked_experts, derive_plan, is_attention
-from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.derive import (
+    count_stacked_experts,
+    derive_plan,
+    is_attention,
+    is_mixer,
+    takes_chosen_tokens,
+)
+from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL
 from hf_moe_ep.plan import ModelPlan, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -85,6 +91,8 @@ class Parts:
             layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
             parameters together.
         attention: the modules in decoder layers that call transformers' attention interface.
+        mixers: for each decoder layer, its direct children, by name, that are or contain a mixer,
+            or that take the tokens which the indexer of an earlier layer has chosen.
         final_norm: the norm in front of the head; empty if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
         tied: True if head and embedding share a parameter.
@@ -99,6 +107,7 @@ class Parts:
     experts: dict[str, nn.Module]
     adapted_experts: dict[int, tuple[nn.Module, ...]]
     attention: tuple[nn.Module, ...]
+    mixers: tuple[dict[str, nn.Module], ...]
     final_norm: tuple[nn.Module, ...]
     embedding: nn.Module | None
     head: nn.Module | None
@@ -128,9 +137,14 @@ class Differences:
     refused: str = ""
 
     def apply_to(self, plan: ModelPlan) -> ModelPlan:
-        """Return `plan` with these changes, and with `sequence_parallel` if it was tested."""
-        was_tested = plan.model_type in SEQUENCE_PARALLEL and not plan.mixers
-        return replace(plan, origin=self.origin, sequence_parallel=was_tested, **self.fields)
+        """Return `plan` with these changes, and with the sequence parallelism that was tested."""
+        return replace(
+            plan,
+            origin=self.origin,
+            sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
+            gathers_keys=plan.model_type in GATHERS_KEYS,
+            **self.fields,
+        )
 
 
 def differences(model_type: str) -> Differences:
@@ -203,6 +217,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         experts=_find_experts(model, named, plan),
         adapted_experts=_adapted_experts(named, plan),
         attention=_find_attention(named, plan),
+        mixers=_find_mixers(named, plan),
         final_norm=tuple(
             named.unadapted[name] for name in named.shortest_matching(plan.final_norm)
         ),
@@ -347,6 +362,30 @@ def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
     """Return the attention modules, without other modules that match a derived plan's pattern."""
     modules = (named.stock[name] for name in named.matching(plan.attention))
     return tuple(m for m in modules if plan.origin == "given" or is_attention(m))
+
+
+def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], ...]:
+    """Return, for each decoder layer, the direct children that need whole sequences, by name."""
+    layers = named.matching(plan.layers)
+    by_layer: dict[str, dict[str, nn.Module]] = {name: {} for name in layers}
+    if plan.mixers:
+        depth = layers[0].count(".") + 1
+        for name, module in named.stock.items():
+            components = name.split(".")
+            layer, child = ".".join(components[:depth]), ".".join(components[: depth + 1])
+            if layer in by_layer and child != layer and _needs_whole_sequences(name, module, plan):
+                by_layer[layer][child] = named.outermost[child]
+    return tuple(by_layer.values())
+
+
+def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
+    """Return True if a module in a layer is a mixer, or takes the tokens that an indexer chose.
+
+    A module whose name matches a derived pattern may be attention, or may not mix tokens.
+    """
+    if any(matches(pattern, name) for pattern in plan.mixers):
+        return plan.origin == "given" or is_mixer(module)
+    return takes_chosen_tokens(module)
 
 
 def _adapted_experts(named: _Named, plan: ModelPlan) -> dict[int, tuple[nn.Module, ...]]:

@@ -38,6 +38,7 @@ from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
     aux_loss_coefficient,
     base_model_prefix,
+    cache_methods,
     input_embedding,
     is_quantized,
     output_head,
@@ -54,6 +55,8 @@ _SEQUENCE_ARGUMENTS = (
     "cache_params",
     "cu_seqlens",
 )
+# An argument with the tokens that the indexer of an earlier layer has chosen for each token.
+_CHOSEN_TOKENS = "prev_topk_indices"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Fields of configs that hold the number of experts per layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -482,6 +485,27 @@ def is_mixer(module: nn.Module) -> bool:
 def _takes_a_sequence(module: nn.Module) -> bool:
     """Return True if the forward of a module takes masks, positions or caches of a sequence."""
     return not forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
+
+
+def takes_chosen_tokens(module: nn.Module) -> bool:
+    """Return True if an attention module takes the tokens that an earlier layer's indexer chose."""
+    return is_attention(module) and _CHOSEN_TOKENS in forward_arguments(module)
+
+
+def gathers_by_cache(module: nn.Module) -> bool:
+    """Return True if a module needs whole sequences only for the keys that it passes to a cache.
+
+    Such a module is attention with an indexer. Its code calls `update` and `update_indexer` of the
+    cache, and no other method, so it mixes tokens nowhere else.
+    """
+    if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
+        return False
+    if any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules()):
+        return False
+    has_indexer = any(calls(inner, "update_indexer") for inner in module.modules())
+    others = cache_methods() - {"update", "update_indexer"}
+    calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
+    return (has_indexer or takes_chosen_tokens(module)) and not calls_others
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -37,6 +37,7 @@ def describe(model: nn.Module) -> str:
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
     lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
+    lines += _sequence(state)
     lines += _balance(state)
     if state.meshes is not None:
         lines.append(_precision(model, state))
@@ -123,6 +124,27 @@ def _nodes(state: ModelState) -> str:
     if meshes.nodes is None:
         return f" (nodes x ranks: {grid}, so hierarchical dispatch is the same as all_to_all)"
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
+
+
+def _sequence(state: ModelState) -> list[str]:
+    """Return the lines about the modules that sp_size does not divide, if there are any."""
+    sp_size = state.config.sp_size
+    lines = []
+    if state.gathered:
+        lines.append(
+            f"  sequence   gathered for {_with_classes(state.gathered)}; the computation and "
+            f"activations of these modules are not divided by sp_size {sp_size}"
+        )
+    if state.gathered_keys:
+        lines.append(
+            f"  sequence   keys gathered for {_with_classes(state.gathered_keys)}; the keys and "
+            f"values of these modules are not divided by sp_size {sp_size}, but their queries are"
+        )
+    return lines
+
+
+def _with_classes(modules: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{name} ({class_name})" for name, class_name in modules)
 
 
 def _balance(state: ModelState) -> list[str]:

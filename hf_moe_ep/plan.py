@@ -70,8 +70,9 @@ class ModelPlan:
             unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.
-        sequence_parallel: True if sp_size > 1 was tested against stock; always False for an
-            architecture with `mixers`.
+        sequence_parallel: True if sp_size > 1 was tested against stock.
+        gathers_keys: True if attention with an indexer was tested with `GatheringCache`: with
+            sp_size > 1 only its keys are gathered. Otherwise it gets whole sequences.
         num_experts: the name of the text config's field that holds the number of experts per
             layer; None if there is no such field.
         expert_weights: the parameters of an experts module that are stacked over experts (dim 0).
@@ -98,6 +99,7 @@ class ModelPlan:
     final_norm: str = "norm"
     mixers: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    gathers_keys: bool = False
     num_experts: str | None = "num_experts"
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     stored: Mapping[str, Stored] = field(default_factory=dict)

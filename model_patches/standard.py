@@ -6,44 +6,91 @@ sp_size > 1 is refused (`sequence/attach.py`), and so is the export of adapters 
 
 from __future__ import annotations
 
-# Architectures for which sp_size > 1 was tested against stock. In these decoders only attention
-# modules that call transformers' attention interface mix tokens.
+# Architectures for which sp_size > 1 was tested against stock.
 SEQUENCE_PARALLEL = frozenset(
     {
         "afmoe",
+        "aria",
         "aria_text",
         "axk1",
+        "axk2",
+        "bailing_hybrid",
         "beam",
         "cohere2_moe",
+        "deepseek_ocr2",
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
         "dots1",
+        "dots3_note",
+        "dots3_note_text",
         "ernie4_5_moe",
+        "ernie4_5_vl_moe",
         "exaone_moe",
         "flex_olmo",
         "flint",
+        "gemma4",
         "gemma4_text",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm4v_moe",
+        "glm5_next",
+        "glm_moe_dsa",
         "gpt_oss",
         "granitemoe",
         "granitemoe_swa",
+        "granitemoehybrid",
         "granitemoeshared",
         "hunyuan_v1_moe",
         "hy_v3",
+        "hy_v4",
+        "inkling_mm_model",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
         "kolibri1",
         "laguna",
+        "lfm2_moe",
         "mellum",
         "mimo_v2_flash",
+        "minimax",
         "minimax_m2",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
         "mistral4",
+        "mistral_large4",
         "mixtral",
+        "muse_spark",
+        "nemotron_h",
         "olmoe",
         "phimoe",
         "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
         "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe_thinker",
         "qwen3_vl_moe",
+        "qwen4_exp",
+        "qwen4_exp_text",
         "solar_open",
+        "unlimited_ocr",
+        "zaya",
+    }
+)
+
+# Architectures whose attention with an indexer keeps its slice of the queries with sp_size > 1, and
+# gathers only keys (sequence/gathering_cache.py). This was tested against stock.
+GATHERS_KEYS = frozenset(
+    {
+        "axk2",
+        "deepseek_v32",
+        "dots3_note",
+        "dots3_note_text",
+        "glm_moe_dsa",
+        "hy_v4",
+        "mistral_large4",
     }
 )
 

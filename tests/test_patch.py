@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 from hf_moe_ep import ModelPlan, ParallelConfig, describe, from_pretrained, patch, unpatch
+from hf_moe_ep.sequence.gather import LayerSlice
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
@@ -384,7 +385,8 @@ def test_models_that_sp_cannot_split_raise_an_error_with_the_reason() -> None:
         patch(tiny(), plan=plan, sp_size=2)
     part = Slice(cast(Any, None), 0, 2, length=8)
     with pytest.raises(ValueError, match=r"Linear, .*keywords only.*layer\(hidden_states"):
-        TakeSlice(arguments_of(nn.Linear(2, 2), 2), first=True)(nn.Linear(2, 2), (), {SLICE: part})
+        take_slice = TakeSlice(arguments_of(nn.Linear(2, 2), 2), LayerSlice(), first=True)
+        take_slice(nn.Linear(2, 2), (), {SLICE: part})
 
 
 def test_patching_a_part_of_a_patched_model() -> None:

@@ -124,10 +124,11 @@ def lines(result: Architecture, shape: str) -> list[str]:
         "tower": tower,
         "aux loss": plan.aux_loss_coef or "",
     }
+    gathered = f"; sequences are gathered for {', '.join(plan.mixers)}" if plan.mixers else ""
     granted = {
         "EP": f"ep_size {', '.join(map(str, result.ep_sizes))}" if result.ep_sizes else "",
         "LoRA": "on stacked experts" if result.granted["lora"] == YES else "",
-        "sp": YES if result.granted["sp"] == YES else "",
+        "sp": YES + gathered if result.granted["sp"] == YES else "",
         "vision": "any mix of text and pictures" if result.granted["vision"] == YES else "",
     }
     reasons = dict(zip(granted, result.granted.values(), strict=True))

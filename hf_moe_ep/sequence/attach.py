@@ -1,8 +1,15 @@
-"""Register the hooks of sequence parallelism (sp_size > 1).
+"""Register the hooks of sequence parallelism (sp_size > 1), and those of packed documents.
 
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token
 attention modules     a copy of the config, which selects `split_attention`
+mixers                hooks that gather the slices, and slice the output (gather.py)
+
+With sp_size=1, a model with mixers gets hooks that run packed documents one by one:
+
+causal LM             a pre-forward hook that finds the documents; a loss that ignores them
+every decoder layer   a pre-forward hook that tells its mixers the documents
+mixers                the hooks of sp_size > 1, which gather nothing
 """
 
 from __future__ import annotations
@@ -11,16 +18,31 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.derive import is_mixer
-from hf_moe_ep.plan import matches
+from hf_moe_ep.derive import gathers_by_cache
+from hf_moe_ep.plan import as_pattern
+from hf_moe_ep.sequence.gather import (
+    GatherArguments,
+    LayerSlice,
+    SeparateDocuments,
+    SliceOutput,
+)
 from hf_moe_ep.sequence.layer_arguments import arguments_of
-from hf_moe_ep.sequence.split import JoinLogits, SplitSequence, TakeSlice, split_loss
+from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
+from hf_moe_ep.sequence.split import (
+    FindDocuments,
+    JoinLogits,
+    PassDocuments,
+    SplitSequence,
+    TakeSlice,
+    split_loss,
+)
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
 from hf_moe_ep.upstream.models import attention_heads
-from hf_moe_ep.upstream.module_names import stock_name
 
 _REMEDY = "leave sp_size at 1 (ep_size and FSDP2 work)"
 
@@ -30,7 +52,6 @@ def check(parts: Parts, state: ModelState) -> None:
     sp_size = state.config.sp_size or 1
     if sp_size == 1:
         return
-    _check_mixers(parts, sp_size)
     if parts.causal_lm is None:
         raise ValueError(
             f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, and "
@@ -42,51 +63,122 @@ def check(parts: Parts, state: ModelState) -> None:
             f"allow it yourself after a test: "
             f"patch(model, plan=ModelPlan(..., sequence_parallel=True))"
         )
-    if not parts.attention:
+    _check_mixers(parts, sp_size)
+    attention = attention_by_heads(parts)
+    if not attention and not any(parts.mixers):
         raise ValueError(
             f"sp_size ({sp_size}) > 1 splits attention by heads, and no module in the layers of "
             f"{type(parts.root).__name__} calls transformers' attention interface "
             f"(ALL_ATTENTION_FUNCTIONS); leave sp_size at 1"
         )
-    for heads, kv_heads in sorted(attention_heads(parts.config)):
-        check_heads(heads, kv_heads, sp_size)
-    check_attention(parts.attention[0], parts.root)
+    if attention:
+        for heads, kv_heads in sorted(attention_heads(parts.config)):
+            check_heads(heads, kv_heads, sp_size)
+        check_attention(attention[0], parts.root)
     for layer in parts.layers:
         arguments_of(layer, sp_size)
 
 
 def _check_mixers(parts: Parts, sp_size: int) -> None:
-    """Raise ValueError if a module other than attention mixes tokens along the sequence.
+    """Raise ValueError if a mixer cannot run on whole sequences while its layer has a slice."""
+    experts = set(parts.experts.values())
+    for mixers in parts.mixers:
+        for name, module in mixers.items():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                why = "it has no forward of its own"
+            elif not experts.isdisjoint(module.modules()):
+                why = "it also contains the experts, which would get every token of each slice"
+            else:
+                continue
+            raise ValueError(
+                f"sp_size ({sp_size}) > 1 runs the modules that mix along the sequence on whole "
+                f"sequences, but not {name} ({type(module).__name__}) of {parts.plan.model_type}: "
+                f"{why}; {_REMEDY}"
+            )
 
-    Attention gets whole sequences, split over heads. Any other module gets only a slice.
+
+def attention_by_heads(parts: Parts) -> list[nn.Module]:
+    """List the attention modules that get whole sequences of some heads.
+
+    The others are inside of modules that get whole sequences of all heads.
     """
-    plan = parts.plan
-    if plan.mixers:
-        # A module with the same name in another layer may be attention, or may not mix tokens.
-        kinds = {
-            f"{name} ({type(module).__name__})"
-            for name in plan.mixers
-            for other, module in parts.root.named_modules()
-            if matches(name, stock_name(other)) and is_mixer(module)
-        } or set(plan.mixers)
-        raise ValueError(
-            f"sp_size ({sp_size}) > 1 splits sequences, and only attention sees the whole, but "
-            f"{plan.model_type} also mixes along the sequence in {', '.join(sorted(kinds))}, "
-            f"which does not use transformers' attention interface; {_REMEDY}"
-        )
+    whole = {
+        inner for mixers in parts.mixers for child in mixers.values() for inner in child.modules()
+    }
+    return [module for module in parts.attention if module not in whole]
+
+
+def gathered_modules(parts: Parts, *, only_keys: bool) -> tuple[tuple[str, str], ...]:
+    """Return (pattern of the names, class) of the modules for which sequences are gathered.
+
+    With `only_keys`, these are the modules for which only keys are gathered; otherwise all others.
+    """
+    names = {
+        (as_pattern(name), type(module).__name__)
+        for mixers in parts.mixers
+        for name, module in mixers.items()
+        if _gathers_only_keys(module, parts) == only_keys
+    }
+    return tuple(sorted(names))
+
+
+def _gathers_only_keys(module: nn.Module, parts: Parts) -> bool:
+    return parts.plan.gathers_keys and gathers_by_cache(module)
 
 
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks, the loss and the attention function of the module docstring."""
+    layer_slices = [LayerSlice() for _ in parts.layers]
+    for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
+        for name, module in mixers.items():
+            arguments = mixer_arguments(name, module)
+            only_keys = _gathers_only_keys(module, parts)
+            gather = GatherArguments(layer_slice, arguments, only_keys=only_keys)
+            module.register_forward_pre_hook(gather, with_kwargs=True)
+            module.register_forward_hook(SliceOutput(gather))
+    if any(parts.mixers):
+        _separate_documents(parts, layer_slices)
     if state.config.sp_size == 1:
+        if any(parts.mixers):
+            _attach_documents(parts, state, layer_slices)
         return
-    select_attention(parts.attention, state, wrap_attention)
+    state.gathered = gathered_modules(parts, only_keys=False)
+    state.gathered_keys = gathered_modules(parts, only_keys=True)
+    select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
-        take_slice = TakeSlice(arguments_of(layer, state.config.sp_size or 1), first=index == 0)
+        layer_arguments = arguments_of(layer, state.config.sp_size or 1)
+        take_slice = TakeSlice(layer_arguments, layer_slices[index], first=index == 0)
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)
     causal_lm = parts.causal_lm
-    causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
+    split_sequence = SplitSequence(state, has_mixers=any(parts.mixers))
+    causal_lm.register_forward_pre_hook(split_sequence, with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
+    _replace_loss(causal_lm, state)
+
+
+def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:
+    """Make the attention modules outside of mixers separate packed documents."""
+    attention = attention_by_heads(parts)
+    for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
+        inner = set(layer.modules())
+        for module in attention:
+            if module in inner:
+                arguments = mixer_arguments(type(module).__name__, module)
+                separate = SeparateDocuments(layer_slice, arguments)
+                module.register_forward_pre_hook(separate, with_kwargs=True)
+
+
+def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerSlice]) -> None:
+    """Without sequence parallelism, make mixers run packed documents one by one."""
+    for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
+        layer.register_forward_pre_hook(PassDocuments(layer_slice), with_kwargs=True)
+    owner = parts.root if parts.causal_lm is None else parts.causal_lm
+    owner.register_forward_pre_hook(FindDocuments(), with_kwargs=True)
+    if parts.causal_lm is not None:
+        _replace_loss(parts.causal_lm, state)
+
+
+def _replace_loss(causal_lm: Any, state: ModelState) -> None:
     # Before this call, the attribute exists only if the user has set a loss (modeling_utils.py).
     state.replace(causal_lm, "_loss_function", partial(split_loss, causal_lm.loss_function))
 

@@ -2,8 +2,9 @@
 
     argument               what happens to it
     hidden_states          the hook of the first layer slices this first argument of the layers
-    position_embeddings    every layer's hook slices it along the dimension given in `_BY_TOKEN`
+    position_embeddings    every layer's hook slices it along the dimension given in `BY_TOKEN`
     attention_mask         it stays whole, because attention sees the whole sequence
+    prev_topk_indices      it stays as it is, because the previous layer returned it for a slice
 
 The names come from the signature of the layer, which `patch` reads. The shape of a tensor would not
 be enough, because any tensor may be as long as the sequence by chance. `patch` therefore refuses a
@@ -23,20 +24,25 @@ from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 
 # The arguments with one entry per token, and the dimension of their tensors that counts tokens.
-_BY_TOKEN = {
+BY_TOKEN = {
     "input_ids": 1,
+    "moe_mm_token_type_ids": 1,
     "per_layer_input": 1,
+    "ple_input_ids": 1,
     "position_embeddings": 1,
     "position_ids": -1,
     "attention_scaling": 2,  # (B or 1, 1, S, 1): one scale per query, for all heads
 }
-# Arguments that are passed on unchanged, as are all arguments whose names end in "mask".
+# Arguments that are passed on unchanged, as are all arguments whose names end in "mask". Those that
+# begin with "prev_" come from the previous layer, which has computed them from a slice.
 _WHOLE = {
     "cache_position",
     "output_attentions",
     "output_router_logits",
     "past_key_value",
     "past_key_values",
+    "prev_router_hidden_states",
+    "prev_topk_indices",
     "shared_kv_states",
     "use_cache",
 }
@@ -70,17 +76,19 @@ class LayerArguments:
         return (args[0], *(self._slice_argument(name, value, part) for name, value in names))
 
     def slice_named(self, kwargs: dict[str, Any], part: Slice) -> dict[str, Any]:
-        """Slice the keyword arguments that are in `_BY_TOKEN`, and pass on all others."""
+        """Slice the keyword arguments that are in `BY_TOKEN`, and pass on all others."""
         return {name: self._slice_argument(name, value, part) for name, value in kwargs.items()}
 
     def _slice_argument(self, name: str, value: Any, part: Slice) -> Any:
-        if name not in _BY_TOKEN:
+        if name not in BY_TOKEN:
             return value
         if type(value) in (tuple, list):
             return type(value)(self._slice_argument(name, element, part) for element in value)
+        if type(value) is dict:  # position embeddings of several kinds, by kind
+            return {key: self._slice_argument(name, x, part) for key, x in value.items()}
         if not isinstance(value, Tensor):
             return value
-        dim = _BY_TOKEN[name]
+        dim = BY_TOKEN[name]
         size = value.shape[dim] if value.ndim > dim else 1
         if size == 1 and part.length > 1:
             return value  # the same for every token
@@ -98,12 +106,12 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
     Raises:
         ValueError: a tensor argument is in no table, so it is not known if it must be sliced.
     """
-    by_name = _named_parameters(layer)
+    by_name = named_parameters(layer)
     class_name = type(layer).__name__
     unknown = [
         parameter.name
         for parameter in by_name[1:]
-        if parameter.name not in _BY_TOKEN | dict.fromkeys(_WHOLE)
+        if parameter.name not in BY_TOKEN | dict.fromkeys(_WHOLE)
         and not parameter.name.endswith("mask")
         and _may_be_tensor(parameter)
     ]
@@ -123,10 +131,10 @@ def _may_be_tensor(parameter: inspect.Parameter) -> bool:
     return missing or "Tensor" in str(parameter.annotation)
 
 
-def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
-    """Return the named parameters of a layer's forward.
+def named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
+    """Return the named parameters of the forward of a decoder layer, or of a module in a layer.
 
-    If the layer is a wrapper without named parameters, return the parameters of the module inside.
+    If the module is a wrapper without named parameters, return the parameters of the module inside.
     The forward of the class is used, because transformers or Accelerate may set a forward on the
     instance, which takes any arguments.
     """
@@ -134,5 +142,5 @@ def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
     by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     children = list(layer.children())
     if not by_name and len(children) == 1:
-        return _named_parameters(children[0])
+        return named_parameters(children[0])
     return by_name

@@ -3,7 +3,7 @@
 With `sp` ranks and sequences of S tokens, every rank has ceil(S / sp) tokens of each row of the
 batch; the last slices are padded. Both collectives are differentiable:
 
-    gather_slices   (B, S / sp, V)        to   (B, S, V) on every rank
+    gather_slices   (B, S / sp, ...)      to   (B, S, ...) on every rank
     sum_slices      one number per slice  to   their sum on every rank
 
 The exchanges of attention are in `ulysses.py`.
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -33,13 +32,16 @@ class Slice:
     copies every dataclass among the arguments of a unit.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, rank: int, size: int, length: int, unit: int = 1
-    ) -> None:
+    def __init__(self, group: Any, rank: int, size: int, length: int, unit: int = 1) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
         # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
+        # The first and the last token + 1 of each document, for each row; None if the rows are not
+        # packed. Only set for a model with mixers (sequence/gather.py).
+        self.documents: list[list[tuple[int, int]]] | None = None
+        # For packed rows: id of a mask -> (mask, mask that separates the documents).
+        self.separated: dict[int, tuple[Tensor | None, Tensor]] = {}
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -59,17 +61,24 @@ class Slice:
         shape[dim] = missing
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
-    def take_shared(self, whole: Tensor, dim: int) -> Tensor:
+    def take_shared(self, whole: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return the slice of a tensor that all layers receive, and reuse it if possible."""
         if whole.requires_grad:  # each recompute in backward needs a graph of its own
-            return self.take(whole, dim)
+            return self.take(whole, dim, fill=fill)
         if id(whole) not in self._shared:
-            self._shared[id(whole)] = whole, self.take(whole, dim)
+            self._shared[id(whole)] = whole, self.take(whole, dim, fill=fill)
         return self._shared[id(whole)][1]
+
+    def find_whole(self, x: Tensor) -> Tensor | None:
+        """Return the whole tensor that `take_shared` has sliced to `x`, or None."""
+        return next((whole for whole, part in self._shared.values() if part is x), None)
 
 
 def gather_slices(x: Tensor, part: Slice) -> Tensor:
-    """All-gather slices (B, S / sp, V) to (B, S, V); backward adds the gradients of all ranks."""
+    """All-gather slices (B, S / sp, ...) to (B, S, ...); backward adds the gradients of all ranks.
+
+    Every rank sends sp - 1 tensors of the size of `x` in forward, and as many in backward.
+    """
     whole: Tensor = _Gather.apply(x, part)
     return whole
 
@@ -92,7 +101,8 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
-        padded = functional.pad(grad, (0, 0, 0, part.local * part.size - part.length))
+        missing = part.local * part.size - part.length
+        padded = functional.pad(grad, (*(0, 0) * (grad.ndim - 2), 0, missing))
         by_owner = padded.unflatten(1, (part.size, -1)).movedim(1, 0)
         return swap_slices(by_owner, part.group).sum(0), None
 

@@ -5,6 +5,8 @@
     causal LM             stock code computes masks and positions of whole sequences
     decoder layers        TakeSlice: the first layer slices the hidden states, and every layer
                           slices its other arguments with one entry per token
+    mixers in layers      GatherArguments and SliceOutput (gather.py): gather the slices around
+                          modules that need whole sequences
     loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
                           summed
     after the causal LM   JoinLogits: gathers the outputs if no loss is computed
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_moe_ep.sequence.gather import LayerSlice, find_documents
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.same_batch import check_same_batch
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
@@ -38,8 +41,8 @@ class SplitSequence(Ours):
     forwards of `generate` are therefore not split.
     """
 
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
+    def __init__(self, state: ModelState, *, has_mixers: bool) -> None:
+        self.state, self.has_mixers = state, has_mixers
 
     @torch.compiler.disable
     def __call__(
@@ -84,10 +87,55 @@ class SplitSequence(Ours):
             # caller has shifted the labels.
             given["labels"] = labels
         given["use_cache"] = False
-        given["attention_mask"] = _choose_mask(
-            given.get("position_ids"), given.get("attention_mask")
-        )
+        positions = given.get("position_ids")
+        given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
+        if self.has_mixers and given["attention_mask"] is None:
+            part.documents = find_documents(positions, len(tokens))
         return (), given
+
+
+class FindDocuments(Ours):
+    """Pre-forward hook of a model with mixers and sp_size=1: finds packed documents.
+
+    A forward with packed rows gets a `Slice` of the whole sequence, so that mixers run once per
+    document. Any other forward is not changed.
+    """
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = bind_forward(model, args, kwargs)
+        if given.get("position_ids") is None or given_cache(given) is not None:
+            return None
+        return _with_documents(given)
+
+
+@torch.compiler.disable
+def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a forward with packed rows, or None if the rows are not packed."""
+    positions = given["position_ids"]
+    mask = _choose_mask(positions, given.get("attention_mask"))
+    name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+    tokens: Tensor = given[name]
+    documents = find_documents(positions, len(tokens)) if mask is None else None
+    if documents is None:
+        return None
+    part = Slice(None, 0, 1, length=tokens.shape[1])
+    part.documents = documents
+    return (), given | {"attention_mask": mask, SLICE: part}
+
+
+class PassDocuments(Ours):
+    """Pre-forward hook of a decoder layer with sp_size=1: tells its mixers the documents."""
+
+    def __init__(self, layer: LayerSlice) -> None:
+        self.layer = layer
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.layer.part = kwargs.get(SLICE)
+        return args, {name: value for name, value in kwargs.items() if name != SLICE}
 
 
 class JoinLogits(Ours):
@@ -137,13 +185,14 @@ class TakeSlice(Ours):
     `layer_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
     """
 
-    def __init__(self, arguments: LayerArguments, *, first: bool) -> None:
-        self.arguments, self.first = arguments, first
+    def __init__(self, arguments: LayerArguments, layer: LayerSlice, *, first: bool) -> None:
+        self.arguments, self.layer, self.first = arguments, layer, first
 
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         part: Slice | None = kwargs.get(SLICE)
+        self.layer.part = part
         if part is None:
             return None
         if not args:
@@ -167,7 +216,7 @@ def split_loss(
     gradients of parameters over all ranks, as in data parallelism.
     """
     part: Slice | None = kw.pop(SLICE, None)
-    if part is None:
+    if part is None or part.size == 1:
         return stock(logits, labels, *args, **kw)
     shifted, count = kw.pop("shift_labels", None), kw.pop("num_items_in_batch", None)
     ignored = kw.get("ignore_index", IGNORED_LABEL)

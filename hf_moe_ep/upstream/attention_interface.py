@@ -71,6 +71,11 @@ def check_attention(module: Any, model: Any = None) -> None:
         )
 
 
+def uses_flash_attention(module: Any) -> bool:
+    """Return True if an attention module calls a flash attention function."""
+    return "flash" in module.config._attn_implementation
+
+
 def stock_attention(module: nn.Module) -> Any:
     """Return a copy of an attention module with the stock config.
 

@@ -6,6 +6,7 @@ trl/trainer/utils.py (TRL's fused head) and torch/nn/modules/module.py (buffers)
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache
 
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
@@ -136,6 +137,13 @@ def bind_forward(
     arguments = dict(bound.arguments)
     arguments.update(arguments.pop("kwargs", {}))
     return arguments
+
+
+@functools.cache
+def cache_methods() -> frozenset[str]:
+    """Return the names by which a module reads or updates a cache (cache_utils.py)."""
+    prefixes = ("get_", "has_", "is_recording", "update")
+    return frozenset(name for name in dir(Cache) if name.startswith(prefixes)) | {"layers"}
 
 
 def given_cache(given: dict[str, Any]) -> Any:

@@ -15,8 +15,10 @@ If there are encoders of any other class:
 
 owner of the encoders pre-forward hook: gather all encoders if any rank has input
 decoder               pre-forward hook: give every rank gradients for the same parameters
+                      with sp_size > 1, take a slice of the deepstack features
 every encoder         pre-forward hook: raise an error if the encoder is not gathered
                       forward hook: record if an output requires a gradient
+                      with sp_size > 1, pre-forward hook: encode all pictures, not a slice of them
 root                  a wrapper around the call by `generate` gathers all encoders
 
 If layers have additional experts that only tokens of pictures use:
@@ -52,6 +54,7 @@ from hf_moe_ep.upstream.towers import (
 from hf_moe_ep.vision.branches import MarkTextOnlyRanks, RunPictureExperts
 from hf_moe_ep.vision.encoders import (
     AlignGradients,
+    DropSlice,
     GatherEncoders,
     RecordGraph,
     RefuseShardedEncoder,
@@ -68,21 +71,13 @@ from hf_moe_ep.vision.unlike import RefuseDifferentInputs
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """With sp_size > 1, refuse encoders whose attention cannot be split.
+    """With sp_size > 1, refuse a vision tower whose attention cannot be split.
 
     Raises:
         ValueError: sp_size does not divide the heads of the tower; the tower uses eager attention,
-            or a function that is not in transformers' attention interface; or the model has
-            encoders other than a vision tower.
+            or a function that is not in transformers' attention interface.
     """
-    if state.config.sp_size == 1:
-        return
-    if parts.encoders is not None:
-        raise ValueError(
-            f"sp_size ({state.config.sp_size}) > 1 does not support the encoders "
-            f"{', '.join(parts.plan.encoders)} of {parts.plan.model_type}; leave sp_size at 1"
-        )
-    if parts.tower is None:
+    if state.config.sp_size == 1 or parts.tower is None:
         return
     heads = tower_heads(parts.tower.module)
     check_heads(heads, heads, state.config.sp_size or 1)
@@ -122,6 +117,10 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
     for module in encoders.modules:
         module.register_forward_pre_hook(RefuseShardedEncoder())
         module.register_forward_hook(RecordGraph(gather_encoders))
+    if state.config.sp_size != 1:
+        for module in encoders.modules:
+            module.register_forward_pre_hook(DropSlice(), with_kwargs=True)
+        encoders.decoder.register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)
     blocks = [m for m in encoders.decoder.modules() if has_experts_of_pictures(m)]
     if blocks:
         encoders.decoder.register_forward_pre_hook(MarkTextOnlyRanks(state), with_kwargs=True)

@@ -8,6 +8,7 @@ set on an empty tensor: it takes part in every exchange, and its gradients are e
 
 The decision is stored as an attribute of the tensor of token types, which has a number for the kind
 of each token: text or picture. Every layer receives this tensor, also in a recompute in backward.
+With sp_size > 1 the decision is about the tokens in the slice of a rank, and is stored with them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, ShardedOnly
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.towers import EXPERTS_OF_PICTURES, TOKEN_KINDS
@@ -39,19 +41,27 @@ class MarkTextOnlyRanks(ShardedOnly):
         if meshes is None or meshes.world_size == 1:
             return None
         given = bind_forward(decoder, args, kwargs)
-        kinds_BS = given.get(TOKEN_KINDS)
+        kinds_BS: Tensor | None = given.get(TOKEN_KINDS)
+        part: Slice | None = given.get(SLICE)
         has_pictures = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
-            has_pictures = has_pictures + kinds_BS.any()
+            has_pictures = has_pictures + _own_kinds(kinds_BS, part).any()
         # This is a host sync. Stock code has a host sync in every layer.
         counts = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
         has_own, ranks_with_pictures = counts.tolist()
         if has_own or ranks_with_pictures == 0:
             return None
         text = given["inputs_embeds"]
-        marked_BS = torch.zeros(text.shape[:2], dtype=torch.int64, device=text.device)
-        setattr(marked_BS, _ONLY_OTHERS_HAVE_PICTURES, True)
+        marked_BS = kinds_BS
+        if part is None or marked_BS is None:
+            marked_BS = torch.zeros(text.shape[:2], dtype=torch.int64, device=text.device)
+        setattr(_own_kinds(marked_BS, part), _ONLY_OTHERS_HAVE_PICTURES, True)
         return (), {**given, TOKEN_KINDS: marked_BS}
+
+
+def _own_kinds(kinds_BS: Tensor, part: Slice | None) -> Tensor:
+    """Return the token types that the layers of this rank receive: a slice with sp_size > 1."""
+    return kinds_BS if part is None else part.take_shared(kinds_BS, 1)
 
 
 class RunPictureExperts(ShardedOnly):

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.sequence.slices import SLICE
 from hf_moe_ep.state import ModelState, Ours, ShardedOnly
 from hf_moe_ep.upstream.graph import reached_parameters, tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
@@ -122,6 +123,18 @@ class RefuseShardedEncoder(Ours):
                 f"which other ranks do not notice, so its parameters cannot be gathered; pass "
                 f"pictures and sound to the forward or to generate() of the whole model"
             )
+
+
+class DropSlice(Ours):
+    """Pre-forward hook of an encoder: removes the slice of the text from the arguments.
+
+    All ranks of an sp group have the same pictures and sound, and each rank encodes all of them.
+    """
+
+    def __call__(
+        self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {name: value for name, value in kwargs.items() if name != SLICE}
 
 
 class RecordGraph(Ours):

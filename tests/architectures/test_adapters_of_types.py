@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from support.adapters import expert_matrices
+from peft import LoraConfig, get_peft_model
 from support.architectures import recording
+from support.architectures.adapted import build_adapted
 from support.architectures.steps import (
     CUT_LOGITS,
     TEXT_TYPES,
@@ -27,24 +26,6 @@ from hf_moe_ep.architectures import find_parts
 
 # gpt_oss has transposed experts with biases, nemotron_h has experts without a gate.
 IN_FAST_SUITE = ("gpt_oss", "nemotron_h")
-# Linear layers that PEFT cannot adapt: o_a_proj is a grouped product, a kernel reads the weight of
-# out_proj without a call of its forward, and router returns three values.
-NOT_BY_PEFT = {"deepseek_v4": ["o_a_proj"], "nemotron_h": ["out_proj"], "phimoe": ["router"]}
-
-
-def build_adapted(model_type: str, seed: int) -> PeftModel:
-    """Build a model with random adapters on its experts and all of its linear layers."""
-    model = build(model_type)
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=3,
-        lora_alpha=5,
-        target_parameters=expert_matrices(model),
-        target_modules="all-linear",
-        exclude_modules=NOT_BY_PEFT.get(model_type),
-        init_lora_weights=False,
-    )
-    return get_peft_model(model, config)
 
 
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:

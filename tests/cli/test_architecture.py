@@ -48,13 +48,15 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sequence parallelism is refused with the module's name."""
+    """The page names the module for which sequences are gathered."""
     printed = _run_with_json(capsys, "jamba")
     assert printed["kind"] == "JambaForCausalLM" and printed["plan"]["mixers"] == ["layers.*.mamba"]
     assert (printed["layers"], printed["moe_layers"], printed["num_experts"]) == (32, 16, 16)
-    assert printed["granted"]["ep"] == printed["granted"]["lora"] == "yes"
-    assert "layers.*.mamba (JambaMambaMixer)" in printed["granted"]["sp"]
+    assert {printed["granted"][name] for name in ("ep", "lora", "sp")} == {"yes"}
     assert printed["ep_sizes"] == [1, 2, 4, 8, 16]
+    assert main(["architecture", "jamba"]) == 0
+    line = "  sp          yes; sequences are gathered for layers.*.mamba"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="no such type yet")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import batch, mixed_batch, recording, tiny
+from support.architectures import batch, recording, tiny
+from support.architectures.mixers import MIXERS, gathered_names
 from support.architectures.steps import build
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
@@ -24,10 +25,13 @@ from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(SEQUENCE_PARALLEL)
-# The fast tests: attention sinks with eager attention, and MLA with a correction bias.
-FAST = ("gpt_oss", "deepseek_v3")
+# The fast tests: attention sinks with eager attention, MLA with a correction bias, a delta net, and
+# an indexer in attention with shared keys.
+FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
 # Types with sliding windows, attention sinks, MLA, or other numbers of heads in full layers.
 WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
+# The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
+NOTHING = 1e-15
 # Its layers have 4 or 6 heads, so 2 is the only sp_size > 1 that divides both.
 SP_2_ALONE = ("laguna",)
 
@@ -62,11 +66,6 @@ def shorter_than_sp(model: nn.Module, seed: int) -> Batch:
     return batch(model, 2, 3, seed=seed)
 
 
-def pictured(model: nn.Module, seed: int) -> Batch:
-    """Return two rows, the first of them with a picture."""
-    return mixed_batch(model, [1, 0], seed=seed)
-
-
 def equals_stock(
     model_type: str,
     rank: int,
@@ -81,7 +80,7 @@ def equals_stock(
     others. Reentrant checkpointing drops the gradients of the load-balancing loss, so with it stock
     is checkpointed as well.
     """
-    with recording(model_type, "sp") as errors, FP64():
+    with recording(model_type, "sp", gathered_names(tiny(model_type))) as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
         if flash:
             use_fake_flash(model)
@@ -152,7 +151,7 @@ def _compare(kind: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[f
         if got is None or want is None:  # an expert without tokens has no gradient, or zeros
             other = want if got is None else got
             assert other is None or not other.any(), f"only one model has a {kind} of {name}"
-        else:
+        elif max(got.abs().max(), want.abs().max()) > NOTHING:
             errors.append(assert_close(f"{kind} of {name}", got, want, FP64_MODEL))
     return errors
 
@@ -164,6 +163,7 @@ TWO_RANKS = [
 PACKED = [
     Check(f"{name}, packed", 2, partial(equals_stock, name, make=packed), slow=True).as_parameter()
     for name in GRANTED
+    if name not in MIXERS  # stock mixes packed documents there; see test_mixers.py
 ]
 PADDED_LEFT = [
     Check(

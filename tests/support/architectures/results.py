@@ -20,7 +20,7 @@ that record.
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,14 @@ COLUMNS = {
 }
 
 
-def record(model_type: str, column: str, error: float) -> None:
-    """Record that a comparison with stock passed, and its largest error."""
+def record(model_type: str, column: str, error: float, gathered: Sequence[str] = ()) -> None:
+    """Record that a comparison with stock passed, and its largest error.
+
+    `gathered` names the modules for which sequences were gathered, in the column "sp".
+    """
     assert math.isfinite(error), f"{model_type}, {column}: the error is {error}"
-    _write(model_type, column, {"max_error": float(f"{error:.1e}")})
+    names = {"gathered": [*gathered]} if gathered else {}
+    _write(model_type, column, {"max_error": float(f"{error:.1e}"), **names})
 
 
 def record_refusal(model_type: str, column: str, reason: str) -> None:
@@ -49,7 +53,7 @@ def record_refusal(model_type: str, column: str, reason: str) -> None:
 
 
 @contextmanager
-def recording(model_type: str, column: str) -> Iterator[list[float]]:
+def recording(model_type: str, column: str, gathered: Sequence[str] = ()) -> Iterator[list[float]]:
     """Record the largest error that a test appends, or the exception that it raises."""
     errors: list[float] = []
     try:
@@ -59,7 +63,7 @@ def recording(model_type: str, column: str) -> Iterator[list[float]]:
         line = str(error).strip().partition("\n")[0]
         _write(model_type, column, {"failed": f"{type(error).__name__}: {line}"})
         raise
-    record(model_type, column, max(errors))
+    record(model_type, column, max(errors), gathered)
 
 
 def _write(model_type: str, column: str, result: dict[str, Any]) -> None:

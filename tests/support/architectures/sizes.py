@@ -152,6 +152,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
         "mamba_chunk_size": 4,
     },
+    "hy_v4_vl_text": {"rope_parameters": _rope(mrope_section=[1, 1, 1])},
     "inkling_text": {
         "unpadded_vocab_size": 95,
         "swa_num_attention_heads": 6,

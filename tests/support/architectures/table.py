@@ -37,7 +37,10 @@ also holds the largest error, max|got - want| / max|want|, of each comparison.
 - EP + FSDP2: the loss, every gradient, the gradient norm and one step of AdamW equal stock's, for a
   patched model in one process and on 2 ranks with `ep_size=2`.
 - LoRA on experts: the same values equal those of stock PEFT, which has no EP.
-- sequence parallelism: training with `sp_size=2` equals stock.
+- sequence parallelism: training with `sp_size=2` equals stock. In a type marked "gathered", some
+  modules mix tokens outside of attention. They get whole sequences, so their computation and
+  activations are not divided by `sp_size`; they are listed below. Encoders of pictures and sound
+  run on every rank, except those of `qwen3_vl_moe`, which are divided.
 - vision tower: training equals stock, whichever ranks have pictures and whichever have only text.
   "-" marks a model that takes only text.
 - hub files: `save_pretrained` writes the same keys and the same bits as stock, and
@@ -96,6 +99,12 @@ def page(data: Mapping[str, Any]) -> str:
     for model_type, found in types.items():
         cells = [_cell(found.get(column), reasons) for column in COLUMNS]
         lines.append(" | ".join([f"| `{model_type}`", *cells]) + " |")
+    lines += ["", "## Gathered sequences", ""]
+    lines += [
+        f"- `{model_type}`: {', '.join(gathered)}"
+        for model_type, found in types.items()
+        if (gathered := found.get("sp", {}).get("gathered"))
+    ]
     lines += ["", "## Why not", ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(lines).rstrip() + "\n"
@@ -126,7 +135,7 @@ def _cell(found: Mapping[str, Any] | None, reasons: Mapping[str, int]) -> str:
     if "none" in found:
         return "-"
     if "max_error" in found:
-        return "yes"
+        return "yes, gathered" if found.get("gathered") else "yes"
     kind = "no" if "refused" in found else "FAILS"
     return f"{kind} ({reasons[_reason(found)]})"
 

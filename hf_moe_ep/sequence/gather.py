@@ -1,0 +1,253 @@
+"""Run mixers on whole sequences: gather the slices, run the stock module, slice its output.
+
+A mixer is a module that mixes the tokens of a sequence without transformers' attention interface,
+such as a delta net, a Mamba, a short convolution or an indexer. In every decoder layer, the direct
+child that is or contains a mixer gets whole sequences. With 2 ranks and 8 tokens:
+
+    rank 0   tokens 0-3  |  tokens 0-7, all heads and channels  |  tokens 0-3
+    rank 1   tokens 4-7  |  tokens 0-7, all heads and channels  |  tokens 4-7
+             all-gather     stock code                             slice
+
+This works for any module, but it does not divide the computation and the activations of the mixer
+by sp. With hidden size H, every rank sends (sp - 1) * H values per token of its slice in forward,
+and (sp - 1) * H values of gradients in backward. Arguments that `TakeSlice` has sliced, such as
+position embeddings, are not sent, because every rank still has the whole tensors. The gradients of
+parameters need no collective of their own: each rank computes those of its slice of the output, and
+FSDP2 adds the gradients of all ranks. An attention module with an indexer may instead keep its
+slice of the queries, and gather only its keys (gathering_cache.py).
+
+Packed rows: if several documents are packed into one row, stock mixers mix the documents silently.
+Here a mixer runs once per document, as if the document were alone, and the mask of attention
+separates the documents even if the model has built this mask without the position ids. This also
+applies to a model with sp_size=1, where nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_moe_ep.sequence.gathering_cache import GatheringCache
+from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
+from hf_moe_ep.state import Ours
+from hf_moe_ep.upstream.attention_interface import uses_flash_attention
+from hf_moe_ep.upstream.models import CACHE_NAMES
+
+
+@dataclass
+class LayerSlice:
+    """The slice that a decoder layer computes, for the hooks of the mixers in this layer.
+
+    A layer does not pass its keyword arguments on to all its children. `TakeSlice` therefore sets
+    `part` in each forward of the layer, and again when the layer is recomputed in backward.
+    """
+
+    part: Slice | None = None
+
+
+class GatherArguments(Ours):
+    """Pre-forward hook of a mixer: gathers its arguments.
+
+    For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
+    other documents. With `only_keys`, rows that are not packed keep their slices, and the module
+    gets a `GatheringCache`.
+    """
+
+    def __init__(self, layer: LayerSlice, arguments: MixerArguments, *, only_keys: bool) -> None:
+        self.layer, self.arguments, self.only_keys = layer, arguments, only_keys
+        self.other_documents: list[Call] = []
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
+        part = self.layer.part
+        if part is None:
+            return None
+        # Attention inside of the mixer gets whole sequences, as if they were not split.
+        kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
+        if self.gathers_only_keys(part):
+            kwargs |= {name: GatheringCache(part) for name in CACHE_NAMES if name in kwargs}
+            return self.arguments.change((args, kwargs), partial(_take_rows_of_mask, part))
+        call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
+        if part.documents is None:
+            return call
+        rows = len(part.documents)
+        documents = [
+            Document(row, rows, start, stop)
+            for row, bounds in enumerate(part.documents)
+            for start, stop in bounds
+        ]
+        first, *self.other_documents = [self.arguments.of_document(call, d) for d in documents]
+        return first
+
+    def gathers_only_keys(self, part: Slice) -> bool:
+        """Return True if the module computes the queries of its slice in this forward."""
+        return self.only_keys and part.size > 1 and part.documents is None
+
+    def _gather(self, name: str, value: Any, part: Slice) -> Any:
+        """Return the whole of an argument with one entry per token."""
+        if part.size == 1 or not isinstance(value, Tensor):
+            return value
+        whole = part.find_whole(value)
+        if whole is not None:
+            return whole
+        if not self.arguments.has_tokens(name, value):
+            return value
+        if value.shape[1] != part.local:
+            raise ValueError(
+                f"{name} of {self.arguments.name} has {value.shape[1]} entries, but the slices of "
+                f"sp_size={part.size} have {part.local} tokens; leave sp_size at 1"
+            )
+        return gather_slices(value, part)
+
+
+def _take_rows_of_mask(part: Slice, name: str, value: Any) -> Any:
+    """Slice a mask (B or 1, 1, S, S) to the queries of this rank.
+
+    Padding of the slice sees every token, because a query that sees no token has an output of NaN.
+    """
+    if not name.endswith("mask"):
+        return value
+    assert isinstance(value, Tensor) and value.ndim == 4, "an indexer needs a mask of all tokens"
+    return part.take_shared(value, 2, fill=value.dtype == torch.bool)
+
+
+class SliceOutput(Ours):
+    """Forward hook of a mixer: slices its output.
+
+    The outputs of packed documents are joined to rows first.
+    """
+
+    def __init__(self, gather: GatherArguments) -> None:
+        self.gather = gather
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        part = self.gather.layer.part
+        if part is None or self.gather.gathers_only_keys(part):
+            return None
+        if part.documents is not None:
+            calls, self.gather.other_documents = self.gather.other_documents, []
+            outputs = [output, *(module.forward(*args, **kwargs) for args, kwargs in calls)]
+            output = _join_documents(outputs, part.documents)
+        if part.size == 1:
+            return output
+        if isinstance(output, Tensor):
+            return part.take(output, 1)
+        return tuple(None if x is None else part.take(x, 1) for x in _per_token(output))
+
+
+class SeparateDocuments(Ours):
+    """Pre-forward hook of an attention module in a model with mixers: separates packed documents.
+
+    Most models build a mask that separates documents whose position ids restart. Some models, such
+    as GraniteMoeHybrid, build all masks without position ids.
+    """
+
+    def __init__(self, layer: LayerSlice, arguments: MixerArguments) -> None:
+        self.layer, self.arguments = layer, arguments
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        part = self.layer.part
+        if part is None or part.documents is None:
+            return None
+        if uses_flash_attention(module):
+            if kwargs.get("position_ids") is None:
+                raise ValueError(
+                    f"position_ids restart within a row, which means packed documents, but "
+                    f"{self.arguments.name} gets no positions, so flash attention would mix the "
+                    f"documents; use attn_implementation='sdpa', or pad each document to a row of "
+                    f"its own"
+                )
+            return None
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+
+        def separate(name: str, value: Any) -> Any:
+            return _separate(value, part, hidden.device) if name == "attention_mask" else value
+
+        return self.arguments.change((args, kwargs), separate)
+
+
+def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
+    """Hide all tokens of other documents in a mask (B or 1, 1, S, S) of attention.
+
+    A mask of None is that of causal attention in scaled_dot_product_attention.
+    """
+    assert part.documents is not None
+    if id(mask) not in part.separated:
+        numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
+        for row, bounds in enumerate(part.documents):
+            for number, (start, stop) in enumerate(bounds):
+                numbers[row, start:stop] = number
+        numbers = numbers.to(device)
+        same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
+        if mask is None:
+            separated = same.tril()
+        elif mask.dtype == torch.bool:
+            separated = mask & same
+        else:
+            separated = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+        part.separated[id(mask)] = mask, separated
+    return part.separated[id(mask)][1]
+
+
+def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Replace all outputs of a mixer that do not have one entry per token by None.
+
+    The first output has the hidden states (B, S, H), and others (B, S, K) have the chosen tokens of
+    an indexer. Attention weights and states have four dimensions; layers ignore them.
+    """
+    first, *others = outputs
+    return first, *(x if isinstance(x, Tensor) and x.ndim == 3 else None for x in others)
+
+
+def _join_documents(outputs: list[Any], documents: list[list[tuple[int, int]]]) -> Any:
+    """Join the outputs (1, length of the document, ...) of all documents to (B, S, ...)."""
+    if isinstance(outputs[0], tuple):
+        by_position = zip(*map(_per_token, outputs), strict=True)
+        return tuple(_join_documents(list(outputs), documents) for outputs in by_position)
+    if outputs[0] is None:
+        return None
+    width = max(x.shape[-1] for x in outputs)
+    remaining = iter([_widen(x, width) for x in outputs])
+    return torch.cat([torch.cat([next(remaining) for _ in row], dim=1) for row in documents])
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Repeat the last column up to `width` columns.
+
+    An indexer chooses fewer tokens in a document that is shorter than its limit. To choose a token
+    twice changes nothing.
+    """
+    missing = width - x.shape[-1]
+    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1) if missing else x
+
+
+def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, int]]] | None:
+    """Return the bounds of the documents in every row, or None if each row is one document.
+
+    As in transformers (masking_utils.py, find_packed_sequence_indices), a document begins where the
+    position is not the previous one plus 1. The function copies the positions to the host.
+
+    Args:
+        positions: (B or 1, S), or (4, B or 1, S) with the positions of the text first. Positions of
+            the shape (3, B, S) do not describe packed documents.
+        rows: the number of rows B.
+    """
+    if positions is None or (positions.ndim == 3 and positions.shape[0] != 4):
+        return None
+    positions = positions[0] if positions.ndim == 3 else positions
+    is_start = functional.pad(positions.diff() != 1, (1, 0))
+    starts: list[list[int]] = [[] for _ in range(len(positions))]
+    for row, start in is_start.nonzero().tolist():
+        starts[row].append(start)
+    if not any(starts):
+        return None
+    length = positions.shape[1]
+    bounds = [list(zip([0, *x], [*x, length], strict=True)) for x in starts]
+    return bounds * rows if len(bounds) == 1 else bounds

@@ -1,0 +1,257 @@
+"""Modules that mix tokens outside of the attention interface: packed rows, and what is refused.
+
+`test_granted.py` compares the types with such modules with stock on padded rows. Stock mixes packed
+documents in these modules, so here each document is compared with stock's run of it alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.architectures import batch
+from support.architectures.adapted import build_adapted
+from support.architectures.mixers import MIXERS
+from support.architectures.steps import (
+    assert_same_grads,
+    build,
+    count_tokens,
+    loss_of_sum,
+)
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.fakes.flash import use_fake_flash
+from support.fp64 import FP64
+from support.parity import checkpointing
+from torch import Tensor, nn
+
+from hf_moe_ep import apply_ep_fsdp2, describe, patch
+from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.sequence import slices
+from hf_moe_ep.sequence.mixer_arguments import Document, mixer_arguments
+
+Batch = dict[str, Tensor]
+GRANTED = sorted(MIXERS.keys() & SEQUENCE_PARALLEL)
+# Fast tests: a delta net, and an indexer inside of an attention.
+FAST = ("qwen3_next", "deepseek_v32")
+# Lengths of the documents in two rows. At sp_size 2 a document of each row continues on rank 1.
+DOCUMENTS = ((9, 3, 7), (2, 11, 6))
+
+
+def documents(model: nn.Module) -> list[Batch]:
+    """Make the documents of all rows as batches of their own. First tokens have no label."""
+    lengths = [length for row in DOCUMENTS for length in row]
+    return [_document(model, length, seed) for seed, length in enumerate(lengths)]
+
+
+def _document(model: nn.Module, length: int, seed: int) -> Batch:
+    made = batch(model, 1, length, seed=seed)
+    made["labels"][:, 0] = -100
+    return made
+
+
+def packed(alone: list[Batch]) -> Batch:
+    """Pack the documents into rows, whose position_ids restart at 0 in each document."""
+    rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    remaining = iter(alone)
+    for row in DOCUMENTS:
+        taken = [next(remaining) for _ in row]
+        for name in ("input_ids", "labels"):
+            rows[name].append(torch.cat([document[name] for document in taken], dim=1))
+        rows["position_ids"].append(torch.cat([torch.arange(n) for n in row]).unsqueeze(0))
+    return {name: torch.cat(values) for name, values in rows.items()}
+
+
+def assert_documents_are_alone(
+    where: str, model: nn.Module, stock: nn.Module, *, masked: bool = False
+) -> None:
+    """Compare loss, logits and gradients of packed rows with stock's run of each document."""
+    alone = documents(stock)
+    rows = packed(alone)
+    if masked:
+        rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
+    unlabelled = {name: x for name, x in rows.items() if name != "labels"}
+    with torch.no_grad():
+        got = model(**unlabelled, use_cache=False).logits.flatten(0, 1)
+        logits = [stock(input_ids=x["input_ids"], use_cache=False).logits for x in alone]
+    assert_close(f"{where}: logits", got, torch.cat(logits, dim=1).flatten(0, 1), FP64_MODEL)
+    loss = model(**rows, num_items_in_batch=num_tokens, use_cache=False).loss
+    loss.backward()
+    total = torch.zeros_like(loss)
+    for document in alone:
+        want = stock(**document, num_items_in_batch=num_tokens, use_cache=False).loss
+        want.backward()
+        total += want.detach()
+    assert_close(f"{where}: loss", loss, total, FP64_MODEL)
+    assert_same_grads(where, model, stock, FP64_MODEL)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in GRANTED],
+)
+def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str) -> None:
+    """A mask of ones does not hide the packing."""
+    with FP64():
+        for masked in (False, True):
+            model, stock = patch(build(model_type)), build(model_type)
+            assert_documents_are_alone(model_type, model, stock, masked=masked)
+
+
+def _packed_on_two_ranks(
+    model_type: str, rank: int, world: int, *, use_reentrant: bool | None = None
+) -> None:
+    with FP64():
+        model, stock = build(model_type, seed=rank), build(model_type)
+        if use_reentrant is not None:
+            checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=world)
+        assert_documents_are_alone(model_type, model, stock, masked=True)
+
+
+PACKED = [
+    Check(name, 2, partial(_packed_on_two_ranks, name), slow=name not in FAST).as_parameter()
+    for name in GRANTED
+]
+CHECKPOINTED: list[Any] = [
+    Check(
+        f"{name}, {'reentrant' if use_reentrant else 'not reentrant'}",
+        2,
+        partial(_packed_on_two_ranks, name, use_reentrant=use_reentrant),
+        slow=True,
+    ).as_parameter()
+    for name in GRANTED
+    for use_reentrant in (False, True)
+]
+
+
+@pytest.mark.parametrize("claim", PACKED)
+def test_packed_documents_are_alone(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", CHECKPOINTED)
+def test_checkpointed_packed_documents_are_alone(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_flash_attention_without_positions_is_refused() -> None:
+    """GraniteMoeHybrid passes no positions to attention, which would mix packed documents."""
+    model = build("granitemoehybrid")
+    use_fake_flash(model)
+    patch(model)
+    with pytest.raises(ValueError, match="Attention gets no positions, so flash attention would"):
+        model(**packed(documents(model)))
+
+
+def test_masks_that_cannot_be_cut_into_documents_are_refused() -> None:
+    arguments = mixer_arguments("layers.0.mixer", nn.Linear(2, 2))
+    document = Document(row=0, rows=1, start=0, stop=2)
+    with pytest.raises(ValueError, match=r"attention_mask of layers.0.mixer \(shape \(3,\)\) cann"):
+        arguments.of_document(((), {"attention_mask": torch.ones(3)}), document)
+
+
+def test_a_mixer_beside_experts_is_refused_by_its_path() -> None:
+    """The plan of this test says that the parent of the experts mixes tokens."""
+    model = build("mixtral")
+    plan = replace(find_plan(model), mixers=("layers.*.mlp",), origin="given")
+    with pytest.raises(
+        ValueError, match=r"but not model.layers.0.mlp \(.*also contains the experts"
+    ):
+        patch(model, plan=plan, sp_size=2)
+
+
+def test_describe_names_the_gathered_modules() -> None:
+    report = describe(patch(build("qwen3_next"), sp_size=2))
+    (line,) = [line for line in report.splitlines() if line.startswith("  sequence")]
+    assert "gathered for model.layers.*.linear_attn (Qwen3NextGatedDeltaNet); " in line
+    assert "are not divided by sp_size 2" in line
+    report = describe(patch(build("glm_moe_dsa"), sp_size=2))
+    (line,) = [line for line in report.splitlines() if line.startswith("  sequence")]
+    assert "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); " in line
+    assert "  sequence" not in describe(patch(build("qwen3_next")))
+    assert "  sequence" not in describe(patch(build("mixtral"), sp_size=2))
+
+
+def _adapted_on_two_ranks(model_type: str, rank: int, world: int) -> None:
+    """Train adapters on experts and on the linear layers, also on those inside of mixers."""
+    with FP64():
+        model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=world)
+        inputs = batch(stock, 2, 11, pad=3)
+        num_tokens = count_tokens([inputs])
+        loss = loss_of_sum(model, inputs, num_tokens)
+        loss.backward()
+        want = loss_of_sum(stock, inputs, num_tokens)
+        want.backward()
+        assert_close("loss", loss, want, FP64_MODEL)
+        assert_same_grads(model_type, model, stock, FP64_MODEL)
+
+
+ADAPTED = [
+    Check(name, 2, partial(_adapted_on_two_ranks, name), slow=True).as_parameter()
+    for name in ("qwen3_next", "glm_moe_dsa")
+]
+
+
+@pytest.mark.parametrize("claim", ADAPTED)
+def test_adapters_equal_stock_peft(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _bytes_of_a_step(
+    model_type: str, values: Callable[[Any], tuple[int, int]], rank: int, world: int
+) -> None:
+    """The docstrings of gather.py and gathering_cache.py count the values sent per token."""
+    model = build(model_type, seed=rank)
+    apply_ep_fsdp2(model, sp_size=world)
+    inputs = batch(model, 2, 12)
+    tokens = 2 * 12 // world
+    sent = {"all_gather": 0.0, "swap_slices": 0.0}
+
+    def counted(name: str) -> Any:
+        stock = getattr(slices, name)
+
+        def call(x: Tensor, group: Any) -> Tensor:
+            # An all-gather sends `x` to each other rank, and a swap all parts except the own one.
+            sent[name] += x.nbytes * (world - 1 if name == "all_gather" else (world - 1) / world)
+            return stock(x, group)
+
+        return call
+
+    with mock.patch.multiple(slices, **{name: counted(name) for name in sent}):
+        loss = model(**inputs, use_cache=False).loss
+        forward = dict(sent)
+        loss.backward()
+    in_forward, in_backward = (8 * (world - 1) * tokens * n for n in values(model.config))
+    of_loss = (world - 1) * loss.element_size()
+    assert forward == {"all_gather": in_forward + of_loss, "swap_slices": 0}
+    assert sent["swap_slices"] == in_backward
+
+
+def _hidden_states(config: Any) -> tuple[int, int]:
+    """Count the values per token in forward and in backward."""
+    values = config.hidden_size * config.layer_types.count("linear_attention")
+    return values, values
+
+
+def _keys(config: Any) -> tuple[int, int]:
+    """Count latents, rotary keys and, in forward, the keys of indexers, which get no gradient."""
+    values = (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers
+    return values + config.index_head_dim * config.num_hidden_layers, values
+
+
+BYTES = {
+    "whole sequences": partial(_bytes_of_a_step, "qwen3_next", _hidden_states),
+    "only keys": partial(_bytes_of_a_step, "deepseek_v32", _keys),
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, BYTES))
+def test_as_many_bytes_are_sent_as_the_docstring_says(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

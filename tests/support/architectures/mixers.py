@@ -1,0 +1,72 @@
+"""The modules of decoder layers that mix tokens outside of the attention interface (`MIXERS`).
+
+22 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
+have a type of their own for the text model, so these are 28 model types. test_refused.py compares
+this table with the behaviour of the modules and with the derived plans.
+"""
+
+from torch import nn
+
+from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.sequence.attach import gathered_modules
+
+# Model type, name of a module in its decoder layer, and class of the module in Transformers.
+MIXES = """
+axk2               self_attn.indexer          AXK2Indexer
+bailing_hybrid     self_attn                  BailingHybridDeltaAttention
+deepseek_v32       self_attn.indexer          DeepseekV32Indexer
+deepseek_v4        self_attn.compressor       DeepseekV4CSACompressor
+deepseek_v4        self_attn.compressor       DeepseekV4HCACompressor
+dots3_note         self_attn.indexer          Dots3NoteTextIndexer
+dots3_note_text    self_attn.indexer          Dots3NoteTextIndexer
+glm5_next          self_attn                  Glm5NextTextLinearAttention
+glm5_next          self_attn.indexer          Glm5NextTextIndexer
+glm_moe_dsa        self_attn.indexer          GlmMoeDsaIndexer
+granitemoehybrid   mamba                      GraniteMoeHybridMambaLayer
+hy_v4              self_attn.indexer          HYV4Indexer
+inkling2           post_attention_convolution Inkling2ShortConvolution
+inkling2           post_mlp_convolution       Inkling2ShortConvolution
+inkling2           self_attn.k_proj           Inkling2KeyValueProjection
+inkling2           self_attn.v_proj           Inkling2KeyValueProjection
+inkling2_text      post_attention_convolution Inkling2ShortConvolution
+inkling2_text      post_mlp_convolution       Inkling2ShortConvolution
+inkling2_text      self_attn.k_proj           Inkling2KeyValueProjection
+inkling2_text      self_attn.v_proj           Inkling2KeyValueProjection
+inkling_mm_model   attn_sconv                 InklingShortConvolution
+inkling_mm_model   mlp_sconv                  InklingShortConvolution
+inkling_mm_model   self_attn.k_sconv          InklingShortConvolution
+inkling_mm_model   self_attn.v_sconv          InklingShortConvolution
+inkling_text       attn_sconv                 InklingShortConvolution
+inkling_text       mlp_sconv                  InklingShortConvolution
+inkling_text       self_attn.k_sconv          InklingShortConvolution
+inkling_text       self_attn.v_sconv          InklingShortConvolution
+jamba              mamba                      JambaMambaMixer
+kimi_linear        self_attn                  KimiLinearDeltaAttention
+lfm2_moe           conv                       Lfm2MoeShortConv
+minimax            self_attn                  MiniMaxLightningAttention
+minimax_m3_vl      self_attn.indexer          MiniMaxM3VLIndexer
+minimax_m3_vl_text self_attn.indexer          MiniMaxM3VLIndexer
+mistral_large4     self_attn.indexer          MistralLarge4TextIndexer
+nemotron_h         mixer                      NemotronHMamba2Mixer
+qwen3_5_moe        linear_attn                Qwen3_5MoeGatedDeltaNet
+qwen3_5_moe_text   linear_attn                Qwen3_5MoeGatedDeltaNet
+qwen3_next         linear_attn                Qwen3NextGatedDeltaNet
+qwen4_exp          linear_attn                Qwen4ExpTextGatedDeltaNet
+qwen4_exp          ple                        Qwen4ExpTextPLELayer
+qwen4_exp          self_attn.indexer          Qwen4ExpTextQSAIndexer
+qwen4_exp_text     linear_attn                Qwen4ExpTextGatedDeltaNet
+qwen4_exp_text     ple                        Qwen4ExpTextPLELayer
+qwen4_exp_text     self_attn.indexer          Qwen4ExpTextQSAIndexer
+zaya               self_attn.qkv_proj         ZayaCCAProjection
+"""
+MIXERS: dict[str, set[tuple[str, str]]] = {}
+for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlines()):
+    MIXERS.setdefault(model_type, set()).add((module_name, class_name))
+
+
+def gathered_names(model: nn.Module) -> list[str]:
+    """List the modules of a model for which sequences or keys are gathered, as Markdown."""
+    parts = find_parts(model)
+    whole, keys = (gathered_modules(parts, only_keys=x) for x in (False, True))
+    names = [f"`{name}` ({class_name})" for name, class_name in whole]
+    return names + [f"`{name}` ({class_name}), only keys" for name, class_name in keys]

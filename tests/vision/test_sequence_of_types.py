@@ -1,0 +1,134 @@
+"""Sequence parallelism of every type with pictures or sound, compared with stock in fp64.
+
+The rows of an sp group have pictures in front of, on and behind the cut between the two slices. One
+rank of a group may therefore have all pictures, and a whole group only text.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import recording, takes_sound
+from support.architectures.inputs import loss_of
+from support.architectures.mixers import gathered_names
+from support.architectures.mixes import TYPES, build, image, sound, text, video
+from support.architectures.pictures import mixed_batch
+from support.checks import Check, Found
+from support.close import FP64_MODEL, assert_close
+from support.fp64 import FP64
+from support.parity import checkpointing, full_tensor
+from torch import Tensor, nn
+
+from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
+from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.ranks.collectives import sum_over_ranks
+
+Batch = dict[str, Tensor]
+GRANTED = [name for name in TYPES if name in SEQUENCE_PARALLEL]
+# Fast tests: a delta net with positions of three axes, and experts for pictures alone.
+FAST = ("qwen3_5_moe", "ernie4_5_vl_moe")
+# The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
+NOTHING = 1e-15
+
+
+def one_and_none(model: nn.Module, seed: int) -> Batch:
+    """Return two rows. The first row has a picture in its middle, which both slices share."""
+    return mixed_batch(model, [1, 0], seed=seed)
+
+
+def at_the_end(model: nn.Module, seed: int) -> Batch:
+    """Return one row with two pictures behind a long text: most tokens of rank 0 are text."""
+    return mixed_batch(model, [2], text=3, seed=seed)
+
+
+def steps(model: nn.Module, groups: int) -> list[list[Any]]:
+    """List the functions that make the batches of all sp groups, one list for each step."""
+    found: list[list[Any]] = [[one_and_none, text], [text, at_the_end], [text, text]]
+    forward = {name for module in model.modules() for name in _arguments(module)}
+    if "pixel_values_videos" in forward:
+        found.append([video, image])
+    if takes_sound(model):
+        found.append([sound, one_and_none])
+    return [makes[:groups] for makes in found]
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(module.forward, "__wrapped__", module.forward).__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def equals_stock(name: str, rank: int, world: int, *, use_reentrant: bool | None = None) -> None:
+    """Compare losses and gradients of each step, and the parameters after the last one."""
+    with recording(name, "sp", gathered_names(build(name))) as errors, FP64():
+        model, stock = build(name, seed=rank), build(name)
+        if use_reentrant is not None:
+            checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+        groups, group = data_parallel_size(model), data_parallel_rank(model)
+        ours = dict(model.named_parameters())
+        for step, makes in enumerate(steps(stock, groups)):
+            where = f"{name}, step {step}, " + " and ".join(make.__name__ for make in makes)
+            everyone = [make(stock, 10 * step + i) for i, make in enumerate(makes)]
+            model.zero_grad()
+            stock.zero_grad()
+            loss = loss_of(model, everyone[group])
+            (loss * groups).backward()
+            want = torch.stack([loss_of(stock, x) for x in everyone]).sum()
+            want.backward()
+            total = sum_over_ranks(loss) / 2  # both ranks of a group return its loss
+            errors.append(assert_close(f"{where}: loss", total, want, FP64_MODEL))
+            for key, parameter in stock.named_parameters():
+                got = full_tensor(ours[key].grad)
+                errors += _compare(f"{where}: grad of {key}", got, parameter.grad)
+        for trained in (model, stock):
+            torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
+        for key, parameter in stock.named_parameters():
+            got = full_tensor(ours[key].detach())
+            errors.append(assert_close(f"{name}: {key} after a step", got, parameter, FP64_MODEL))
+
+
+def _compare(where: str, got: Tensor | None, want: Tensor | None) -> list[float]:
+    """Compare gradients. A gradient of None equals zeros, as for an expert without tokens."""
+    if got is None or want is None:
+        other = want if got is None else got
+        assert other is None or not other.any(), f"{where}: only one model has a gradient"
+        return []
+    if max(got.abs().max(), want.abs().max()) < NOTHING:
+        return []
+    return [assert_close(where, got, want, FP64_MODEL)]
+
+
+def _checks(world: int, slow: bool, **options: Any) -> list[Any]:
+    kind = ", ".join([f"{world} ranks", *(f"{n}={x}" for n, x in options.items())])
+    return [
+        Check(
+            f"{name}, {kind}",
+            world,
+            partial(equals_stock, name, **options),
+            slow=slow or name not in FAST,
+        ).as_parameter()
+        for name in GRANTED
+    ]
+
+
+ONE_GROUP = _checks(2, slow=False)
+TWO_GROUPS = _checks(4, slow=True)
+CHECKPOINTED = _checks(2, slow=True, use_reentrant=False) + _checks(
+    2, slow=True, use_reentrant=True
+)
+
+
+@pytest.mark.parametrize("claim", ONE_GROUP)
+def test_pictures_in_one_group(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", TWO_GROUPS)
+def test_one_group_has_pictures_and_the_other_has_text(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", CHECKPOINTED)
+def test_checkpointed(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
