@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
+from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import ParallelConfig, launched_local_rank
 from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch
@@ -87,7 +88,7 @@ def apply_ep_fsdp2(
     # If one rank fails, for example because it lacks a package, all ranks raise its error.
     state, options, empty_names = together("apply_ep_fsdp2", prepare)
     if weights is None:
-        return shard_model(model, state, options, device)
+        return shard_and_read(model, state, options, device)
     stored_weights = find_weights(model, weights, state.plan, empty_names)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)

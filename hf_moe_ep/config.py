@@ -1,10 +1,15 @@
-"""The user's settings: `ParallelConfig`, and the environment variables that can fill its sizes.
+"""The user's settings: `ParallelConfig`, `RunOptions`, and their environment variables.
 
     ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks
-    HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of the script
+    HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of a script that patches
+    hf-moe-ep run --ep-size 8 -- COMMAND      the same for a command that does not patch
 
-`resolve_config` replaces a size of None by the value of its environment variable, or by 1. This
-file makes the checks that need neither a model nor ranks. `patch` compares the sizes with the
+`resolve_config` replaces a size of None by the value of its environment variable, or by 1.
+`hf-moe-ep run` passes all settings to the processes of its command as variables, which
+`settings_from_environment` reads (`runner/`). The variable of the field `ep_size` is
+HF_MOE_EP_EP_SIZE; every other field has a variable of the same form.
+
+This file makes the checks that need neither a model nor ranks. `patch` compares the sizes with the
 model, and `ranks/mesh.py` compares them with the number of ranks. No other file reads environment
 variables, except `cli/progress.py`, which reads the switch of the progress bars.
 """
@@ -14,9 +19,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any, TypeVar
 
+_PREFIX = "HF_MOE_EP_"
+_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 _EXPERTS_DTYPES = (None, "nf4", "fp8")
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
@@ -35,7 +42,8 @@ class ParallelConfig:
             of experts and `world_size / dp_replicate_size`. None: HF_MOE_EP_EP_SIZE, or 1.
         sp_size: the number of ranks that share each sequence of one batch. It must divide the
             attention heads and `world_size / dp_replicate_size`. None: HF_MOE_EP_SP_SIZE, or 1.
-        dp_replicate_size: the number of copies of the sharded model (HSDP). None: 1.
+        dp_replicate_size: the number of copies of the sharded model (HSDP). None:
+            HF_MOE_EP_DP_REPLICATE_SIZE, or 1.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
@@ -190,6 +198,79 @@ class ParallelConfig:
         return max(sizes) > 1 or self.experts_dtype is not None
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """The settings of `hf-moe-ep run` that are not settings of a model.
+
+    Args:
+        lora_experts: add the weights of all experts to each LoraConfig that the command uses. This
+            is for trainers without an option for PEFT's target_parameters.
+        stock_load: let stock code load the whole model in every process. By default each rank reads
+            only its own shards of the decoder layers, when the model is sharded.
+        report: print `describe(model)` when training starts, and log tokens per second and the
+            expert load with the loss.
+    """
+
+    lora_experts: bool = False
+    stock_load: bool = False
+    report: bool = True
+
+
+Settings = TypeVar("Settings", ParallelConfig, RunOptions)
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a field of ParallelConfig or RunOptions."""
+    return f"{_PREFIX}{name.upper()}"
+
+
+def settings_from_environment(kind: type[Settings]) -> Settings:
+    """Build `kind` from the variables of its fields that are set; the others have defaults.
+
+    Raises:
+        ValueError: the value of a variable is invalid.
+    """
+    texts = {field: os.environ.get(variable_of(field.name), "").strip() for field in fields(kind)}
+    values = {
+        field.name: parse_setting(field, text, f"{variable_of(field.name)}=")
+        for field, text in texts.items()
+        if text
+    }
+    return kind(**values)
+
+
+def parse_setting(field: Field[Any], text: str, name: str) -> Any:
+    """Convert the text of an option or of a variable to the type of a field.
+
+    Args:
+        name: the name of the option or variable in errors, with the separator before its value.
+
+    Raises:
+        ValueError: the text is no value of this type.
+    """
+    kind = str(field.type)
+    if kind == "bool":
+        if text.lower() in (*_TRUE, *_FALSE):
+            return text.lower() in _TRUE
+        raise ValueError(f"{name}{text} is neither true nor false; try {name}true")
+    try:
+        if "int" in kind:
+            return int(text)
+        if "float" in kind:
+            return float(text)
+    except ValueError:
+        if "str" not in kind:
+            number = "whole number" if "int" in kind else "number"
+            example = 8 if "int" in kind else 0.001
+            raise ValueError(f"{name}{text} is no {number}; try {name}{example}") from None
+    return text
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of the environment variables of this process."""
+    return dict(os.environ)
+
+
 def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> ParallelConfig:
     """Apply `overrides` to `config`, and fill sizes of None from the environment or with 1."""
     known = {field.name for field in fields(ParallelConfig)}
@@ -208,7 +289,9 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
         config,
         ep_size=config.ep_size or _size_from_environment("HF_MOE_EP_EP_SIZE") or 1,
         sp_size=config.sp_size or _size_from_environment("HF_MOE_EP_SP_SIZE") or 1,
-        dp_replicate_size=config.dp_replicate_size or 1,
+        dp_replicate_size=config.dp_replicate_size
+        or _size_from_environment("HF_MOE_EP_DP_REPLICATE_SIZE")
+        or 1,
     )
 
 
@@ -253,7 +336,6 @@ _LAUNCH_VARIABLES = (
     "ACCELERATE_MIXED_PRECISION",
     "FSDP_VERSION",
 )
-_SIZE_VARIABLES = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
 
 
 def gloo_interfaces() -> list[str]:
@@ -263,20 +345,20 @@ def gloo_interfaces() -> list[str]:
 
 def launch_environment() -> dict[str, str]:
     """Return the launch variables that are set, and all variables that begin with HF_MOE_EP_."""
-    prefixed = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))
+    prefixed = sorted(name for name in os.environ if name.startswith(_PREFIX))
     names = (*_LAUNCH_VARIABLES, *prefixed)
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def check_environment() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
+    kinds = (ParallelConfig, RunOptions)
+    known = [variable_of(field.name) for kind in kinds for field in fields(kind)]
     for name in launch_environment():
-        if name.startswith("HF_MOE_EP_") and name not in _SIZE_VARIABLES:
-            raise ValueError(
-                f"{name} is set, but only {', '.join(_SIZE_VARIABLES)} exist; correct its name"
-            )
-    for name in _SIZE_VARIABLES:
-        _size_from_environment(name)
+        if name.startswith(_PREFIX) and name not in known:
+            raise ValueError(f"{name} is set, but only {', '.join(known)} exist; correct its name")
+    settings_from_environment(ParallelConfig)
+    settings_from_environment(RunOptions)
 
 
 def _size_from_environment(variable: str) -> int | None:

@@ -83,6 +83,15 @@ def count_stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
     return int(getattr(experts, plan.expert_weights[0]).shape[0])
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return True if a model has experts, whether or not a plan can be derived."""
+    if any(map(is_experts_module, model.modules())):
+        return True
+    config = getattr(model, "config", None)
+    counts = [] if config is None else [getattr(text_config(config), n, 0) for n in _EXPERT_COUNTS]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
 class _Derivation:
     """Derives the plan of one model.
 

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_moe_ep.architectures import Parts, find_parts
+from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
 from hf_moe_ep.config import (
@@ -55,6 +56,7 @@ from hf_moe_ep.integrations.install import install
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import is_distributed
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
@@ -131,12 +133,11 @@ def patch(
         return model
     check_unsharded(model)
     _warn_of_whole_model(model)
-    parts = find_parts(model, plan)
-    state = ModelState(config, parts.plan, parts.num_experts)
+    parts, state = _check(model, config, plan)
     state.patch_alike = partial(patch, config=config, plan=plan)
-    for check, _ in FEATURES:
-        check(parts, state)
     if old_state is not None:
+        state.adapts_experts = old_state.adapts_experts
+        state.unread, old_state.unread = old_state.unread, None
         unpatch(model)
     for _, attach in FEATURES:
         attach(parts, state)
@@ -146,11 +147,40 @@ def patch(
     return model
 
 
+def _check(
+    model: nn.Module, config: ParallelConfig, plan: ModelPlan | None
+) -> tuple[Parts, ModelState]:
+    """Find the parts of a model and run all checks of `patch`, without changing the model."""
+    parts = find_parts(model, plan)
+    state = ModelState(config, parts.plan, parts.num_experts)
+    for check, _ in FEATURES:
+        check(parts, state)
+    return parts, state
+
+
+def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
+    """Check a model on meta before its weights are loaded, and return its parts.
+
+    Raises:
+        ValueError: `patch` would raise it later; or the sizes do not divide the number of processes
+            that the launcher started.
+    """
+    config = resolve_config(config, {})
+    parts, _ = _check(model, config, None)
+    world_size = launched_world_size()
+    if world_size > 1:
+        sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
+        check_world(*sizes, world_size, config.sp_size or 1)
+    return parts
+
+
 def unpatch(model: nn.Module) -> nn.Module:
     """Undo `patch` in place, and return the model.
 
         patch(model, experts_backend="torch")
         unpatch(model)                                   # the model runs stock code, without hooks
+
+    If parameters were to be read when the model is sharded (`hf-moe-ep run`), they are read now.
 
     Raises:
         ValueError: the model is not patched, or it is sharded.
@@ -163,6 +193,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             f"this model is sharded over {state.meshes.world_size} ranks; unpatch it before "
             "apply_ep_fsdp2 or accelerator.prepare"
         )
+    read_whole(model)
     moe.detach(model)
     restore_classes(model)
     for module in model.modules():

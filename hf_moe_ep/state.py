@@ -11,7 +11,7 @@ the row above.
     file | names | content, and lifetime
     -- set by patch on a model, until unpatch --
     state.py | _hf_moe_ep replace restore | attributes of stock modules, and their old values
-    patch.py | STATE patch_alike | the model's ModelState, on its root
+    patch.py | STATE patch_alike unread | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
@@ -41,6 +41,9 @@ the row above.
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
+    runner/load.py | unread adapts_experts | where parameters on meta are stored, until sharding
+    checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
+    upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
@@ -67,10 +70,13 @@ the row above.
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
+    runner/hook.py | _warn_once propagate | warnings so far; the log of `hf-moe-ep run`
+    runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     integrations/prepare.py | config | of a ModelState, if Accelerate is to compile the model
     upstream/training_frameworks.py | distributed_type | the same
+    upstream/training_frameworks.py | data_ptr | of parameters on meta, until sharding
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
@@ -90,6 +96,8 @@ the row above.
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
     -- replaced during one call --
+    runner/hook.py | _is_building | true while transformers builds a model
+    upstream/loading.py | _load_pretrained_model | transformers', until a model's weights are read
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
     integrations/prepare.py | backend | of Accelerate's compilation, the same
     upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer
@@ -97,6 +105,7 @@ the row above.
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
+    upstream/adapters.py | _move_adapter_to_device_of_base_layer setattr | of PEFT, for factors
     upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
@@ -129,6 +138,7 @@ from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
+from hf_moe_ep.upstream.trainers import how_to_shard
 
 STATE = "_hf_moe_ep"
 
@@ -199,6 +209,10 @@ class ModelState:
     # In a block of `experts_in_hub_order`: the optimizers that the block has put into hub order.
     # None outside of a block.
     optimizers_in_order: list[Any] | None = None
+    # The parameters that are read when the model is sharded (checkpoints/hub/unread.py), or None.
+    unread: Any = None
+    # True if LoRA adapters also adapt the experts, whatever their config targets.
+    adapts_experts: bool = False
     # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # Calls `patch` with this model's config and plan, to patch a reference model.
@@ -232,26 +246,27 @@ class ModelState:
         """The device on which this rank computes; the CPU if the model is not sharded."""
         return torch.device("cpu") if self.meshes is None else self.meshes.device
 
+    def never_sharded(self) -> ValueError:
+        """Return the error of a model that runs, or is moved to a device, without being sharded."""
+        setting, effect = "", ""
+        if self.config.experts_dtype is not None:
+            setting = f", experts_dtype={self.config.experts_dtype!r}"
+            effect = ", and experts would not be quantised"
+        return ValueError(
+            f"this model was patched with ep_size={self.config.ep_size}, "
+            f"sp_size={self.config.sp_size}, "
+            f"dp_replicate_size={self.config.dp_replicate_size}{setting} but never sharded: "
+            f"every process would train alone{effect}. {how_to_shard()}"
+        )
+
     def check_ready(self) -> None:
         """Raise ValueError if training would silently ignore a setting of the config."""
-        if self.meshes is None and self.config.needs_sharding:
-            setting, effect = "", ""
-            if self.config.experts_dtype is not None:
-                setting = f", experts_dtype={self.config.experts_dtype!r}"
-                effect = ", and experts would not be quantised"
-            raise ValueError(
-                f"this model was patched with ep_size={self.config.ep_size}, "
-                f"sp_size={self.config.sp_size}, "
-                f"dp_replicate_size={self.config.dp_replicate_size}{setting} but never sharded: "
-                f"every process would train alone{effect}. Launch with `accelerate launch "
-                f"--config_file` and `distributed_type: FSDP`, `fsdp_version: 2` "
-                f"(examples/accelerate/), or call apply_ep_fsdp2(model) in your own loop"
-            )
+        if self.meshes is None and (self.config.needs_sharding or self.unread is not None):
+            raise self.never_sharded()
         if inside_ddp_forward():
             raise ValueError(
-                "this patched model is wrapped in DistributedDataParallel, which does not shard "
-                "experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "
-                "(examples/accelerate/) instead of MULTI_GPU or MULTI_CPU"
+                f"this patched model is wrapped in DistributedDataParallel, which does not shard "
+                f"experts. {how_to_shard()}"
             )
 
 

@@ -243,7 +243,7 @@ def test_the_launch_of_this_process(
     ("name", "value", "fix"),
     [
         ("HF_MOE_EP_EP_SIZE", "eight", "try HF_MOE_EP_EP_SIZE=8"),
-        ("HF_MOE_EP_EPSIZE", "8", "only HF_MOE_EP_EP_SIZE, HF_MOE_EP_SP_SIZE exist"),
+        ("HF_MOE_EP_EPSIZE", "8", "only HF_MOE_EP_EP_SIZE, HF_MOE_EP_SP_SIZE, "),
     ],
 )
 def test_an_invalid_variable_of_hf_moe_ep_is_a_failure(

@@ -1,6 +1,7 @@
 """The command `hf-moe-ep`, also `python -m hf_moe_ep`.
 
     hf-moe-ep doctor
+    hf-moe-ep run --ep-size 8 -- axolotl train cfg.yml
     hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
     hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
     hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
@@ -28,6 +29,7 @@ from hf_moe_ep.version import __version__
 # The line of help of each command. The module of "export-adapter" is `export_adapter.py`.
 _COMMANDS = {
     "doctor": "check whether training can run on this machine",
+    "run": "run another project's training command with expert parallelism",
     "architecture": "show which features are supported for a model, from its config",
     "memory": "plan the memory per GPU that training needs at one parallel layout",
     "plan": "list the parallel layouts that fit on N GPUs, the fastest first",

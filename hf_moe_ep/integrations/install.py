@@ -45,6 +45,7 @@ from hf_moe_ep.integrations import (
     accelerate_states,
     engines,
     features,
+    new_adapters,
     optimizers,
     prepare,
     prompts,
@@ -186,15 +187,9 @@ def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers.
-
-    Raises:
-        ValueError: the model is sharded.
-    """
+    """Wrap `BaseTuner.inject_adapter`: add our methods to the tuner and to the adapter's layers."""
+    new_adapters.inject_adapter(original, self, model, *args, **kwargs)
     state = find_state(model)
-    if state is not None:
-        adapters.check_attachable(state)
-    original(self, model, *args, **kwargs)
     if state is not None:
         wrap_adapters(self, state)
         wrap_adapters(model, state)

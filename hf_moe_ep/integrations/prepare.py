@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.compiled.layers import compile_layers
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
@@ -39,12 +40,16 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions, kept_whole
-from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.models import packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.training_frameworks import declare_fsdp, has_chunked_loss
+from hf_moe_ep.upstream.trainers import check_sequence_parallelism, option_of_size
+from hf_moe_ep.upstream.training_frameworks import (
+    declare_fsdp,
+    give_addresses,
+    has_chunked_loss,
+)
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -87,6 +92,9 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in args:
             _check_loss(model)
     shared_batches.share_batches(self, state)
+    for model in args:
+        if isinstance(model, nn.Module) and find_state(model) is not None:
+            give_addresses(model)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
     with without_dynamo(self) as compile_kwargs:
         if compile_kwargs is not None:
@@ -199,7 +207,7 @@ def prepare_model(
         return original(accelerator, model)
     if state.meshes is None:
         inner = unwrap(model)
-        shard_model(inner, state, build_options(accelerator, inner), accelerator.device)
+        shard_and_read(inner, state, build_options(accelerator, inner), accelerator.device)
     return model
 
 
@@ -261,15 +269,20 @@ def _check_loss(model: Any) -> None:
         )
 
 
+# What does the same for a patched model.
+_REMEDIES = dict.fromkeys(("cp_size", "sp_size"), ", and use sp_size of hf_moe_ep")
+
+
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
-    """Raise ValueError if Accelerate's ParallelismConfig contradicts the model's config."""
+    """Raise ValueError if the launch or a framework splits the model or its batches otherwise."""
+    check_sequence_parallelism()
     if parallelism is None:
         return
     for name in ("tp_size", "cp_size", "sp_size"):
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
-                f"the launch config's parallelism_config has {name}={getattr(parallelism, name)}, "
-                f"which does not combine with a patched model; set it to 1"
+                f"{option_of_size(name)}={getattr(parallelism, name)}, which does not combine with "
+                f"a patched model; set it to 1{_REMEDIES.get(name, '')}"
             )
     in_launch, in_patch = parallelism.dp_replicate_size, state.config.dp_replicate_size
     if in_launch not in (1, in_patch):

@@ -30,12 +30,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import differing, together
-from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.models import output_head
@@ -210,7 +210,7 @@ def _shard(
         options = replace(options, reshard_after_forward=True)
     if policy is not None:
         state.meshes_beside = policy.meshes or policy.meshes_beside
-    shard_model(inner, state, options, accelerator.device)
+    shard_and_read(inner, state, options, accelerator.device)
     assert state.meshes is not None
     if policy is not None and state.meshes.fit(policy.config, accelerator.device):
         policy.meshes_beside = state.meshes

@@ -26,10 +26,12 @@ folder never decides how a model is trained.
     captured_outputs      transformers' collector of router logits and other outputs
     checkpoint_files      files and planner of torch.distributed.checkpoint
     hub                   folders of the hub, and the model that a config describes
+    loading               a stop in from_pretrained, before it loads weights
     conversion            conversion of a model's tensors to those of a hub checkpoint
     adapters              PEFT: adapters, their factors, and the tensors that PEFT saves
     adapter_files         PEFT: the config in an adapter's folder, an adapter for a model on meta
     training_frameworks   private names of Accelerate, the Trainer and TRL
+    trainers              options of axolotl, ms-swift, LLaMA-Factory and TRL's commands
     grpo                  methods of TRL's GRPO trainer, and its rollout engine
     requirements          allowed and installed versions of other packages
     launch_config         the default config file of `accelerate launch`

@@ -50,19 +50,29 @@ def check_attachable(config: Any) -> None:
     initial values do not depend on the weights. LoRA on embeddings is refused here if the config
     names the embeddings, otherwise by `attach_adapters`.
     """
-    peft_type = getattr(config, "peft_type", None)
-    kind = str(getattr(peft_type, "value", peft_type))
-    if kind != "LORA":
-        raise unattachable_error(f"{type(config).__name__} (peft_type {kind})")
-    if more := _beyond_a_product(config, _ALLOWED_ON_META):
-        raise unattachable_error(f"LoRA with {', '.join(more)}")
-    init = config.init_lora_weights
-    if not isinstance(init, bool) and str(init).lower() != "gaussian":
-        raise unattachable_error(f"LoRA with init_lora_weights={init!r}")
+    if kind := why_values_are_needed(config):
+        raise unattachable_error(kind)
     targets = config.target_modules
     names = [targets] if isinstance(targets, str) else targets or ()
     if any(name.endswith(_EMBEDDINGS) for name in names):
         raise unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
+
+
+def why_values_are_needed(config: Any) -> str:
+    """Describe a config whose adapters may need values of the base model; "" if none are needed.
+
+    The factors of plain LoRA have initial values that do not depend on the weights.
+    """
+    peft_type = getattr(config, "peft_type", None)
+    kind = str(getattr(peft_type, "value", peft_type))
+    if kind != "LORA":
+        return f"{type(config).__name__} (peft_type {kind})"
+    if more := _beyond_a_product(config, _ALLOWED_ON_META):
+        return f"LoRA with {', '.join(more)}"
+    init = config.init_lora_weights
+    if not isinstance(init, bool) and str(init).lower() != "gaussian":
+        return f"LoRA with init_lora_weights={init!r}"
+    return ""
 
 
 def read_lora_config(folder: Path) -> Any:

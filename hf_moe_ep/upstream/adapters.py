@@ -6,9 +6,10 @@ peft/tuners/lora/layer.py and peft/utils/save_and_load.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -331,6 +332,57 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
                 factor.reset_parameters()
             reset(adapter, peft_config.init_lora_weights)
     return model
+
+
+@contextmanager
+def factors_on_host() -> Iterator[None]:
+    """Let new factors keep their initial values, inside the block, although their base is on meta.
+
+    PEFT initialises factors on the host and then moves them to the device of the base, here to
+    meta. The values are stored before, and restored at the end of the block
+    (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and model.py).
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    classes: tuple[Any, ...] = (BaseTunerLayer, ParamWrapper)
+    stock = {kind: kind._move_adapter_to_device_of_base_layer for kind in classes}
+    stored: list[tuple[nn.Module, str, Tensor]] = []
+    for kind in classes:
+        move = partialmethod(_store_and_move, stored, stock[kind])
+        kind._move_adapter_to_device_of_base_layer = move
+    try:
+        yield
+    finally:
+        for kind in classes:
+            kind._move_adapter_to_device_of_base_layer = stock[kind]
+    for module, name, values in stored:
+        moved = getattr(module, name)
+        if moved.is_meta:
+            parameter = nn.Parameter(values.to(moved.dtype), requires_grad=moved.requires_grad)
+            setattr(module, name, parameter)
+
+
+def _store_and_move(
+    layer: Any,
+    stored: list[tuple[nn.Module, str, Tensor]],
+    move: Callable[..., None],
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Store the values of new factors whose base is on meta, in the dtype of the base; then move.
+
+    PEFT's `_move_adapter_to_device_of_base_layer` is `move`.
+    """
+    base = _adapted_parameter(layer)
+    for container in (getattr(layer, name, None) for name in layer.adapter_layer_names):
+        if base.is_meta and isinstance(container, nn.ModuleDict) and adapter_name in container:
+            module = container[adapter_name]
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.is_meta:
+                    stored.append((module, name, parameter.detach().to(base.dtype)))
+    move(layer, adapter_name, *args, **kwargs)
 
 
 def adapter_parameters(model: nn.Module) -> set[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,31 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
             module._forward_hooks_with_kwargs.pop(key, None)
+
+
+def explain_moves(
+    module: nn.Module,
+    replace: Callable[[nn.Module, str, Any], None],
+    explain: Callable[[], Exception],
+) -> None:
+    """Let `to` and `cuda` of a module with tensors on meta raise the error that `explain` returns.
+
+    Such tensors have no values, so PyTorch cannot move them to a device. `replace` sets attributes.
+    """
+    replace(module, "_apply", partial(_apply_or_explain, module, explain))
+
+
+def _apply_or_explain(
+    module: nn.Module,
+    explain: Callable[[], Exception],
+    function: Callable[[Tensor], Tensor],
+    *args: Any,
+) -> nn.Module:
+    """Call `_apply` of the module's class, with which `to` and `cuda` move all tensors."""
+    try:
+        return type(module)._apply(module, function, *args)
+    except NotImplementedError as error:
+        raise explain() from error
 
 
 def allocate_meta(model: nn.Module, device: torch.device) -> None:

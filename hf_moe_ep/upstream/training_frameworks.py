@@ -109,6 +109,18 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     return optimizers
 
 
+def give_addresses(model: nn.Module) -> None:
+    """Let `data_ptr` return another negative number for each parameter of `model` on meta.
+
+    `Accelerator.prepare` finds the sharded parameters of an optimizer by the addresses that the
+    parameters had before (accelerate/accelerator.py). Without this call all tensors on meta have
+    the address 0. Sharding replaces the parameters, so this change ends with it.
+    """
+    for number, parameter in enumerate(model.parameters(), start=1):
+        if parameter.is_meta:
+            setattr(parameter, "data_ptr", partial(int, -number))  # noqa: B010  mypy: a method
+
+
 def clips_over_meshes(accelerator: Accelerator) -> bool:
     """Return True if Accelerate itself clips gradients on several device meshes.
 

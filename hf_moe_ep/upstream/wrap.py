@@ -135,7 +135,8 @@ def check_targets(rows: Iterable[Wrap]) -> None:
 def wrap_process(rows: Sequence[Wrap]) -> None:
     """Replace the target of each row for the whole process; a second call has no effect.
 
-    A function of a module is also replaced in the modules that have imported it by its name.
+    The wrapper of a class method gets the class as its second argument, after the stock function. A
+    function of a module is also replaced in the modules that have imported it by its name.
     """
     check_targets(rows)
     for row in rows:
@@ -143,12 +144,13 @@ def wrap_process(rows: Sequence[Wrap]) -> None:
             owner, name = find_owner(row)
         except ImportError:
             continue  # `check_targets` has warned.
-        original = getattr(owner, name)
+        defined = inspect.getattr_static(owner, name)
+        kind = type(defined) if isinstance(defined, (staticmethod, classmethod)) else None
+        original = getattr(owner, name) if kind is None else defined.__func__
         if hasattr(original, "_hf_moe_ep_wrapper"):
             continue
         wrapped = _wrap_function(row, original)
-        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-        setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+        setattr(owner, name, wrapped if kind is None else kind(wrapped))
         _in_force.add(row.target)
         if isinstance(owner, ModuleType):
             _replace_copies(original, name, wrapped)

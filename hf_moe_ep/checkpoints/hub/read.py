@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -88,6 +89,40 @@ def find_weights(
             another shape, or do not belong to the model (the error names them); ranks read
             different weights.
     """
+
+    def find() -> tuple[dict[str, StoredParameter], str]:
+        found = match_checkpoint(model, directory, plan, empty)
+        if found.unexpected:
+            raise _not_fitting(model, directory, list_names("unexpected", found.unexpected))
+        return found.stored, fingerprint(found.file_tensors)
+
+    stored, own_fingerprint = together(f"reading {directory}", find)
+    check_same_weights(own_fingerprint, os.fspath(directory))
+    return stored
+
+
+class Match(NamedTuple):
+    """Where a checkpoint stores the parameters of a model.
+
+    Attributes:
+        stored: the parameters that were asked for, and all persistent buffers, by name.
+        unexpected: the keys that belong to no parameter and that the model's class does not ignore.
+        file_tensors: all tensors of the checkpoint, by their keys in the files.
+    """
+
+    stored: dict[str, StoredParameter]
+    unexpected: list[str]
+    file_tensors: dict[str, FileTensor]
+
+
+def match_checkpoint(
+    model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
+) -> Match:
+    """Find where a checkpoint stores parameters, on this rank alone; see `find_weights`.
+
+    Raises:
+        ValueError: the folder is no complete checkpoint; tensors are missing or have another shape.
+    """
     shapes = {
         file_name(name): tuple(tensor.shape)
         for name, tensor in (
@@ -95,31 +130,30 @@ def find_weights(
             *persistent_buffers(model),
         )
     }
+    file_tensors = read_index(directory)
+    layout = hub_layout(model, plan, shapes)
+    tensors: Mapping[str, FileTensor] = file_tensors
+    try:
+        tensors = _rename_keys(model, join_scales(file_tensors, Path(directory)), layout)
+        tensors = join_stacked_scales(tensors, layout, Path(directory))
+        tensors = join_blocks(tensors, layout)
+        stored, known = _match_parameters(model, tensors, layout, plan, set(empty))
+    except ValueError as error:
+        text = str(error)
+        if not file_tensors.keys() & tensors.keys():
+            text += (
+                "; it holds a base model without a head, and transformers would add a head "
+                "that is not trained. If you want this, load the checkpoint in transformers "
+                "and save the model"
+            )
+        raise _not_fitting(model, directory, text) from error
+    unexpected = sorted(unexpected_keys(model, tensors.keys() - known))
+    return Match(stored, unexpected, file_tensors)
 
-    def find() -> tuple[dict[str, StoredParameter], str]:
-        file_tensors = read_index(directory)
-        layout = hub_layout(model, plan, shapes)
-        tensors: Mapping[str, FileTensor] = file_tensors
-        try:
-            tensors = _rename_keys(model, join_scales(file_tensors, Path(directory)), layout)
-            tensors = join_stacked_scales(tensors, layout, Path(directory))
-            tensors = join_blocks(tensors, layout)
-            stored = _match_parameters(model, tensors, layout, plan, set(empty))
-        except ValueError as error:
-            kind = type(without_adapters(model)).__name__
-            text = f"{directory} does not fit this {kind}: {error}"
-            if not file_tensors.keys() & tensors.keys():
-                text += (
-                    "; it holds a base model without a head, and transformers would add a head "
-                    "that is not trained. If you want this, load the checkpoint in transformers "
-                    "and save the model"
-                )
-            raise ValueError(text) from error
-        return stored, fingerprint(file_tensors)
 
-    stored, own_fingerprint = together(f"reading {directory}", find)
-    _check_same_weights(own_fingerprint, os.fspath(directory))
-    return stored
+def _not_fitting(model: nn.Module, directory: str | os.PathLike[str], problem: str) -> ValueError:
+    kind = type(without_adapters(model)).__name__
+    return ValueError(f"{os.fspath(directory)} does not fit this {kind}: {problem}")
 
 
 def _rename_keys(
@@ -152,7 +186,7 @@ def _rename_keys(
     return {new_name.get(key, key): tensor for key, tensor in tensors.items()}
 
 
-def _check_same_weights(own_fingerprint: str, folder: str) -> None:
+def check_same_weights(own_fingerprint: str, folder: str) -> None:
     """Raise ValueError if ranks read different weights: the shards would be of two models."""
     fingerprints = differing(own_fingerprint)
     if fingerprints is None:
@@ -172,8 +206,11 @@ def _match_parameters(
     layout: Layout,
     plan: ModelPlan,
     empty: set[str],
-) -> dict[str, StoredParameter]:
-    """Find where each parameter in `empty` and each persistent buffer is stored, by name."""
+) -> tuple[dict[str, StoredParameter], set[str]]:
+    """Find where each parameter in `empty` and each persistent buffer is stored, by name.
+
+    Returns them, and the keys in `tensors` that belong to any parameter of the model.
+    """
     aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -209,15 +246,14 @@ def _match_parameters(
     ids = {id(tensor) for _, tensor in parameters}
     others = [names for key, names in aliases.items() if key not in ids]
     known |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
-    if unexpected := sorted(unexpected_keys(model, tensors.keys() - known)):
-        raise ValueError(list_names("unexpected", unexpected))
-    return {
+    stored = {
         name: StoredParameter(
             [(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name]
         )
         for stored_name, pieces in pieces_of.items()
         for name in model_names[stored_name]
     }
+    return stored, known
 
 
 def _find_single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:

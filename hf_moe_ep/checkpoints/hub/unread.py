@@ -1,0 +1,172 @@
+"""Parameters that are read from a checkpoint when the model is sharded, and not when it is loaded.
+
+`hf-moe-ep run` lets stock's from_pretrained load a model without the parameters of its decoder
+layers (`runner/load.py`). They stay on the meta device, and `ModelState.unread` says where the
+checkpoint stores them:
+
+    from_pretrained       find_unread      finds the parameters in the files, and reads none
+                          finish_loading   reads the buffers of the layers, which are small
+    accelerator.prepare   shard_and_read   shards the model, then each rank reads its shards
+    other code            read_whole       reads whole parameters, if code needs their values
+
+In between, the trainer may attach adapters, replace the embeddings or freeze parameters. The values
+are those that stock would have loaded, rounded to the same dtype.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from hf_moe_ep.checkpoints.hub.read import check_same_weights, load_weights, match_checkpoint
+from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
+from hf_moe_ep.checkpoints.storage.boxes import local_tensor, whole_box
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, fingerprint
+from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.shard import shard_model
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.hub import file_name
+from hf_moe_ep.upstream.modules import own_buffers
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Where a checkpoint stores the parameters that a model has not read.
+
+    Attributes:
+        folder: the folder of the checkpoint.
+        stored: the parameters, by their names in checkpoints.
+        buffers: the persistent buffers of the model, by name.
+        fingerprint: identifies the files; it must be the same on all ranks.
+        keys: the keys in the files that store these parameters, with their tensors.
+    """
+
+    folder: str
+    stored: Mapping[str, StoredParameter]
+    buffers: Mapping[str, StoredParameter]
+    fingerprint: str
+    keys: Mapping[str, FileTensor]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unread:
+        """A copy of the model reads the same files."""
+        return self
+
+
+def find_unread(
+    model: nn.Module, folder: str | os.PathLike[str], plan: ModelPlan, names: Iterable[str]
+) -> Unread:
+    """Find the parameters `names` of a model on meta in a checkpoint, and read none of them.
+
+    Raises:
+        ValueError: the folder is no complete checkpoint; tensors are missing or have another shape;
+            or tensors are quantised, so that they are not read as they are stored.
+    """
+    names = set(names)
+    found = match_checkpoint(model, folder, plan, names)
+    key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
+    stored = {file_name(name): found.stored[name] for name in names}
+    keys: dict[str, FileTensor] = {}
+    for parameter in stored.values():
+        for piece, tensor in parameter.pieces:
+            if id(tensor) not in key_of:
+                raise ValueError(f"{piece.key} in {os.fspath(folder)} is quantised")
+            keys[key_of[id(tensor)]] = tensor
+    buffers = {name: tensor for name, tensor in found.stored.items() if name not in names}
+    return Unread(os.fspath(folder), stored, buffers, fingerprint(found.file_tensors), keys)
+
+
+def finish_loading(model: nn.Module, unread: Unread) -> Unread:
+    """Read the persistent buffers of a model that are on meta after from_pretrained.
+
+    Returns `unread` with the dtypes in which stock would have loaded the parameters.
+    """
+    with Reader() as reader:
+        for prefix, module in model.named_modules():
+            for name, buffer in own_buffers(module).items():
+                full_name = f"{prefix}.{name}".lstrip(".")
+                if buffer is None or not buffer.is_meta or full_name not in unread.buffers:
+                    continue
+                values = torch.empty(buffer.shape, dtype=buffer.dtype)
+                unread.buffers[full_name].read_into(values, whole_box(buffer.shape), reader)
+                own_buffers(module)[name] = values
+    dtypes = {file_name(name): parameter.dtype for name, parameter in model.named_parameters()}
+    stored = {
+        name: StoredParameter(parameter.pieces, dtypes[name])
+        for name, parameter in unread.stored.items()
+    }
+    return replace(unread, stored=stored)
+
+
+def shard_and_read(
+    model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
+) -> nn.Module:
+    """Call `shard_model`, then let each rank read its shards of the unread parameters.
+
+    Every rank must call this function.
+
+    Raises:
+        ValueError: as `shard_model`; or ranks would read different weights.
+    """
+    unread: Unread | None = state.unread
+    if unread is None:
+        return shard_model(model, state, options, device)
+    parameters = _parameters_on_meta(model, unread)
+    options = replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
+    shard_model(model, state, options, device)
+    check_same_weights(unread.fingerprint, unread.folder)
+    stored = {name: unread.stored[file_name(name)] for name in parameters}
+    offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
+    load_weights(model, stored, torch.device("cpu") if offloaded else device)
+    _round_to_loaded_dtype(model, stored)
+    state.unread = None
+    return model
+
+
+def read_whole(model: nn.Module) -> None:
+    """Read all unread parameters of a model that is not sharded, as stock would have done."""
+    state = find_state(model)
+    unread: Unread | None = None if state is None else state.unread
+    if state is None or unread is None:
+        return
+    with Reader() as reader:
+        for name, parameter in _parameters_on_meta(model, unread).items():
+            stored = unread.stored[file_name(name)]
+            values = torch.empty(parameter.shape, dtype=stored.dtype)
+            stored.read_into(values, whole_box(parameter.shape), reader)
+            _replace(model, parameter, values.to(parameter.dtype))
+    state.unread = None
+
+
+def _parameters_on_meta(model: nn.Module, unread: Unread) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and file_name(name) in unread.stored
+    }
+
+
+@torch.no_grad()
+def _round_to_loaded_dtype(model: nn.Module, stored: Mapping[str, StoredParameter]) -> None:
+    """Round fp32 master weights to the dtype in which stock would have loaded them."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in stored.items():
+        if name in parameters and parameters[name].is_floating_point():
+            values = local_tensor(parameters[name])
+            if values.dtype != parameter.dtype:
+                values.copy_(values.to(parameter.dtype))
+
+
+def _replace(model: nn.Module, old: nn.Parameter, values: Tensor) -> None:
+    """Register a parameter with `values` under every name of the parameter `old`."""
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is old:
+                setattr(module, name, new)

@@ -1,0 +1,80 @@
+"""Attach PEFT's adapters to a patched model that is not sharded yet.
+
+Two settings of `hf-moe-ep run` change what PEFT does then:
+
+    --lora-experts              the LoraConfig also targets the stacked weights of the experts
+    layers are on meta          factors are created on the host, with the values that stock gives
+    (no --stock-load)           them. If their values depend on the weights, or if the adapter is
+                                not LoRA, the weights are read first
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from hf_moe_ep.checkpoints.hub.unread import read_whole
+from hf_moe_ep.config import launched_rank
+from hf_moe_ep.lora import computed
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.adapter_files import why_values_are_needed
+from hf_moe_ep.upstream.adapters import factors_on_host
+
+_logger = logging.getLogger("hf_moe_ep.runner")
+
+
+def inject_adapter(
+    original: Callable[..., Any],
+    self: Any,
+    model: nn.Module,
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers.
+
+    Raises:
+        ValueError: the model is sharded; or --lora-experts is set, and the adapter cannot be one of
+            experts.
+    """
+    state = find_state(model)
+    if state is None:
+        original(self, model, adapter_name, *args, **kwargs)
+        return
+    computed.check_attachable(state)
+    config = self.peft_config[adapter_name]
+    if state.adapts_experts:
+        _target_experts(config, state)
+    if state.unread is not None and (why := why_values_are_needed(config)):
+        if launched_rank() == 0:
+            _logger.info("every process reads the whole model, because %s needs its weights", why)
+        read_whole(model)
+    with factors_on_host() if state.unread is not None else nullcontext():
+        original(self, model, adapter_name, *args, **kwargs)
+
+
+def _target_experts(config: Any, state: ModelState) -> None:
+    """Add the stacked weights of all experts to the parameters that an adapter targets."""
+    kind = type(config).__name__
+    if not hasattr(config, "target_parameters"):
+        raise ValueError(
+            f"--lora-experts adds the weights of experts to a LoraConfig, but this adapter has a "
+            f"{kind}; train LoRA, or leave out --lora-experts"
+        )
+    if config.lora_dropout:
+        raise ValueError(
+            f"--lora-experts: LoRA on stacked weights has no dropout, but the {kind} has "
+            f"lora_dropout={config.lora_dropout}; set it to 0"
+        )
+    experts = state.plan.experts.rpartition("*.")[2]
+    names = [f"{experts}.{weight}" for weight in state.plan.expert_weights]
+    before = list(config.target_parameters or ())
+    # A config that is used for a second adapter has the names already.
+    added = [name for name in names if name not in before]
+    config.target_parameters = [*before, *added]
+    if added and launched_rank() == 0:
+        _logger.info("--lora-experts: the %s also targets %s", kind, ", ".join(added))

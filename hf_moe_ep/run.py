@@ -1,0 +1,70 @@
+"""`python -m hf_moe_ep.run`: `hf-moe-ep run` for a script or a module, inside a launcher.
+
+    torchrun --nproc_per_node 8 -m hf_moe_ep.run --ep-size 8 train.py --lr 1e-5
+    accelerate launch --config_file fsdp2.yaml -m hf_moe_ep.run --ep-size 8 -m trl.scripts.sft ...
+
+The launcher starts this module in each rank. The module replaces its process by Python, with the
+same options of the interpreter, and with the script or module and its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_moe_ep.cli.run import DESCRIPTION, add_dry_run
+from hf_moe_ep.runner.environment import run_command
+from hf_moe_ep.runner.options import add_settings, variables
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replace this process by Python with the script or module in `arguments`."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    script = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if (options.module is None) == (not script):
+        parser.error("name a script, or a module: -m MODULE")
+    target = script if options.module is None else ["-m", *options.module]
+    command = [sys.executable, *interpreter_options(sys.orig_argv), *target]
+    try:
+        return run_command(command, *variables(options), dry_run=options.dry_run)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_moe_ep.run", description=DESCRIPTION, allow_abbrev=False
+    )
+    add_settings(parser)
+    add_dry_run(parser)
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE ...",
+        help="a module to run, and its arguments",
+    )
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="a script to run, and its arguments",
+    )
+    return parser
+
+
+def interpreter_options(words: Sequence[str]) -> list[str]:
+    """Return the options of the interpreter among the words with which Python was started.
+
+    ["python", "-u", "-m", "hf_moe_ep.run", "--ep-size", "8", "train.py"] -> ["-u"]
+    """
+    for index in range(1, len(words)):
+        if list(words[index : index + 2]) == ["-m", "hf_moe_ep.run"]:
+            return list(words[1:index])
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The environment in which `hf-moe-ep run` starts a command, and the start itself.
+
+HF_MOE_EP_* variables hold the settings, which `hook.py` reads in each Python process. When Python
+starts, it imports a module `sitecustomize` from PYTHONPATH, so the folder `path/` is put in front:
+
+    hf-moe-ep run --ep-size 8 -- axolotl train cfg.yml
+    -> HF_MOE_EP_EP_SIZE=8 PYTHONPATH=.../hf_moe_ep/runner/path axolotl train cfg.yml
+
+The variables alone patch nothing. Python ignores PYTHONPATH if it is started with -I or -E.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hf_moe_ep.config import environment
+
+# The folder with the file sitecustomize.py.
+HOOK_FOLDER = Path(__file__).parent / "path"
+_PROGRAM = "hf-moe-ep run"
+
+
+def run_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of this process with `variables`, and the folder of the hook."""
+    before = environment()
+    old_path, hook = before.get("PYTHONPATH", ""), os.fspath(HOOK_FOLDER)
+    others = [folder for folder in old_path.split(os.pathsep) if folder != hook] if old_path else []
+    return before | dict(variables) | {"PYTHONPATH": os.pathsep.join([hook, *others])}
+
+
+def run_command(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    replaced: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+) -> int:
+    """Replace this process by `command`. The function returns only after a dry run.
+
+    Args:
+        command: the words of the command.
+        variables: the settings, as environment variables.
+        replaced: sentences about settings of the environment that options have replaced.
+        dry_run: print the variables and the command instead.
+
+    Raises:
+        ValueError: there is no command, or no program of its name.
+    """
+    if not command:
+        raise ValueError(
+            f"no command is given; write it after the options: {_PROGRAM} --ep-size 8 -- axolotl "
+            f"train cfg.yml"
+        )
+    program = shutil.which(command[0])
+    if program is None:
+        raise ValueError(
+            f"{command[0]} is neither a program in PATH nor an executable file; write the command "
+            f"as you would without {_PROGRAM}"
+        )
+    new = run_environment(variables)
+    for sentence in replaced:
+        print(f"{_PROGRAM}: {sentence}", file=sys.stderr)
+    if not any(map(_may_start_python, [program, *command[1:]])):
+        print(
+            f"{_PROGRAM}: warning: {command[0]} is no Python program, so nothing is patched, "
+            f"unless it starts one",
+            file=sys.stderr,
+        )
+    if dry_run:
+        shown = {name: new[name] for name in [*sorted(variables), "PYTHONPATH"]}
+        words = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+        print(" ".join([*words, shlex.join(command)]))
+    else:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(program, list(command), new)
+    return 0
+
+
+def _may_start_python(word: str) -> bool:
+    """Return True if a word of a command names Python, a Python file or a script.
+
+    A script is a text file with a first line like "#!/bin/sh". What it starts is unknown.
+    """
+    if Path(word).name.startswith("python") or word.endswith(".py"):
+        return True
+    path = shutil.which(word)
+    if path is None:
+        return False
+    with open(path, "rb") as file:
+        return file.read(2) == b"#!"

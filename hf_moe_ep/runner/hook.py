@@ -1,0 +1,181 @@
+"""The hook of `hf-moe-ep run` in a Python process: patch each model that transformers returns.
+
+`path/sitecustomize.py` calls `install` when transformers.modeling_utils is imported. Then
+from_pretrained and from_config, of auto classes and of models, return patched models, unless
+
+    the model has no experts                 a warning says so once
+    it is a part of another model            the call comes from the constructor of that model, or
+                                             from another call of from_pretrained
+    an inference engine builds it            such as a worker of vLLM
+    hf_moe_ep builds it                      its own from_pretrained, and its planner
+
+Rank 0 prints one line for each patched model to stderr. This module is imported with every
+transformers, so it imports the rest of this package when the first model is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+from hf_moe_ep.config import (
+    ParallelConfig,
+    RunOptions,
+    environment,
+    launched_rank,
+    settings_from_environment,
+    variable_of,
+)
+from hf_moe_ep.upstream.wrap import Feature, Wrap, wrap_process
+
+_logger = logging.getLogger("hf_moe_ep.runner")
+# Packages that build transformers' models for inference, and the module through which hf_moe_ep
+# builds models without values.
+_NOT_PATCHED_IN = ("vllm", "sglang", "lmdeploy", "hf_moe_ep.upstream.hub")
+# True while from_pretrained or from_config runs.
+_is_building: ContextVar[bool] = ContextVar("_is_building", default=False)
+
+
+def install() -> None:
+    """Wrap from_pretrained and from_config of all models of transformers."""
+    wrap_process(LOADERS)
+
+
+def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Wrap `PreTrainedModel.from_pretrained`: check, load and patch a MoE model.
+
+    Raises:
+        ValueError: before any weight is read: the model cannot be patched with these settings.
+    """
+    if not _is_top_level():
+        return original(cls, *args, **kwargs)
+    from hf_moe_ep.runner.load import Load
+
+    config, options = _settings()
+    this_load = Load(config, options)
+    with _building(), this_load.intercept():
+        result = original(cls, *args, **kwargs)
+    # With output_loading_info=True, the result is the model and a report.
+    _patch(result[0] if isinstance(result, tuple) else result, this_load)
+    return result
+
+
+def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Wrap `PreTrainedModel._from_config`, which from_config calls: patch a MoE model."""
+    if not _is_top_level():
+        return original(cls, *args, **kwargs)
+    from hf_moe_ep.runner.load import Load
+
+    config, options = _settings()
+    with _building():
+        model = original(cls, *args, **kwargs)
+    _patch(model, Load(config, options))
+    return model
+
+
+_FEATURE = Feature("hf-moe-ep run")
+# Process: installed by `hf-moe-ep run`, and by nothing else.
+LOADERS = (
+    Wrap(
+        "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+        load,
+        "patches models that a command loads; reads few of their weights",
+        _FEATURE,
+    ),
+    Wrap(
+        "transformers.modeling_utils:PreTrainedModel._from_config",
+        build,
+        "patches models that a command creates from a config",
+        _FEATURE,
+    ),
+)
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    token = _is_building.set(True)
+    try:
+        yield
+    finally:
+        _is_building.reset(token)
+
+
+def _is_top_level() -> bool:
+    """Return False if the module docstring excludes the current call."""
+    if _is_building.get():
+        return False
+    model_class = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        name = f"{frame.f_globals.get('__name__')}."
+        if name.startswith(tuple(f"{package}." for package in _NOT_PATCHED_IN)):
+            return False
+        is_constructor = frame.f_code.co_name == "__init__"
+        if is_constructor and isinstance(frame.f_locals.get("self"), model_class):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _settings() -> tuple[ParallelConfig, RunOptions]:
+    return settings_from_environment(ParallelConfig), settings_from_environment(RunOptions)
+
+
+def _patch(model: Any, this_load: Any) -> None:
+    """Patch a model that has experts, and say on rank 0 what was done."""
+    from hf_moe_ep.derive import has_experts
+
+    _show_log()
+    name = type(model).__name__
+    if not has_experts(model):
+        _warn_once(f"warning: {name} has no experts, so it is not patched")
+        return
+    state = this_load.patch(model)
+    how = ""
+    if this_load.unread is not None:
+        how = f"; sharding will read its layers from {this_load.unread.folder}"
+    elif this_load.why_stock:
+        how = f"; every process has read the whole model: {this_load.why_stock}"
+    if launched_rank() == 0:
+        _logger.info(
+            "patched %s (%s): %d MoE layers of %d experts%s",
+            name,
+            _given_options(),
+            len(state.moe_layers),
+            state.num_experts,
+            how,
+        )
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    if launched_rank() == 0:
+        _logger.warning(sentence)
+
+
+def _given_options() -> str:
+    """Return the settings of this run as options of the command."""
+    before = environment()
+    names = [field.name for kind in (ParallelConfig, RunOptions) for field in fields(kind)]
+    given = {name: before.get(variable_of(name), "").strip() for name in names}
+    words = [f"--{name.replace('_', '-')} {text}" for name, text in given.items() if text]
+    return " ".join(words) or "no options"
+
+
+def _show_log() -> None:
+    """Print the log of this command to stderr, whatever the trainer does with other logs."""
+    if _logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("hf-moe-ep run: %(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    _logger.propagate = False

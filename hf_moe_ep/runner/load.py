@@ -1,0 +1,94 @@
+"""Load one model for `hf-moe-ep run`: check it before its weights are read, and read few of them.
+
+    stock   every process reads the whole model, into its memory or onto its GPU
+    here    every process reads all but the decoder layers; when the model is sharded, each rank
+            reads its shards of the layers (`checkpoints/hub/unread.py`)
+
+Stock's from_pretrained still does the work: it builds the model, renames, converts, casts and ties
+tensors, adds missing heads, and loads the embeddings and the head, which trainers may resize. Only
+the tensors of the layers stay on the meta device. Stock reads all weights if `--stock-load` is set,
+if there is a single process, or if no other code can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.checkpoints.hub.unread import Unread, find_unread, finish_loading
+from hf_moe_ep.config import ParallelConfig, RunOptions, launched_world_size
+from hf_moe_ep.derive import has_experts
+from hf_moe_ep.patch import check_loadable, patch
+from hf_moe_ep.state import ModelState, patched_state
+from hf_moe_ep.upstream.loading import OnMeta, WeightFiles, before_weights
+from hf_moe_ep.upstream.modules import explain_moves
+
+
+@dataclass
+class Load:
+    """One call of from_pretrained.
+
+    Attributes:
+        config, options: the settings of the run.
+        unread: the parameters that stay on meta; None if stock loads all of them.
+        why_stock: why stock loads all of them although there are several processes.
+    """
+
+    config: ParallelConfig
+    options: RunOptions
+    unread: Unread | None = None
+    why_stock: str = ""
+
+    @contextmanager
+    def intercept(self) -> Iterator[None]:
+        """Check the model and choose its unread parameters when from_pretrained has built it.
+
+        Raises:
+            ValueError: the model cannot be patched with these settings.
+        """
+        with before_weights(self._choose):
+            yield
+
+    def patch(self, model: nn.Module) -> ModelState:
+        """Patch the model that from_pretrained has returned, and return its state."""
+        unread = None if self.unread is None else finish_loading(model, self.unread)
+        patch(model, self.config)
+        state = patched_state(model)
+        state.adapts_experts = self.options.lora_experts
+        if unread is not None:
+            state.unread = unread
+            explain_moves(model, state.replace, state.never_sharded)
+        return state
+
+    def _choose(self, model: nn.Module, weights: WeightFiles) -> OnMeta | None:
+        if not has_experts(model):
+            return None
+        parts = check_loadable(model, self.config)
+        if launched_world_size() == 1:
+            return None
+        self.why_stock = "--stock-load" if self.options.stock_load else weights.problem
+        if self.why_stock:
+            return None
+        module = _list_of_layers(model, parts)
+        names = [name for name, _ in model.named_parameters() if name.startswith(f"{module}.")]
+        try:
+            self.unread = find_unread(model, weights.files[0].parent, parts.plan, names)
+        except ValueError as error:
+            self.why_stock = str(error)
+            return None
+        tensors = {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for key, tensor in self.unread.keys.items()
+        }
+        return OnMeta(module, tensors)
+
+
+def _list_of_layers(model: nn.Module, parts: Parts) -> str:
+    """Return the name of the nn.ModuleList of the decoder layers."""
+    first = next(name for name, module in model.named_modules() if module is parts.layers[0])
+    return first.rpartition(".")[0]

@@ -1,0 +1,93 @@
+"""Settings as command-line options: one option for each field of ParallelConfig and RunOptions.
+
+    --ep-size 8                      ParallelConfig(ep_size=8), in a process as HF_MOE_EP_EP_SIZE=8
+    --recompute-activations          ParallelConfig(recompute_activations=True)
+    --no-reshard-after-forward       ParallelConfig(reshard_after_forward=False)
+
+The help of an option is the first sentence about its field in the docstring of the class. If the
+user has set a variable and gives no option of that name, the variable is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import Field, fields
+from typing import Any
+
+from hf_moe_ep.config import (
+    ParallelConfig,
+    RunOptions,
+    environment,
+    parse_setting,
+    variable_of,
+)
+
+_KINDS: tuple[type[ParallelConfig] | type[RunOptions], ...] = (ParallelConfig, RunOptions)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting. Options that are not given are not set in the result."""
+    for kind in _KINDS:
+        sentences = _first_sentences(kind.__doc__ or "")
+        for field in fields(kind):
+            name = option_of(field.name)
+            is_switch = field.type == "bool"
+            kwargs: dict[str, Any] = {
+                "dest": field.name,
+                "default": argparse.SUPPRESS,
+                "help": sentences.get(field.name, "").replace("%", "%%"),
+            }
+            if is_switch:
+                parser.add_argument(name, action=argparse.BooleanOptionalAction, **kwargs)
+            else:
+                parser.add_argument(name, metavar=_metavar(field), **kwargs)
+
+
+def option_of(name: str) -> str:
+    """Return the option of a setting: "--ep-size" for "ep_size"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Return the variables of the given options, and a sentence for each variable they replace.
+
+    Raises:
+        ValueError: an option or a variable has an invalid value, or two of them contradict.
+    """
+    before = environment()
+    new: dict[str, str] = {}
+    replaced = []
+    for kind in _KINDS:
+        values: dict[str, Any] = {}
+        for field in fields(kind):
+            variable, option = variable_of(field.name), option_of(field.name)
+            old_text = before.get(variable, "").strip()
+            if old_text:
+                values[field.name] = parse_setting(field, old_text, f"{variable}=")
+            if not hasattr(given, field.name):
+                continue
+            text = _as_text(getattr(given, field.name))
+            value = parse_setting(field, text, f"{option} ")
+            if old_text and values[field.name] != value:
+                replaced.append(f"{option} {text} replaces {variable}={old_text}")
+            values[field.name], new[variable] = value, text
+        kind(**values)
+    return new, replaced
+
+
+def _as_text(value: str | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _metavar(field: Field[Any]) -> str:
+    kind = str(field.type)
+    return "N" if kind.startswith("int") else "X" if kind.startswith("float") else "NAME"
+
+
+def _first_sentences(docstring: str) -> dict[str, str]:
+    """Return the first sentence about each argument in a docstring."""
+    arguments = docstring.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", arguments, re.MULTILINE)
+    texts = {name: " ".join(text.split()).replace("`", "") for name, text in entries}
+    return {name: re.split(r"(?<=[^.])\. ", text)[0].rstrip(".") for name, text in texts.items()}

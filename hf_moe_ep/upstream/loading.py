@@ -1,0 +1,113 @@
+"""Stop transformers' from_pretrained before it loads weights, and leave some of them on meta.
+
+The private names come from transformers/modeling_utils.py: from_pretrained builds the model on the
+meta device and then calls `_load_pretrained_model` with the files of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+_LOAD = "_load_pretrained_model"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weights that from_pretrained is about to load.
+
+    Attributes:
+        files: the safetensors files.
+        problem: why only stock code can load these weights; empty if other code can load them too.
+    """
+
+    files: Sequence[Path]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class OnMeta:
+    """What from_pretrained leaves on the meta device.
+
+    Attributes:
+        module: the name of a module. All its parameters and buffers in the files stay on meta.
+        tensors: tensors on meta, by their keys in the files, in place of those of the files.
+    """
+
+    module: str
+    tensors: Mapping[str, Tensor]
+
+
+@contextmanager
+def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) -> Iterator[None]:
+    """Call `choose` once inside the block, when from_pretrained has built its model on meta.
+
+    If `choose` returns None, from_pretrained loads all weights. Transformers checks, converts and
+    casts tensors on meta as it does with values. The weights of an adapter that from_pretrained
+    loads afterwards are not affected.
+    """
+    stock = inspect.getattr_static(PreTrainedModel, _LOAD)
+
+    def load(
+        model: nn.Module,
+        state_dict: Mapping[str, Any] | None,
+        checkpoint_files: Sequence[str] | None,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        setattr(PreTrainedModel, _LOAD, stock)
+        on_meta = choose(model, _weight_files(state_dict, checkpoint_files, load_config))
+        if on_meta is None:
+            return stock.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        device_map = load_config.device_map or {"": "cpu"}
+        config = dataclasses.replace(load_config, device_map=device_map | {on_meta.module: "meta"})
+        state_dict = _lazy_tensors(checkpoint_files or (), on_meta.tensors)
+        return stock.__func__(model, state_dict, checkpoint_files, config, *args, **kwargs)
+
+    setattr(PreTrainedModel, _LOAD, staticmethod(load))
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, _LOAD, stock)
+
+
+def _weight_files(
+    state_dict: Mapping[str, Any] | None, checkpoint_files: Sequence[str] | None, load_config: Any
+) -> WeightFiles:
+    files = [Path(file) for file in checkpoint_files or ()]
+    devices = {str(device) for device in (load_config.device_map or {}).values()}
+    if state_dict is not None or not files:
+        problem = "they do not come from files"
+    elif any(file.suffix != ".safetensors" for file in files):
+        problem = "the files are not safetensors"
+    elif load_config.hf_quantizer is not None:
+        problem = "they are quantised while they are loaded, or were quantised before"
+    elif load_config.device_mesh is not None:
+        problem = "transformers shards them itself"
+    elif len(devices) > 1:
+        problem = f"device_map spreads them over {', '.join(sorted(devices))}"
+    elif is_deepspeed_zero3_enabled():
+        problem = "DeepSpeed loads them"
+    else:
+        problem = ""
+    return WeightFiles(files, problem)
+
+
+def _lazy_tensors(files: Sequence[str], on_meta: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return all tensors of the files by key. Those not on meta are read when they are sliced."""
+    tensors: dict[str, Any] = dict(on_meta)
+    for name in files:
+        file = safe_open(name, framework="pt", device="cpu")
+        tensors |= {key: file.get_slice(key) for key in set(file.keys()) - on_meta.keys()}
+    return tensors

@@ -1,0 +1,95 @@
+"""Training frameworks that call the Trainer: axolotl, ms-swift, LLaMA-Factory and TRL's commands.
+
+The functions look for a framework among the imported modules, and import none. They choose the
+words of errors, because the users of such a framework write a YAML file or options and no Python.
+The names come from the frameworks' own options, and from swift/sequence_parallel/.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class _Framework:
+    """A framework as its users know it.
+
+    Attributes:
+        name: the name of the framework.
+        module: the module that is imported if the framework runs.
+        to_shard: how its users ask for FSDP2.
+        sizes: its option for each size of Accelerate's ParallelismConfig.
+    """
+
+    name: str
+    module: str
+    to_shard: str
+    sizes: dict[str, str] = field(default_factory=dict)
+
+
+# All but the last import trl themselves, so the last one is the weakest sign.
+_FRAMEWORKS = (
+    _Framework(
+        "axolotl",
+        "axolotl",
+        "Add `fsdp_version: 2` and `fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
+        "state_dict_type: FULL_STATE_DICT}` to the YAML file",
+        {
+            "cp_size": "context_parallel_size",
+            "tp_size": "tensor_parallel_size",
+            "dp_replicate_size": "dp_replicate_size",
+        },
+    ),
+    _Framework("ms-swift", "swift.arguments", "Add --fsdp fsdp2 to the command"),
+    _Framework(
+        "LLaMA-Factory",
+        "llamafactory",
+        "Add `fsdp: full_shard auto_wrap` and `fsdp_config: {fsdp_version: 2}` to the YAML file",
+    ),
+    _Framework(
+        "TRL",
+        "trl.scripts",
+        "Add --accelerate_config fsdp2 to the command",
+    ),
+)
+_GENERAL = (
+    "Launch with `accelerate launch --config_file` and `distributed_type: FSDP`, `fsdp_version: 2` "
+    "(examples/accelerate/), or call apply_ep_fsdp2(model) in your own loop"
+)
+
+
+def how_to_shard() -> str:
+    """Return a sentence about the option with which the running framework shards by FSDP2."""
+    framework = _running()
+    return _GENERAL if framework is None else f"{framework.name}: {framework.to_shard}"
+
+
+def option_of_size(name: str) -> str:
+    """Return the framework's option for a size of Accelerate's ParallelismConfig.
+
+    Without a framework, or if it has no such option, this is the size in the launch config.
+    """
+    framework = _running()
+    if framework is None or name not in framework.sizes:
+        return f"the launch config's parallelism_config has {name}"
+    return f"{framework.name} was given {framework.sizes[name]}"
+
+
+def check_sequence_parallelism() -> None:
+    """Raise ValueError if a framework splits sequences over ranks by its own code.
+
+    ms-swift replaces attention functions for this, and stores the number of ranks in an object of
+    the process (swift/sequence_parallel/sequence_parallel.py).
+    """
+    module = sys.modules.get("swift.sequence_parallel")
+    size = getattr(getattr(module, "sequence_parallel", None), "world_size", None) or 1
+    if size > 1:
+        raise ValueError(
+            f"ms-swift was given --sequence_parallel_size {size}, which does not combine with a "
+            f"patched model; leave it out, and write hf-moe-ep run --sp-size {size}"
+        )
+
+
+def _running() -> _Framework | None:
+    return next((entry for entry in _FRAMEWORKS if entry.module in sys.modules), None)
