@@ -13,9 +13,8 @@ enabled when the model was called. A test in the layer would not be enough, beca
 checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
 recompute, which is not counted a second time.
 
-Padding tokens that are left out of the dispatch (`padding.py`) are not counted; with ep_size 1 the
-same tokens are left out of the count. Other padding tokens are counted like other tokens, because
-the experts compute them.
+Padding tokens are counted like other tokens if the experts compute them. With ep_size > 1 most of
+them are left out of the dispatch (`padding.py`), and are then not counted either.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Planning
-from hf_moe_ep.moe.padding import real_tokens_of
 from hf_moe_ep.state import ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -88,11 +86,6 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
         )
         return
     ids = expert_ids_TK.detach().flatten().long()
-    ones = torch.ones_like(ids)
-    if not torch.compiler.is_compiling():
-        real_T = real_tokens_of(state, len(expert_ids_TK))
-        if real_T is not None:
-            ones = real_T.to(device).unsqueeze(1).expand_as(expert_ids_TK).flatten().long()
     # In one process the layers of a model may be on several devices.
     ids = ids.to(state.choice_counts.device)
-    state.choice_counts[layer.index].scatter_add_(0, ids, ones.to(ids.device))
+    state.choice_counts[layer.index].scatter_add_(0, ids, torch.ones_like(ids))
