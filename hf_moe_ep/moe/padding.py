@@ -46,9 +46,7 @@ class PaddingBegins(Ours):
         self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        meshes = self.state.meshes
-        # With ep_size 1 a compiled forward is traced through this hook.
-        if model.training and meshes is not None and meshes.ep_size > 1:
+        if model.training and self.state.meshes is not None:
             self._find(model, args, kwargs)
 
     @torch.compiler.disable
@@ -68,8 +66,10 @@ class PaddingEnds(Ours):
 
 
 def attach_padding(parts: Parts, state: ModelState) -> None:
-    """Register the hooks, unless this model's padding tokens may change other tokens."""
-    if parts.causal_lm is None or parts.plan.mixers or not parts.attention:
+    """Register the hooks with ep_size > 1, unless padding tokens may change other tokens."""
+    if state.config.ep_size in (None, 1) or parts.causal_lm is None:
+        return
+    if parts.plan.mixers or not parts.attention:
         return
     parts.causal_lm.register_forward_pre_hook(PaddingBegins(state), with_kwargs=True)
     parts.causal_lm.register_forward_hook(PaddingEnds(state), always_call=True)
