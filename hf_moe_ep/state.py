@@ -27,6 +27,7 @@ the row above.
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
+    moe/padding.py | real_tokens | the tokens that are dispatched, during a forward
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on

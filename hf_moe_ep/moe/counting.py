@@ -13,9 +13,8 @@ enabled when the model was called. A test in the layer would not be enough, beca
 checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
 recompute, which is not counted a second time.
 
-Padding tokens that are left out of the dispatch (`padding.py`) are not counted; with ep_size 1 the
-same tokens are left out of the count. Other padding tokens are counted like other tokens, because
-the experts compute them.
+Padding tokens are counted like other tokens if the experts compute them. With ep_size > 1 most of
+them are left out of the dispatch (`padding.py`), and are then not counted either.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Planning
-from hf_moe_ep.moe.padding import real_tokens_of
 from hf_moe_ep.state import ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -65,10 +63,7 @@ def count_choice(
     if torch.compiler.is_compiling() and state.is_counted is not None:
         if training:
             counts, ids_TK = reserve_counts(state, expert_ids_TK.device), expert_ids_TK.detach()
-            real_T = state.real_tokens
-            if real_T is not None and len(real_T) != len(ids_TK):
-                real_T = None
-            _count_compiled(counts, layer.index_tensor, ids_TK, state.is_counted, real_T)
+            _count_compiled(counts, layer.index_tensor, ids_TK, state.is_counted)
         return
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
@@ -101,45 +96,28 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
             pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]
         )
         return
-    compiling = torch.compiler.is_compiling()
-    _add_to_row(
-        counts[layer.index], ids_TK, None if compiling else real_tokens_of(state, len(ids_TK))
-    )
+    _add_to_row(counts[layer.index], ids_TK)
 
 
-def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor, real_T: Tensor | None) -> None:
+def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor) -> None:
     # In one process the layers of a model may be on several devices.
     ids = expert_ids_TK.flatten().long().to(counts_E.device)
-    ones = torch.ones_like(ids)
-    if real_T is not None:
-        ones = real_T.to(ids.device).unsqueeze(1).expand_as(expert_ids_TK).flatten().long()
-    counts_E.scatter_add_(0, ids, ones)
+    counts_E.scatter_add_(0, ids, torch.ones_like(ids))
 
 
 @torch.library.custom_op("hf_moe_ep::count_choice", mutates_args=("choice_counts",))
 def _count_compiled(
-    choice_counts: Tensor,
-    layer_index: Tensor,
-    expert_ids: Tensor,
-    is_counted: Tensor,
-    real: Tensor | None,
+    choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor
 ) -> None:
     """Count the choice of a layer that `compile_layers` has compiled.
 
     A graph calls this operator in the layer's first run and in its recompute alike, so the operator
-    itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU. `real`
-    is the mask of the tokens that are no padding.
+    itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU.
     """
     if bool(is_counted) and not backward_is_running():
-        _add_to_row(choice_counts[int(layer_index)], expert_ids, real)
+        _add_to_row(choice_counts[int(layer_index)], expert_ids)
 
 
 @_count_compiled.register_fake
-def _(
-    choice_counts: Tensor,
-    layer_index: Tensor,
-    expert_ids: Tensor,
-    is_counted: Tensor,
-    real: Tensor | None,
-) -> None:
+def _(choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor) -> None:
     return None

@@ -46,16 +46,12 @@ class PaddingBegins(Ours):
         self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        meshes = self.state.meshes
-        # A compiled forward breaks its graph here only if its MoE layers break it as well.
-        if (meshes is None or meshes.ep_size == 1) and torch.compiler.is_compiling():
-            return
-        self._find(model, args, kwargs)
+        if model.training and self.state.meshes is not None:
+            self._find(model, args, kwargs)
 
     @torch.compiler.disable
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = bind_forward(model, args, kwargs)
-        self.state.real_tokens = find_real_tokens(given) if model.training else None
+        self.state.real_tokens = find_real_tokens(bind_forward(model, args, kwargs))
 
 
 class PaddingEnds(Ours):
@@ -65,12 +61,15 @@ class PaddingEnds(Ours):
         self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.state.real_tokens = None
+        if self.state.real_tokens is not None:
+            self.state.real_tokens = None
 
 
 def attach_padding(parts: Parts, state: ModelState) -> None:
-    """Register the hooks, unless this model's padding tokens may change other tokens."""
-    if parts.causal_lm is None or parts.plan.mixers or not parts.attention:
+    """Register the hooks with ep_size > 1, unless padding tokens may change other tokens."""
+    if state.config.ep_size in (None, 1) or parts.causal_lm is None:
+        return
+    if parts.plan.mixers or not parts.attention:
         return
     parts.causal_lm.register_forward_pre_hook(PaddingBegins(state), with_kwargs=True)
     parts.causal_lm.register_forward_hook(PaddingEnds(state), always_call=True)
@@ -101,24 +100,20 @@ def find_real_tokens(given: dict[str, Any]) -> Tensor | None:
     return keep_BS.flatten()
 
 
-def real_tokens_of(state: ModelState, num_tokens: int) -> Tensor | None:
-    """Return the mask of the current forward for a layer with so many tokens, if there is one.
-
-    There is none inside of a checkpoint without a frame (or of another function that keeps the
-    tensors that autograd saves).
-    """
-    real_T = state.real_tokens
-    if real_T is None or len(real_T) != num_tokens:
-        return None
-    is_reentrant = state.leads_to_gradients and not torch.is_grad_enabled()
-    if state.frame is None and (is_reentrant or saved_tensors_are_hooked()):
-        return None
-    return real_T
-
-
 def leave_out_padding(state: ModelState, slots_TK: Tensor) -> Tensor:
     """Replace the slots of padding tokens by the number of experts, which means "no expert"."""
-    real_T = real_tokens_of(state, len(slots_TK))
-    if real_T is None:
+    real_T = state.real_tokens
+    if real_T is None or len(real_T) != len(slots_TK) or _is_in_other_checkpoint(state):
         return slots_TK
     return slots_TK.masked_fill(~real_T.to(slots_TK.device).unsqueeze(1), state.num_experts)
+
+
+def _is_in_other_checkpoint(state: ModelState) -> bool:
+    """Return True inside of a checkpoint without a frame.
+
+    The result is also True inside of another function that keeps the tensors that autograd saves.
+    """
+    if state.frame is not None:
+        return False
+    is_reentrant = state.leads_to_gradients and not torch.is_grad_enabled()
+    return is_reentrant or saved_tensors_are_hooked()

@@ -150,9 +150,9 @@ def bytes_and_load_without_padding(rank: int, world: int) -> None:
         alone += _run(model, {name: x[row : row + 1, :length] for name, x in inputs.items()})[0]
     assert without == alone
     assert 0.5 < without / everything < 0.7, (without, everything)
-    # The counts are the same without expert parallelism, where experts compute all tokens.
+    # Without expert parallelism the experts compute all tokens, and all are counted.
     single = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=1)
-    assert torch.equal(_run(single, inputs)[1], load)
+    assert torch.equal(_run(single, inputs)[1], full_load)
 
 
 def all_tokens_where_a_loss_may_read_them(rank: int, world: int) -> None:

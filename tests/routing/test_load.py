@@ -31,13 +31,19 @@ ACCUMULATION = 3
 EXPERTS = 8
 
 
-def _count_choices(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
-    """Count the (token, slot) pairs that a stock model's experts receive, [layers, E]."""
+def _count_choices(
+    model: nn.Module, inputs: list[dict[str, Tensor]], *, padding: bool = True
+) -> Tensor:
+    """Count the (token, slot) pairs that a stock model's experts receive, [layers, E].
+
+    With `padding=False` the pairs of padding tokens are not counted.
+    """
+    chosen_T = torch.empty(0)
     experts = list(find_parts(model).experts.values())
     counts = torch.zeros(len(experts), find_parts(model).num_experts, dtype=torch.int64)
 
     def count(index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        for expert in args[1].flatten().tolist():
+        for expert in args[1][chosen_T].flatten().tolist():
             counts[index, expert] += 1
 
     hooks = [
@@ -46,6 +52,8 @@ def _count_choices(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
     ]
     with torch.no_grad():
         for micro_batch in inputs:
+            mask = micro_batch.get("attention_mask", torch.ones_like(micro_batch["labels"]))
+            chosen_T = (mask.flatten() != 0) | padding
             loss_of_sum(model, micro_batch, torch.tensor(1))
     for hook in hooks:
         hook.remove()
@@ -222,7 +230,7 @@ def _compare_with_stock(
             for data_rank in range(world // sp)
             for micro in range(ACCUMULATION)
         ]
-        want += _count_choices(tiny(), everyone)
+        want += _count_choices(tiny(), everyone, padding=False)
         model.eval()
         with torch.no_grad():
             model(**_inputs(rank // sp, 0))
