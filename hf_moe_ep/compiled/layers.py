@@ -46,7 +46,7 @@ from hf_moe_ep.upstream.captured_outputs import (
     with_collector,
     without_collector,
 )
-from hf_moe_ep.upstream.code import forward_arguments
+from hf_moe_ep.upstream.code import takes_argument
 from hf_moe_ep.upstream.compiler import is_compile_error
 from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
@@ -143,7 +143,7 @@ class BeginForward(Ours):
 
     def __init__(self, state: ModelState, root: nn.Module, blocks: list[nn.Module]) -> None:
         self.state, self._blocks = state, blocks
-        self._takes_use_cache = "use_cache" in forward_arguments(root)
+        self._takes_use_cache = takes_argument(root, "use_cache")
         state.is_counted = torch.tensor(False, device="cpu")
 
     @torch.compiler.disable

@@ -10,13 +10,22 @@ import pytest
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.modalities import modality_by_step
-from support.parity import Case, checkpointing, run_case
+from support.parity import Batch, Case, checkpointing, run_case
+from support.tiny_models import batch
+from torch import nn
 from torch._dynamo.utils import counters
 
 CONFIG = {"compile_layers": "aot_eager"}
 AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 CHECKPOINTED = partial(checkpointing, use_reentrant=False)
-BASE = Case("base", 2, ep=2, config=CONFIG, model={"num_hidden_layers": 3})
+
+
+def _batches(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Make batches whose sizes have no graph of their own: no size is 1, or equals another size."""
+    return [batch(model, 2 + rank, 11 + 2 * rank + step, seed=100 * step + rank)]
+
+
+BASE = Case("base", 2, ep=2, config=CONFIG, model={"num_hidden_layers": 5}, micro_batches=_batches)
 
 # The number of graphs of each case. A MoE layer has two: in front of its MoE block, and after it.
 # With sequence parallelism, the attention between two exchanges splits the first graph into three.

@@ -332,8 +332,9 @@ def test_bad_arguments_are_refused_before_anything_is_compiled(
 
 
 def test_good_arguments_are_passed_on_and_lengths_are_dynamic() -> None:
-    assert check_compile_kwargs({}) == {"dynamic": True}
+    assert check_compile_kwargs({})["dynamic"] is True
     chosen = check_compile_kwargs({"backend": "inductor", "mode": None, "dynamic": False})
+    chosen.pop("recompile_limit", None)  # not in every version of torch
     assert chosen == {"backend": "inductor", "dynamic": False}
 
 
