@@ -34,7 +34,8 @@ def forward_arguments(module: nn.Module) -> frozenset[str]:
 
 def takes_argument(module: nn.Module, name: str) -> bool:
     """Return True if the module's forward has an argument `name`, or accepts any keyword."""
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters  # type: ignore[attr-defined]
+    kind: Any = type(module)
+    parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters
     accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return name in parameters or accepts_any
 
