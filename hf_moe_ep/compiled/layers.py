@@ -42,11 +42,11 @@ from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
-    collects_inside_layers,
+    collected_outputs,
     with_collector,
     without_collector,
 )
-from hf_moe_ep.upstream.code import forward_arguments
+from hf_moe_ep.upstream.code import takes_argument
 from hf_moe_ep.upstream.compiler import is_compile_error
 from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
@@ -56,6 +56,10 @@ from hf_moe_ep.upstream.modules import has_hooks, own_children
 COMPILED = "_hf_moe_ep_compiled"
 # The attribute of a MoE block that holds the state of its MoE layer.
 MOE_LAYER = "_hf_moe_ep_layer"
+# Outputs that transformers collects by hooks outside of what is traced: on decoder layers, and on
+# routers, whose MoE blocks are then not traced.
+_ROUTER_LOGITS = "router_logits"
+_COLLECTED_OUTSIDE = {"hidden_states", _ROUTER_LOGITS}
 # The arguments of a decoder layer that take a KV cache.
 _CACHES = (*CACHE_NAMES, "past_key_value", "layer_past")
 
@@ -117,7 +121,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
         kind = (type(module), *(type(child) for child in module.children()))
         if kind not in functions:
             functions[kind] = torch.compile(inner_forward(type(module)), **options)
-        setattr(module, COMPILED, partial(_call_compiled, functions[kind], name))
+        setattr(module, COMPILED, partial(_call_compiled, functions[kind], state, name))
     if not state.layers_are_compiled:
         override_forward((layers | towers | shared).values(), _run_layer)
         override_forward(attention.values(), _run_without_tracing)
@@ -143,7 +147,7 @@ class BeginForward(Ours):
 
     def __init__(self, state: ModelState, root: nn.Module, blocks: list[nn.Module]) -> None:
         self.state, self._blocks = state, blocks
-        self._takes_use_cache = "use_cache" in forward_arguments(root)
+        self._takes_use_cache = takes_argument(root, "use_cache")
         state.is_counted = torch.tensor(False, device="cpu")
 
     @torch.compiler.disable
@@ -226,14 +230,23 @@ def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
             "model without use_cache=True and without a cache",
             stacklevel=2,
         )
-    if not module.training or has_cache or collects_inside_layers():
+    collects_inside = not collected_outputs() <= _COLLECTED_OUTSIDE
+    if not module.training or has_cache or collects_inside:
         return stock(module, *args, **kwargs)
     return vars(module)[COMPILED](module, *args, **kwargs)
 
 
 def _call_compiled(
-    function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any
+    function: Callable[..., Any],
+    state: ModelState,
+    name: str,
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
+    if state.blocks_are_traced and _ROUTER_LOGITS in collected_outputs():
+        # transformers has registered its hooks in this forward, after `BeginForward`.
+        state.blocks_are_traced = False
     try:
         with without_collector():
             return function(module, *args, **kwargs)

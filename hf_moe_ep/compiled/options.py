@@ -8,11 +8,15 @@ import torch
 
 from hf_moe_ep.upstream.compiler import compile_arguments, compile_backends
 
+# A kind of layer needs other graphs without gradients, without a mask, for a batch of one row, and
+# for an input without a gradient (the first layer under LoRA). By default torch.compile gives
+# up after eight graphs, and the layer would run uncompiled.
+_RECOMPILE_LIMIT = 64
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for torch.compile; `dynamic` is True if it is not given.
+    """Return the arguments for torch.compile, with our defaults of `dynamic` and `recompile_limit`.
 
     Raises:
         ValueError: there is no such argument, backend, mode or option, or the argument cannot be
@@ -47,7 +51,10 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
             f"fixed addresses, but FSDP2 gathers the parameters of a layer at a new address each "
             f"time; use mode='default' or mode='max-autotune-no-cudagraphs'"
         )
-    chosen = {"dynamic": True} | {name: x for name, x in kwargs.items() if x is not None}
+    chosen: dict[str, Any] = {"dynamic": True}
+    if "recompile_limit" in allowed:  # not in every version of torch
+        chosen["recompile_limit"] = _RECOMPILE_LIMIT
+    chosen |= {name: value for name, value in kwargs.items() if value is not None}
     try:
         torch.compile(lambda: None, **chosen)
     except RuntimeError as error:

@@ -13,19 +13,12 @@ from typing import Any
 
 from transformers.utils import output_capturing
 
-# These outputs are collected by hooks of decoder layers and of routers.
-_COLLECTED_OUTSIDE = {"hidden_states", "router_logits"}
 
-
-def collects_inside_layers() -> bool:
-    """Return True if the current forward collects outputs of modules inside decoder layers.
-
-    Router logits do not count, because a router whose hooks are registered is never traced.
-    """
+def collected_outputs() -> set[str]:
+    """Return the names of the outputs that the current forward collects, such as router_logits."""
     collector = _collector()
     outputs = None if collector is None else collector.get()
-    names = {name for name in outputs or () if not name.startswith("_")}
-    return not names <= _COLLECTED_OUTSIDE
+    return {name for name in outputs or () if not name.startswith("_")}
 
 
 @contextmanager

@@ -32,6 +32,14 @@ def forward_arguments(module: nn.Module) -> frozenset[str]:
     return _arguments(kind)
 
 
+def takes_argument(module: nn.Module, name: str) -> bool:
+    """Return True if the module's forward has an argument `name`, or accepts any keyword."""
+    kind: Any = type(module)
+    parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or accepts_any
+
+
 def is_checkpointed_layer(module: nn.Module) -> bool:
     """Return True if transformers' activation checkpointing recomputes `module` in backward."""
     return isinstance(module, GradientCheckpointingLayer)

@@ -97,6 +97,21 @@ def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> Non
     assert graphs == [kinds] * len(LENGTHS)
 
 
+AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.slow
+def test_the_aux_loss_of_one_process() -> None:
+    """Hooks of transformers collect the router's logits, so the MoE block is not traced."""
+    graphs = _assert_equal_to_eager({}, False, num_hidden_layers=3, **AUX_LOSS)
+    assert graphs == [3] * len(LENGTHS)
+
+
+def _aux_loss(config: dict[str, Any], rank: int, world: int) -> None:
+    found = _assert_equal_to_eager(config, False, rank, **AUX_LOSS)
+    assert found == [3] * len(LENGTHS)
+
+
 def _on_ranks(ep_size: int, checkpoints: str, graphs: int, rank: int, world: int) -> None:
     found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank)
     assert found == [graphs] * len(LENGTHS)
@@ -114,18 +129,25 @@ ON_RANKS = {
         (2, "reentrant checkpoints", 6),
     )
 }
+ON_RANKS |= {
+    "aux loss, ep 1": partial(_aux_loss, {"ep_size": 1}),
+    "aux loss, ep 2": partial(_aux_loss, {"ep_size": 2}),
+    "aux loss per layer": partial(_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
+}
 FAST = ("ep 2, checkpoints", "ep 1, checkpoints")
+# A rank waits while another rank compiles, on a busy machine for more than a minute.
+PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 
 
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, {name: ON_RANKS[name] for name in FAST}, timeout=400),
+        *on_ranks(2, {name: ON_RANKS[name] for name in FAST}, **PATIENT),
         *on_ranks(
             2,
             {name: run for name, run in ON_RANKS.items() if name not in FAST},
             slow=True,
-            timeout=400,
+            **PATIENT,
         ),
     ],
 )
@@ -205,7 +227,7 @@ def test_inductor_equals_stock(checkpoints: str) -> None:
     assert _graphs() == 2
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False])
+@pytest.mark.parametrize("use_reentrant", [pytest.param(None, marks=pytest.mark.slow), False])
 def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
     """Compiled layers were traced with their MoE blocks before the block of `replay` is opened."""
     torch.compiler.reset()
@@ -260,6 +282,7 @@ def test_unpatch_restores_the_classes_of_all_modules() -> None:
     assert torch.equal(model(**inputs).loss, want(**inputs).loss)
 
 
+@pytest.mark.slow
 def test_a_copy_is_compiled_and_has_its_own_weights() -> None:
     torch.compiler.reset()
     model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
@@ -274,6 +297,7 @@ def test_a_copy_is_compiled_and_has_its_own_weights() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.slow
 def test_a_second_call_replaces_the_backend() -> None:
     torch.compiler.reset()
     calls = []
@@ -332,8 +356,9 @@ def test_bad_arguments_are_refused_before_anything_is_compiled(
 
 
 def test_good_arguments_are_passed_on_and_lengths_are_dynamic() -> None:
-    assert check_compile_kwargs({}) == {"dynamic": True}
+    assert check_compile_kwargs({})["dynamic"] is True
     chosen = check_compile_kwargs({"backend": "inductor", "mode": None, "dynamic": False})
+    chosen.pop("recompile_limit", None)  # not in every version of torch
     assert chosen == {"backend": "inductor", "dynamic": False}
 
 
