@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
 from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.sequence import slices, ulysses
 from hf_moe_ep.upstream.delta_nets import RECURRENCES
 
 _NAMES = inspect.unwrap(stock_file.Qwen3NextGatedDeltaNet.forward).__code__.co_names
@@ -69,6 +70,37 @@ def kernels_get_heads_and_flags(rank: int, world: int) -> None:
     assert options["output_final_state"] is False and options["initial_state"] is None
 
 
+def bytes_of_heads(rank: int, world: int) -> None:
+    """A rank exchanges the values of all heads of its tokens, and gathers two tokens per slice."""
+    model = build("qwen3_next", seed=rank)
+    config = model.config
+    apply_ep_fsdp2(model, sp_size=world)
+    swapped: list[int] = []
+    gathered: list[int] = []
+    swap, gather = ulysses.swap_slices, slices.all_gather
+    with (
+        mock.patch.object(
+            ulysses, "swap_slices", lambda x, group: swapped.append(x.nbytes) or swap(x, group)
+        ),
+        mock.patch.object(
+            slices, "all_gather", lambda x, group: gathered.append(x.nbytes) or gather(x, group)
+        ),
+    ):
+        model(**batch(model, 2, 12))
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    heads = config.num_attention_heads + config.num_key_value_heads
+    # Queries, keys, values, outputs, and two gates per head.
+    delta_net = 8 * (2 * keys + 2 * values + 2 * config.linear_num_value_heads)
+    attention = 8 * 2 * heads * config.head_dim
+    kinds = config.layer_types
+    delta_nets = kinds.count("linear_attention")
+    per_token = delta_nets * delta_net + (len(kinds) - delta_nets) * attention
+    assert sum(swapped) == 2 * 6 * per_token
+    (*halos, of_loss) = gathered
+    assert halos == [2 * 2 * (2 * keys + values) * 8] * delta_nets and of_loss in (4, 8)
+
+
 def _equals_stock(length: int, options: dict[str, int], rank: int, world: int) -> None:
     with FP64():
         model = build("qwen3_next", seed=rank, **options)
@@ -94,6 +126,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, kernels_get_heads_and_flags, SIZES, skip=SKIP))
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, kernels_get_heads_and_flags, bytes_of_heads, SIZES, skip=SKIP)
+)
 def test_delta_net(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
