@@ -27,8 +27,13 @@ RECURRENCES = (
 
 
 def is_delta_net(module: nn.Module) -> bool:
-    """Return True if the forward of a module calls the convolution and one of the recurrences."""
+    """Return True if the forward of a module calls the convolution and one of the recurrences.
+
+    `forward_with` cannot copy a forward that has defaults of keyword-only arguments.
+    """
     function = _stock_forward(module)
+    if function.__kwdefaults__:
+        return False
     names = set(function.__code__.co_names) & function.__globals__.keys()
     return CONVOLUTION in names and not names.isdisjoint(RECURRENCES)
 
@@ -51,15 +56,13 @@ def forward_with(
         for name, replacement in replacements.items()
         if name in stock.__globals__
     }
-    function = FunctionType(
+    return FunctionType(
         stock.__code__,
         {**stock.__globals__, **found},
         stock.__name__,
         stock.__defaults__,
         stock.__closure__,
     )
-    function.__kwdefaults__ = stock.__kwdefaults__
-    return function
 
 
 def _stock_forward(module: nn.Module) -> Any:
