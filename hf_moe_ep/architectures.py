@@ -32,7 +32,7 @@ from hf_moe_ep.derive import (
     is_mixer,
     takes_chosen_tokens,
 )
-from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_HEADS
 from hf_moe_ep.plan import ModelPlan, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -143,6 +143,7 @@ class Differences:
             origin=self.origin,
             sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
             gathers_keys=plan.model_type in GATHERS_KEYS,
+            splits_heads=plan.model_type in SPLITS_HEADS,
             **self.fields,
         )
 

@@ -126,25 +126,21 @@ def _nodes(state: ModelState) -> str:
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
 
 
+# What sp_size does not divide, by how a mixer is divided (`Split` in sequence/gather.py).
+_NOT_DIVIDED = {
+    "not": "gathered for {}; the computation and activations of these modules are not divided",
+    "queries": "keys gathered for {}; the keys and values of these modules are not divided",
+    "heads": "heads split in {}; everything is divided",
+}
+
+
 def _sequence(state: ModelState) -> list[str]:
-    """Return the lines about the modules that sp_size does not divide, if there are any."""
-    sp_size = state.config.sp_size
-    lines = []
-    if state.gathered:
-        lines.append(
-            f"  sequence   gathered for {_with_classes(state.gathered)}; the computation and "
-            f"activations of these modules are not divided by sp_size {sp_size}"
-        )
-    if state.gathered_keys:
-        lines.append(
-            f"  sequence   keys gathered for {_with_classes(state.gathered_keys)}; the keys and "
-            f"values of these modules are not divided by sp_size {sp_size}, but their queries are"
-        )
-    return lines
-
-
-def _with_classes(modules: tuple[tuple[str, str], ...]) -> str:
-    return ", ".join(f"{name} ({class_name})" for name, class_name in modules)
+    """Return the lines about the modules that mix tokens outside of attention, if there are any."""
+    return [
+        f"  sequence   {_NOT_DIVIDED[split].format(', '.join(f'{n} ({c})' for n, c in modules))} "
+        f"by sp_size {state.config.sp_size}"
+        for split, modules in state.mixers.items()
+    ]
 
 
 def _balance(state: ModelState) -> list[str]:

@@ -35,7 +35,7 @@ the row above.
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
-    sequence/attach.py | gathered gathered_keys | names of modules, for `describe`
+    sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
@@ -49,7 +49,7 @@ the row above.
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
-    sequence/gather.py | other_documents separated | calls of a mixer, and masks, for packed rows
+    sequence/gather.py | other_documents separated now | calls and masks for packed rows; the mode
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
     vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
     moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
@@ -83,6 +83,7 @@ the row above.
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
+    upstream/models.py | cache_methods | names of the methods of Transformers' caches
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
@@ -196,10 +197,9 @@ class ModelState:
     is_counted: Tensor | None = None
     # True if sharding has put the experts into the FSDP2 units of their layers.
     experts_in_layer_units: bool = False
-    # The modules for which sequences are gathered with sp_size > 1 (sequence/gather.py), and those
-    # for which only keys are gathered: pattern of the names, and class.
-    gathered: tuple[tuple[str, str], ...] = ()
-    gathered_keys: tuple[tuple[str, str], ...] = ()
+    # With sp_size > 1: the (pattern of the names, class) of the mixers, by how they are divided
+    # over the ranks of an sp group (`Split` in sequence/gather.py).
+    mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.

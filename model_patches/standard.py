@@ -94,6 +94,21 @@ GATHERS_KEYS = frozenset(
     }
 )
 
+# Architectures whose delta nets are split by heads with sp_size > 1 (sequence/delta_nets.py). This
+# was tested against stock.
+SPLITS_HEADS = frozenset(
+    {
+        "bailing_hybrid",
+        "glm5_next",
+        "kimi_linear",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "qwen4_exp",
+        "qwen4_exp_text",
+    }
+)
+
 # Architectures whose adapters on stacked experts can be exported as adapters on gate_proj, up_proj
 # and down_proj of each expert, and read back. The values are patterns of experts' module names.
 SINGLE_EXPERTS = {

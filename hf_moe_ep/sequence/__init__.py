@@ -1,5 +1,6 @@
 """Sequence parallelism: the ranks of an sp group split the sequences of one batch.
 
-This folder slices sequences, and splits attention over heads. The data loader that gives these
+This folder slices sequences, splits attention and delta nets over heads, and gathers sequences for
+modules that need all tokens. The data loader that gives these
 ranks the same batch belongs in `integrations/`.
 """

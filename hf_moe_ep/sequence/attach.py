@@ -3,7 +3,9 @@
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token
 attention modules     a copy of the config, which selects `split_attention`
-mixers                hooks that gather the slices, and slice the output (gather.py)
+mixers                hooks that gather the slices, and slice the output (gather.py); attention
+                      with an indexer may gather only keys, and a delta net's forward may be
+                      replaced by one that splits heads
 
 With sp_size=1, a model with mixers gets hooks that run packed documents one by one:
 
@@ -23,11 +25,13 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import gathers_by_cache
 from hf_moe_ep.plan import as_pattern
+from hf_moe_ep.sequence.delta_nets import run_delta_net
 from hf_moe_ep.sequence.gather import (
     GatherArguments,
     LayerSlice,
     SeparateDocuments,
     SliceOutput,
+    Split,
 )
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
@@ -42,6 +46,7 @@ from hf_moe_ep.sequence.split import (
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
+from hf_moe_ep.upstream.delta_nets import is_delta_net
 from hf_moe_ep.upstream.models import attention_heads
 
 _REMEDY = "leave sp_size at 1 (ep_size and FSDP2 work)"
@@ -108,22 +113,21 @@ def attention_by_heads(parts: Parts) -> list[nn.Module]:
     return [module for module in parts.attention if module not in whole]
 
 
-def gathered_modules(parts: Parts, *, only_keys: bool) -> tuple[tuple[str, str], ...]:
-    """Return (pattern of the names, class) of the modules for which sequences are gathered.
-
-    With `only_keys`, these are the modules for which only keys are gathered; otherwise all others.
-    """
-    names = {
-        (as_pattern(name), type(module).__name__)
-        for mixers in parts.mixers
-        for name, module in mixers.items()
-        if _gathers_only_keys(module, parts) == only_keys
-    }
-    return tuple(sorted(names))
+def mixers_by_split(parts: Parts) -> dict[Split, tuple[tuple[str, str], ...]]:
+    """Return the (pattern of the names, class) of all mixers, by how they are divided."""
+    names: dict[Split, set[tuple[str, str]]] = {split: set() for split in Split}
+    for mixers in parts.mixers:
+        for name, module in mixers.items():
+            names[_split_of(module, parts)].add((as_pattern(name), type(module).__name__))
+    return {split: tuple(sorted(found)) for split, found in names.items() if found}
 
 
-def _gathers_only_keys(module: nn.Module, parts: Parts) -> bool:
-    return parts.plan.gathers_keys and gathers_by_cache(module)
+def _split_of(module: nn.Module, parts: Parts) -> Split:
+    if parts.plan.splits_heads and is_delta_net(module):
+        return Split.HEADS
+    if parts.plan.gathers_keys and gathers_by_cache(module):
+        return Split.QUERIES
+    return Split.NOT
 
 
 def attach(parts: Parts, state: ModelState) -> None:
@@ -132,8 +136,11 @@ def attach(parts: Parts, state: ModelState) -> None:
     for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
         for name, module in mixers.items():
             arguments = mixer_arguments(name, module)
-            only_keys = _gathers_only_keys(module, parts)
-            gather = GatherArguments(layer_slice, arguments, only_keys=only_keys)
+            split = _split_of(module, parts)
+            gather = GatherArguments(layer_slice, arguments, split)
+            if split == Split.HEADS and state.config.sp_size != 1:
+                stock = module.forward
+                state.replace(module, "forward", partial(run_delta_net, module, gather, stock))
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
     if any(parts.mixers):
@@ -142,8 +149,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
         return
-    state.gathered = gathered_modules(parts, only_keys=False)
-    state.gathered_keys = gathered_modules(parts, only_keys=True)
+    state.mixers = {split.value: names for split, names in mixers_by_split(parts).items()}
     select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
         layer_arguments = arguments_of(layer, state.config.sp_size or 1)

@@ -14,7 +14,8 @@ and (sp - 1) * H values of gradients in backward. Arguments that `TakeSlice` has
 position embeddings, are not sent, because every rank still has the whole tensors. The gradients of
 parameters need no collective of their own: each rank computes those of its slice of the output, and
 FSDP2 adds the gradients of all ranks. An attention module with an indexer may instead keep its
-slice of the queries, and gather only its keys (gathering_cache.py).
+slice of the queries, and gather only its keys (gathering_cache.py). The recurrence of a delta net
+may be split by heads (delta_nets.py).
 
 Packed rows: if several documents are packed into one row, stock mixers mix the documents silently.
 Here a mixer runs once per document, as if the document were alone, and the mask of attention
@@ -25,6 +26,7 @@ applies to a model with sp_size=1, where nothing is gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -33,10 +35,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_moe_ep.sequence.gathering_cache import GatheringCache
-from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments
+from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, describes_packing
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.attention_interface import uses_flash_attention
+from hf_moe_ep.upstream.delta_nets import convolution_width
 from hf_moe_ep.upstream.models import CACHE_NAMES
 
 
@@ -51,16 +54,33 @@ class LayerSlice:
     part: Slice | None = None
 
 
-class GatherArguments(Ours):
-    """Pre-forward hook of a mixer: gathers its arguments.
+class Split(Enum):
+    """How a mixer is divided over the ranks of an sp group.
 
-    For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
-    other documents. With `only_keys`, rows that are not packed keep their slices, and the module
-    gets a `GatheringCache`.
+    NOT: it gets whole sequences.
+    QUERIES: it keeps its slice of the queries, and gathers keys.
+    HEADS: it keeps its slice, except in a recurrence over some heads of whole sequences.
     """
 
-    def __init__(self, layer: LayerSlice, arguments: MixerArguments, *, only_keys: bool) -> None:
-        self.layer, self.arguments, self.only_keys = layer, arguments, only_keys
+    NOT = "not"
+    QUERIES = "queries"
+    HEADS = "heads"
+
+
+class GatherArguments(Ours):
+    """Pre-forward hook of a mixer: gathers its arguments if the mixer is not split.
+
+    For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
+    other documents.
+
+    Attributes:
+        split: how the mixer is divided, if its rows are not packed.
+        now: how it is divided in the current forward.
+    """
+
+    def __init__(self, layer: LayerSlice, arguments: MixerArguments, split: Split) -> None:
+        self.layer, self.arguments, self.split = layer, arguments, split
+        self.now = Split.NOT
         self.other_documents: list[Call] = []
 
     def __call__(
@@ -71,9 +91,11 @@ class GatherArguments(Ours):
             return None
         # Attention inside of the mixer gets whole sequences, as if they were not split.
         kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
-        if self.gathers_only_keys(part):
+        self.now = self._choose_split(module, part, kwargs)
+        if self.now == Split.QUERIES:
             kwargs |= {name: GatheringCache(part) for name in CACHE_NAMES if name in kwargs}
-            return self.arguments.change((args, kwargs), partial(_take_rows_of_mask, part))
+        if self.now != Split.NOT:
+            return self.arguments.change((args, kwargs), partial(_slice_mask, part))
         call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
         if part.documents is None:
             return call
@@ -86,9 +108,12 @@ class GatherArguments(Ours):
         first, *self.other_documents = [self.arguments.of_document(call, d) for d in documents]
         return first
 
-    def gathers_only_keys(self, part: Slice) -> bool:
-        """Return True if the module computes the queries of its slice in this forward."""
-        return self.only_keys and part.size > 1 and part.documents is None
+    def _choose_split(self, module: nn.Module, part: Slice, kwargs: dict[str, Any]) -> Split:
+        if part.size == 1 or part.documents is not None or describes_packing(kwargs):
+            return Split.NOT
+        if self.split == Split.HEADS and part.local < convolution_width(module):
+            return Split.NOT  # The halo would come from more than one rank.
+        return self.split
 
     def _gather(self, name: str, value: Any, part: Slice) -> Any:
         """Return the whole of an argument with one entry per token."""
@@ -107,14 +132,15 @@ class GatherArguments(Ours):
         return gather_slices(value, part)
 
 
-def _take_rows_of_mask(part: Slice, name: str, value: Any) -> Any:
-    """Slice a mask (B or 1, 1, S, S) to the queries of this rank.
+def _slice_mask(part: Slice, name: str, value: Any) -> Any:
+    """Slice a mask (B, S) of tokens, or (B or 1, 1, S, S) of queries and keys, to this rank's rows.
 
     Padding of the slice sees every token, because a query that sees no token has an output of NaN.
     """
-    if not name.endswith("mask"):
+    if not name.endswith("mask") or value is None:
         return value
-    assert isinstance(value, Tensor) and value.ndim == 4, "an indexer needs a mask of all tokens"
+    if value.ndim == 2:
+        return part.take_shared(value, 1)
     return part.take_shared(value, 2, fill=value.dtype == torch.bool)
 
 
@@ -129,7 +155,7 @@ class SliceOutput(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         part = self.gather.layer.part
-        if part is None or self.gather.gathers_only_keys(part):
+        if part is None or self.gather.now != Split.NOT:
             return None
         if part.documents is not None:
             calls, self.gather.other_documents = self.gather.other_documents, []

@@ -120,6 +120,11 @@ def mixer_arguments(name: str, module: nn.Module) -> MixerArguments:
     return MixerArguments(name, frozenset(p.name for p in parameters), tuple(positional))
 
 
+def describes_packing(kwargs: dict[str, Any]) -> bool:
+    """Return True if keyword arguments of a mixer describe packed rows for its kernels."""
+    return any(kwargs.get(name) is not None for name in _DESCRIBE_PACKING)
+
+
 def _change(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
     """Apply `change` to the values in tuples, lists and dicts, which have the name of the whole."""
     if type(value) in (tuple, list):

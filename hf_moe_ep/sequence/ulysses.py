@@ -75,7 +75,15 @@ def exchange_for_heads(
 
     The three tensors are (B, Q, S / sp, W), the results (B, Q / sp, S, W).
     """
-    whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, query, key, value)
+    return exchange_all_for_heads([query, key, value], part)
+
+
+def exchange_all_for_heads(tensors: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
+    """Exchange any number of tensors of one dtype, as `exchange_for_heads` does, in one all-to-all.
+
+    sp_size must divide the heads of each tensor.
+    """
+    whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, *tensors)
     return tuple(x[:, :, : part.length] for x in whole)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import batch, recording, tiny
+from support.architectures import MODEL_TYPES, batch, recording, tiny
 from support.architectures.mixers import MIXERS, gathered_names
 from support.architectures.steps import build
 from support.checks import Check, Found
@@ -24,7 +24,7 @@ from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 
 Batch = dict[str, Tensor]
-GRANTED = sorted(SEQUENCE_PARALLEL)
+GRANTED = sorted(SEQUENCE_PARALLEL & set(MODEL_TYPES))
 # The fast tests: attention sinks with eager attention, MLA with a correction bias, a delta net, and
 # an indexer in attention with shared keys.
 FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
@@ -32,8 +32,10 @@ FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
 WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
 # The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
 NOTHING = 1e-15
-# Its layers have 4 or 6 heads, so 2 is the only sp_size > 1 that divides both.
-SP_2_ALONE = ("laguna",)
+# Its layers share keys, and stock itself cannot train it with reentrant checkpointing.
+NOT_REENTRANT = ("mistral_large4",)
+# Layers have 4 or 6 heads, or 4 or 2, so 2 is the only sp_size > 1 that divides both.
+SP_2_ALONE = ("dots3_note", "dots3_note_text", "laguna")
 
 
 def padded(model: nn.Module, seed: int) -> Batch:
@@ -180,6 +182,7 @@ CHECKPOINTED = [
     ).as_parameter()
     for name in GRANTED
     for use_reentrant in (False, True)
+    if not (use_reentrant and name in NOT_REENTRANT)
 ]
 FLASH = [
     Check(f"{name}, flash", 2, partial(equals_stock, name, flash=True), slow=True).as_parameter()

@@ -37,10 +37,11 @@ also holds the largest error, max|got - want| / max|want|, of each comparison.
 - EP + FSDP2: the loss, every gradient, the gradient norm and one step of AdamW equal stock's, for a
   patched model in one process and on 2 ranks with `ep_size=2`.
 - LoRA on experts: the same values equal those of stock PEFT, which has no EP.
-- sequence parallelism: training with `sp_size=2` equals stock. In a type marked "gathered", some
-  modules mix tokens outside of attention. They get whole sequences, so their computation and
-  activations are not divided by `sp_size`; they are listed below. Encoders of pictures and sound
-  run on every rank, except those of `qwen3_vl_moe`, which are divided.
+- sequence parallelism: training with `sp_size=2` equals stock. In a type marked "gathered", the
+  modules listed below mix tokens outside of attention. They get whole sequences, so their
+  computation and activations are not divided by `sp_size`. Modules marked "only keys" get the keys
+  of whole sequences, and all else is divided, except keys and values. Encoders of pictures and
+  sound run on every rank, except the tower of `qwen3_vl_moe`, which is divided.
 - vision tower: training equals stock, whichever ranks have pictures and whichever have only text.
   "-" marks a model that takes only text.
 - hub files: `save_pretrained` writes the same keys and the same bits as stock, and

@@ -67,7 +67,11 @@ def _on_the_interface() -> dict[str, str]:
 def _recorded() -> set[str]:
     """Return the types that have recorded results, from any version of Transformers."""
     types: dict[str, Any] = json.loads(RECORDED.read_text())["types"]
-    return {model_type for model_type, columns in types.items() if columns}
+    return {
+        model_type
+        for model_type, columns in types.items()
+        if any("none" not in result for result in columns.values())
+    }
 
 
 CLASS_NAMES = _on_the_interface()
