@@ -132,6 +132,7 @@ def patch(
     state.patch_alike = partial(patch, config=config, plan=plan)
     if old_state is not None:
         state.adapts_experts = old_state.adapts_experts
+        state.is_reported = old_state.is_reported
         state.unread, old_state.unread = old_state.unread, None
         unpatch(model)
     for _, attach in FEATURES:

@@ -34,8 +34,9 @@ from hf_moe_ep.config import (
     settings_from_environment,
     variable_of,
 )
-from hf_moe_ep.upstream.wrap import Feature, Wrap, wrap_process
+from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_process
 
+_COMMAND = "hf-moe-ep run"
 _logger = logging.getLogger("hf_moe_ep.runner")
 # Packages that build transformers' models for inference, and the module through which hf_moe_ep
 # builds models without values.
@@ -45,7 +46,13 @@ _is_building: ContextVar[bool] = ContextVar("_is_building", default=False)
 
 
 def install() -> None:
-    """Wrap from_pretrained and from_config of all models of transformers."""
+    """Wrap from_pretrained and from_config of all models of transformers.
+
+    Raises:
+        ImportError: the installed transformers lacks one of these functions.
+    """
+    for row in LOADERS:
+        find_owner(row)
     wrap_process(LOADERS)
 
 
@@ -81,7 +88,7 @@ def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) ->
     return model
 
 
-_FEATURE = Feature("hf-moe-ep run")
+_FEATURE = Feature(_COMMAND)
 # Process: installed by `hf-moe-ep run`, and by nothing else.
 LOADERS = (
     Wrap(
@@ -172,10 +179,11 @@ def _given_options() -> str:
 
 def _show_log() -> None:
     """Print the log of this command to stderr, whatever the trainer does with other logs."""
-    if _logger.handlers:
+    if any(handler.name == _COMMAND for handler in _logger.handlers):
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("hf-moe-ep run: %(message)s"))
+    handler.name = _COMMAND
+    handler.setFormatter(logging.Formatter(f"{_COMMAND}: %(message)s"))
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)
     _logger.propagate = False

@@ -60,6 +60,7 @@ class Load:
         patch(model, self.config)
         state = patched_state(model)
         state.adapts_experts = self.options.lora_experts
+        state.is_reported = self.options.report
         if unread is not None:
             state.unread = unread
             explain_moves(model, state.replace, state.never_sharded)
