@@ -82,6 +82,7 @@ the row above.
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
+    integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader

@@ -272,6 +272,36 @@ def test_lora_experts_is_refused(
             get_peft_model(model, config)
 
 
+def test_parameters_that_are_written_before_they_are_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch ignores such a write on meta, so it would be lost."""
+    model = load_lean(folders["text"], monkeypatch)
+    nn.init.zeros_(model.lm_head.weight)  # has values
+    model.to(torch.bfloat16)  # is no write
+    nn.init.zeros_(model.model.layers[1].mlp.experts.down_proj)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj was written "):
+        read_whole(model)
+
+
+def test_parameters_that_other_ranks_of_a_machine_allocate(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of the machine has memory without values; rank 0 would have values of the trainer."""
+    want = AutoModelForCausalLM.from_pretrained(folders["text"])
+    for local_rank in (1, 0):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        model = load_lean(folders["text"], monkeypatch)
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj = nn.Parameter(torch.full_like(experts.down_proj, 7.0, device="cpu"))
+        read_whole(model)
+        unpatch(model)
+        if local_rank == 1:
+            assert_same_model(model, want)
+        else:
+            assert (model.model.layers[1].mlp.experts.down_proj == 7).all()
+
+
 def test_copies_and_new_patches_keep_what_is_unread(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
