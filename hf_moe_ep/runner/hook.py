@@ -30,7 +30,6 @@ from hf_moe_ep.config import (
     ParallelConfig,
     RunOptions,
     environment,
-    launched_rank,
     settings_from_environment,
     variable_of,
 )
@@ -139,11 +138,13 @@ def _settings() -> tuple[ParallelConfig, RunOptions]:
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and say on rank 0 what was done."""
     from hf_moe_ep.derive import has_experts
+    from hf_moe_ep.ranks.together import rank_of_launch
 
     _show_log()
     name = type(model).__name__
     if not has_experts(model):
-        _warn_once(f"warning: {name} has no experts, so it is not patched")
+        if rank_of_launch() == 0:
+            _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
     state = this_load.patch(model)
     how = ""
@@ -151,7 +152,7 @@ def _patch(model: Any, this_load: Any) -> None:
         how = f"; sharding will read its layers from {this_load.unread.folder}"
     elif this_load.why_stock:
         how = f"; every process has read the whole model: {this_load.why_stock}"
-    if launched_rank() == 0:
+    if rank_of_launch() == 0:
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
             name,
@@ -164,8 +165,7 @@ def _patch(model: Any, this_load: Any) -> None:
 
 @functools.cache
 def _warn_once(sentence: str) -> None:
-    if launched_rank() == 0:
-        _logger.warning(sentence)
+    _logger.warning(sentence)
 
 
 def _given_options() -> str:
