@@ -35,7 +35,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -49,7 +48,6 @@ from hf_moe_ep.config import (
     ParallelConfig,
     launched_local_world_size,
     launched_rank,
-    launched_world_size,
     resolve_config,
 )
 from hf_moe_ep.integrations.install import install
@@ -57,7 +55,7 @@ from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import check_world
-from hf_moe_ep.ranks.together import is_distributed
+from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
@@ -137,6 +135,7 @@ def patch(
     state.patch_alike = partial(patch, config=config, plan=plan)
     if old_state is not None:
         state.adapts_experts = old_state.adapts_experts
+        state.is_reported = old_state.is_reported
         state.unread, old_state.unread = old_state.unread, None
         unpatch(model)
     for _, attach in FEATURES:
@@ -167,7 +166,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     """
     config = resolve_config(config, {})
     parts, _ = _check(model, config, None)
-    world_size = launched_world_size()
+    world_size = world_size_of_launch()
     if world_size > 1:
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
         check_world(*sizes, world_size, config.sp_size or 1)
@@ -236,8 +235,8 @@ def _warn_of_whole_model(model: nn.Module) -> None:
     Parameters on the meta device need no memory, so a model that `hf_moe_ep.from_pretrained` builds
     causes no warning.
     """
-    world_size = dist.get_world_size() if is_distributed() else launched_world_size()
-    rank = dist.get_rank() if is_distributed() else launched_rank()
+    world_size = world_size_of_launch()
+    rank = rank_of_launch()
     num_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
     if world_size == 1 or rank != 0 or num_bytes <= LARGE_MODEL_BYTES:
         return

@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     script = options.script[1:] if options.script[:1] == ["--"] else options.script
-    if (options.module is None) == (not script):
+    if bool(options.module) == bool(script):
         parser.error("name a script, or a module: -m MODULE")
-    target = script if options.module is None else ["-m", *options.module]
+    target = script or ["-m", *options.module]
     command = [sys.executable, *interpreter_options(sys.orig_argv), *target]
     try:
         return run_command(command, *variables(options), dry_run=options.dry_run)

@@ -11,7 +11,7 @@ the row above.
     file | names | content, and lifetime
     -- set by patch on a model, until unpatch --
     state.py | _hf_moe_ep replace restore | attributes of stock modules, and their old values
-    patch.py | STATE patch_alike unread | the model's ModelState, on its root
+    patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
@@ -42,7 +42,9 @@ the row above.
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
-    runner/load.py | unread adapts_experts | where parameters on meta are stored, until sharding
+    patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
+    runner/load.py | unread | where parameters on meta are stored, until sharding
+    runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
     upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --
@@ -71,7 +73,7 @@ the row above.
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
-    runner/hook.py | _warn_once propagate | warnings so far; the log of `hf-moe-ep run`
+    runner/hook.py | _warn_once propagate name | warnings so far; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
@@ -91,6 +93,8 @@ the row above.
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
+    integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
+    integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
@@ -212,6 +216,8 @@ class ModelState:
     optimizers_in_order: list[Any] | None = None
     # The parameters that are read when the model is sharded (checkpoints/hub/unread.py), or None.
     unread: Any = None
+    # True if a Trainer prints a report of the model and logs its tokens per second.
+    is_reported: bool = False
     # True if LoRA adapters also adapt the experts, whatever their config targets.
     adapts_experts: bool = False
     # Checksums of the bytes of quantised experts, by parameter name.

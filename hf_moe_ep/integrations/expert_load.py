@@ -27,8 +27,7 @@ from hf_moe_ep.routing.counts import count_anew
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
 
-# The names under which the callback counts tokens, once for its logs and once for balancing.
-_READER = "ExpertLoadCallback"
+# The name under which the callback counts tokens for balancing.
 _BALANCER = "ExpertLoadCallback, rebalance_every"
 # The maximum number of panels in the heat map. Beyond it, neighbouring panels are merged in pairs.
 _MAX_MAPS = 12
@@ -76,6 +75,9 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         ImportError: `heat_map` is given and matplotlib is not installed.
     """
 
+    # The name under which the callback counts tokens for its logs.
+    reader = "ExpertLoadCallback"
+
     def __init__(
         self,
         every: int = 1,
@@ -105,7 +107,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start counting tokens."""
         patched = _find_patched(kwargs["model"])
-        count_anew(patched, _READER)
+        count_anew(patched, self.reader)
         self._read_at = state.global_step
         if self.rebalance_every is not None:
             check_has_ep(patched, "ExpertLoadCallback(rebalance_every=...)")
@@ -129,12 +131,17 @@ class ExpertLoadCallback(transformers.TrainerCallback):
 
     def values(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return the values to log at this step; empty until `every` steps have passed."""
+        load = self.load(model, step)
+        return {} if load is None else summarise_load(load)
+
+    def load(self, model: nn.Module, step: int) -> ExpertLoad | None:
+        """Return the load since the previous log; None until `every` steps have passed."""
         if step - self._read_at < self.every:
-            return {}
-        load = load_of_reader(model, _find_patched(model), _READER, reset=True)
+            return None
+        load = load_of_reader(model, _find_patched(model), self.reader, reset=True)
         self._remember(_Map(self._read_at + 1, step, load.counts))
         self._read_at = step
-        return _summarise_load(load)
+        return load
 
     def _remember(self, new: _Map) -> None:
         if self.heat_map is None:
@@ -172,7 +179,8 @@ def _check_steps(name: str, steps: Any, remedy: str) -> None:
         raise ValueError(f"{name} must be a whole number of steps >= 1, got {steps!r}; {remedy}")
 
 
-def _summarise_load(load: ExpertLoad) -> dict[str, float]:
+def summarise_load(load: ExpertLoad) -> dict[str, float]:
+    """Return the values that `ExpertLoadCallback` logs; empty if no token was counted."""
     if not load.counts.any():
         return {}
     values = {

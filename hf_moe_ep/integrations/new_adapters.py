@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.checkpoints.hub.unread import read_whole
-from hf_moe_ep.config import launched_rank
 from hf_moe_ep.lora import computed
+from hf_moe_ep.ranks.together import rank_of_launch
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapter_files import why_values_are_needed
 from hf_moe_ep.upstream.adapters import factors_on_host
@@ -50,7 +50,7 @@ def inject_adapter(
     if state.adapts_experts:
         _target_experts(config, state)
     if state.unread is not None and (why := why_values_are_needed(config)):
-        if launched_rank() == 0:
+        if rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because %s needs its weights", why)
         read_whole(model)
     with factors_on_host() if state.unread is not None else nullcontext():
@@ -76,5 +76,5 @@ def _target_experts(config: Any, state: ModelState) -> None:
     # A config that is used for a second adapter has the names already.
     added = [name for name in names if name not in before]
     config.target_parameters = [*before, *added]
-    if added and launched_rank() == 0:
+    if added and rank_of_launch() == 0:
         _logger.info("--lora-experts: the %s also targets %s", kind, ", ".join(added))

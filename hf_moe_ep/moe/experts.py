@@ -223,7 +223,7 @@ def _check_weights(module: nn.Module) -> None:
     for name, weight in module.named_parameters(recurse=False):
         kind = type(weight)
         packed = not weight.is_floating_point() or weight.element_size() < 2
-        if kind is not nn.Parameter or packed:
+        if kind not in (nn.Parameter, DTensor) or packed:
             raise ValueError(
                 f"{name} of {type(module).__name__} is quantised ({kind.__name__}, {weight.dtype}) "
                 f"and no library shards such stacked weights under FSDP2; load the experts in bf16 "

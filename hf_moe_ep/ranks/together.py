@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hf_moe_ep.config import launched_rank, launched_world_size
 from hf_moe_ep.ranks.missing import name_missing_ranks
 from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
@@ -358,6 +359,16 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
 def is_distributed() -> bool:
     """Return True if torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
+
+
+def world_size_of_launch() -> int:
+    """Return the number of ranks, also before torch.distributed is initialised."""
+    return dist.get_world_size() if is_distributed() else launched_world_size()
+
+
+def rank_of_launch() -> int:
+    """Return the rank of this process, also before torch.distributed is initialised."""
+    return dist.get_rank() if is_distributed() else launched_rank()
 
 
 def one_line(error: BaseException) -> str:

@@ -30,12 +30,12 @@ from hf_moe_ep.config import (
     ParallelConfig,
     RunOptions,
     environment,
-    launched_rank,
     settings_from_environment,
     variable_of,
 )
-from hf_moe_ep.upstream.wrap import Feature, Wrap, wrap_process
+from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_process
 
+_COMMAND = "hf-moe-ep run"
 _logger = logging.getLogger("hf_moe_ep.runner")
 # Packages that build transformers' models for inference, and the module through which hf_moe_ep
 # builds models without values.
@@ -45,7 +45,13 @@ _is_building: ContextVar[bool] = ContextVar("_is_building", default=False)
 
 
 def install() -> None:
-    """Wrap from_pretrained and from_config of all models of transformers."""
+    """Wrap from_pretrained and from_config of all models of transformers.
+
+    Raises:
+        ImportError: the installed transformers lacks one of these functions.
+    """
+    for row in LOADERS:
+        find_owner(row)
     wrap_process(LOADERS)
 
 
@@ -81,7 +87,7 @@ def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) ->
     return model
 
 
-_FEATURE = Feature("hf-moe-ep run")
+_FEATURE = Feature(_COMMAND)
 # Process: installed by `hf-moe-ep run`, and by nothing else.
 LOADERS = (
     Wrap(
@@ -132,11 +138,13 @@ def _settings() -> tuple[ParallelConfig, RunOptions]:
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and say on rank 0 what was done."""
     from hf_moe_ep.derive import has_experts
+    from hf_moe_ep.ranks.together import rank_of_launch
 
     _show_log()
     name = type(model).__name__
     if not has_experts(model):
-        _warn_once(f"warning: {name} has no experts, so it is not patched")
+        if rank_of_launch() == 0:
+            _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
     state = this_load.patch(model)
     how = ""
@@ -144,7 +152,7 @@ def _patch(model: Any, this_load: Any) -> None:
         how = f"; sharding will read its layers from {this_load.unread.folder}"
     elif this_load.why_stock:
         how = f"; every process has read the whole model: {this_load.why_stock}"
-    if launched_rank() == 0:
+    if rank_of_launch() == 0:
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
             name,
@@ -157,8 +165,7 @@ def _patch(model: Any, this_load: Any) -> None:
 
 @functools.cache
 def _warn_once(sentence: str) -> None:
-    if launched_rank() == 0:
-        _logger.warning(sentence)
+    _logger.warning(sentence)
 
 
 def _given_options() -> str:
@@ -172,10 +179,11 @@ def _given_options() -> str:
 
 def _show_log() -> None:
     """Print the log of this command to stderr, whatever the trainer does with other logs."""
-    if _logger.handlers:
+    if any(handler.name == _COMMAND for handler in _logger.handlers):
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("hf-moe-ep run: %(message)s"))
+    handler.name = _COMMAND
+    handler.setFormatter(logging.Formatter(f"{_COMMAND}: %(message)s"))
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)
     _logger.propagate = False

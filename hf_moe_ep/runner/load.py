@@ -21,9 +21,10 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.checkpoints.hub.unread import Unread, find_unread, finish_loading
-from hf_moe_ep.config import ParallelConfig, RunOptions, launched_world_size
+from hf_moe_ep.config import ParallelConfig, RunOptions
 from hf_moe_ep.derive import has_experts
 from hf_moe_ep.patch import check_loadable, patch
+from hf_moe_ep.ranks.together import world_size_of_launch
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.loading import OnMeta, WeightFiles, before_weights
 from hf_moe_ep.upstream.modules import explain_moves
@@ -60,6 +61,7 @@ class Load:
         patch(model, self.config)
         state = patched_state(model)
         state.adapts_experts = self.options.lora_experts
+        state.is_reported = self.options.report
         if unread is not None:
             state.unread = unread
             explain_moves(model, state.replace, state.never_sharded)
@@ -69,7 +71,7 @@ class Load:
         if not has_experts(model):
             return None
         parts = check_loadable(model, self.config)
-        if launched_world_size() == 1:
+        if world_size_of_launch() == 1:
             return None
         self.why_stock = "--stock-load" if self.options.stock_load else weights.problem
         if self.why_stock:

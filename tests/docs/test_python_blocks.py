@@ -5,6 +5,7 @@ with a model of two layers. `SMALLER` lists all changes of its text. `RUNS` has 
 block, which defines the names that the page leaves to its reader.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ BLOCKS = {
 SMALLER = {
     '"Qwen/Qwen3-30B-A3B"': '"start"',
     "ep_size=8": "ep_size=2",
+    "fsdp_size=8": "fsdp_size=2",
     "sp_size=4": "sp_size=2",
 }
 # 64: nf4 quantises blocks of 64 values.
@@ -252,6 +254,19 @@ def print_replaced_functions(page: str, number: int, rank: int, world: int, fold
     assert "accelerate.accelerator:Accelerator.prepare" in {c.args[0] for c in printed.mock_calls}
 
 
+def load_in_transformers_sharding(
+    page: str, number: int, rank: int, world: int, folder: str
+) -> None:
+    """Transformers before 5.24 has no registry of implementations, so nothing runs there."""
+    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
+        return
+    with _work_in(folder) as inputs:
+        model = _run(page, number)["model"]
+        assert "HfMoeEp" in repr(model.model.layers[0].mlp.experts.forward.__closure__)
+        model(**inputs).loss.backward()
+        assert model.model.layers[0].mlp.experts.down_proj.grad is not None
+
+
 RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("README.md", 0): run_trainer,
     ("README.md", 1): load_with_stock,
@@ -267,6 +282,7 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/lora.md", 0): train_qlora,
     ("docs/balance.md", 0): print_expert_load,
     ("docs/balance.md", 1): balance_load,
+    ("docs/trainers.md", 0): load_in_transformers_sharding,
     ("docs/upstream.md", 0): print_replaced_functions,
     ("docs/rl.md", 1): record_and_replay,
     ("docs/rl.md", 2): read_engine_arrays,

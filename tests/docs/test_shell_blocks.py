@@ -23,7 +23,9 @@ from accelerate.state import AcceleratorState
 from support import pages
 from transformers import HfArgumentParser
 
+from hf_moe_ep import run
 from hf_moe_ep.cli import main as cli
+from hf_moe_ep.runner.options import variables
 
 ROOT = pages.ROOT
 BLOCKS = [
@@ -42,7 +44,17 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def parse_ours(*words: str) -> None:
-    cli._parser(words[0]).parse_args(words)
+    options = cli._parser(words[0]).parse_args(words)
+    if words[0] == "run":
+        assert options.command[0] == "--" and len(options.command) > 2
+        variables(options)
+        check_files(*options.command)
+
+
+def check_files(*words: str) -> None:
+    """Check that the files of examples/ among the words of a trainer's command exist."""
+    for word in words:
+        assert not word.startswith("examples/") or (ROOT / word).is_file()
 
 
 def parse_accelerate(*words: str) -> None:
@@ -109,7 +121,13 @@ def parse_torchrun(*words: str) -> None:
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args(words)
-    parse_script(options.training_script, *options.training_script_args)
+    if options.training_script == "hf_moe_ep.run":
+        assert options.module
+        ours = run._parser().parse_args(options.training_script_args)
+        variables(ours)
+        parse_script(*ours.script)
+    else:
+        parse_script(options.training_script, *options.training_script_args)
 
 
 def parse_torchfrtrace(*words: str) -> None:
@@ -132,6 +150,7 @@ def check_export(*words: str) -> None:
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "hf-moe-ep": parse_ours,
+    "axolotl": check_files,
     "accelerate": parse_accelerate,
     "pip": check_pip,
     "make": check_make,

@@ -5,13 +5,14 @@ import re
 from support import pages
 
 from hf_moe_ep.integrations.install import PROCESS
+from hf_moe_ep.runner.hook import LOADERS
 
 
 def test_the_page_names_every_function_that_is_replaced() -> None:
     rows = [row for row in pages.read("docs/upstream.md").splitlines() if row.startswith("| `")]
     cells = " ".join(re.sub(r"\(.*\)", "", row.split(" | ")[0]) for row in rows)
     named = {name.split(".")[-1] + owner(name) for name in re.findall(r"`([\w.]+)`", cells)}
-    assert named == {row.name + owner(row.target.replace(":", ".")) for row in PROCESS}
+    assert named == {row.name + owner(row.target.replace(":", ".")) for row in (*PROCESS, *LOADERS)}
 
 
 def owner(target: str) -> str:

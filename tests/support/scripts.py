@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,14 +30,31 @@ def run_script(
         launcher = ["-m", "accelerate.commands.launch", "--config_file", os.fspath(config_file)]
         command[1:1] = [*launcher, "--main_process_port", "0"]
     path = os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")])
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": path,
-        "HF_HUB_OFFLINE": "1",
-    }
+    run_command(command, output=output, variables={"PYTHONPATH": path}, timeout=timeout)
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    output: Path,
+    variables: Mapping[str, str],
+    folder: Path | None = None,
+    timeout: float = 240.0,
+) -> None:
+    """Run any command with more environment variables; see `run_script`.
+
+    Args:
+        folder: the working directory; None: that of this process.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(variables)
     with open(output, "wb") as file:
         process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=file, start_new_session=True
+            command,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            cwd=folder,
         )
         try:
             code: int | str = process.wait(timeout)

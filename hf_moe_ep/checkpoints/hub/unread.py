@@ -10,14 +10,20 @@ checkpoint stores them:
     other code            read_whole       reads whole parameters, if code needs their values
 
 In between, the trainer may attach adapters, replace the embeddings or freeze parameters. The values
-are those that stock would have loaded, rounded to the same dtype.
+are those that stock would have loaded, rounded to the same dtype. If the trainer writes unread
+parameters, an error says so, because these values would be lost.
+
+Some trainers allocate all trainable parameters on all ranks but the first of each machine, without
+values, if these ranks load no weights (axolotl's cpu_ram_efficient_loading). Such parameters count
+as unread.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,12 +34,14 @@ from hf_moe_ep.checkpoints.hub.read import check_same_weights, load_weights, mat
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.boxes import local_tensor, whole_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, fingerprint
+from hf_moe_ep.config import launched_local_rank
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.sharded_models import times_written
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class Unread:
         buffers: the persistent buffers of the model, by name.
         fingerprint: identifies the files; it must be the same on all ranks.
         keys: the keys in the files that store these parameters, with their tensors.
+        written: the parameters by name, and how often each was written before it was returned by
+            from_pretrained.
     """
 
     folder: str
@@ -53,6 +63,9 @@ class Unread:
     buffers: Mapping[str, StoredParameter]
     fingerprint: str
     keys: Mapping[str, FileTensor]
+    written: Mapping[str, tuple[weakref.ref[nn.Parameter], tuple[int, ...]]] = field(
+        default_factory=dict
+    )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unread:
         """A copy of the model reads the same files."""
@@ -96,12 +109,15 @@ def finish_loading(model: nn.Module, unread: Unread) -> Unread:
                 values = torch.empty(buffer.shape, dtype=buffer.dtype)
                 unread.buffers[full_name].read_into(values, whole_box(buffer.shape), reader)
                 own_buffers(module)[name] = values
-    dtypes = {file_name(name): parameter.dtype for name, parameter in model.named_parameters()}
+    parameters = {file_name(name): parameter for name, parameter in model.named_parameters()}
     stored = {
-        name: StoredParameter(parameter.pieces, dtypes[name])
+        name: StoredParameter(parameter.pieces, parameters[name].dtype)
         for name, parameter in unread.stored.items()
     }
-    return replace(unread, stored=stored)
+    written = {
+        name: (weakref.ref(parameters[name]), times_written(parameters[name])) for name in stored
+    }
+    return replace(unread, stored=stored, written=written)
 
 
 def shard_and_read(
@@ -112,12 +128,13 @@ def shard_and_read(
     Every rank must call this function.
 
     Raises:
-        ValueError: as `shard_model`; or ranks would read different weights.
+        ValueError: as `shard_model`; ranks would read different weights; or unread parameters were
+            written.
     """
     unread: Unread | None = state.unread
     if unread is None:
         return shard_model(model, state, options, device)
-    parameters = _parameters_on_meta(model, unread)
+    parameters = _find_unread_parameters(model, unread)
     options = replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
     shard_model(model, state, options, device)
     check_same_weights(unread.fingerprint, unread.folder)
@@ -136,7 +153,7 @@ def read_whole(model: nn.Module) -> None:
     if state is None or unread is None:
         return
     with Reader() as reader:
-        for name, parameter in _parameters_on_meta(model, unread).items():
+        for name, parameter in _find_unread_parameters(model, unread).items():
             stored = unread.stored[file_name(name)]
             values = torch.empty(parameter.shape, dtype=stored.dtype)
             stored.read_into(values, whole_box(parameter.shape), reader)
@@ -144,12 +161,27 @@ def read_whole(model: nn.Module) -> None:
     state.unread = None
 
 
-def _parameters_on_meta(model: nn.Module, unread: Unread) -> dict[str, nn.Parameter]:
-    return {
+def _find_unread_parameters(model: nn.Module, unread: Unread) -> dict[str, nn.Parameter]:
+    """Return the unread parameters by name, after moving those without values to meta."""
+    is_first_on_machine = launched_local_rank() in (None, 0)
+    for name, parameter in list(model.named_parameters()):
+        is_allocated = file_name(name) in unread.stored and not parameter.is_meta
+        if is_allocated and not is_first_on_machine:
+            _replace(model, parameter, torch.empty_like(parameter, device="meta"))
+    found = {
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.is_meta and file_name(name) in unread.stored
     }
+    for name, parameter in found.items():
+        reference, before = unread.written[file_name(name)]
+        if reference() is parameter and times_written(parameter) != before:
+            raise ValueError(
+                f"{name} was written after the model was loaded, but its values are read only when "
+                f"the model is sharded, so what was written would be lost; add --stock-load to "
+                f"hf-moe-ep run"
+            )
+    return found
 
 
 @torch.no_grad()
@@ -165,7 +197,7 @@ def _round_to_loaded_dtype(model: nn.Module, stored: Mapping[str, StoredParamete
 
 def _replace(model: nn.Module, old: nn.Parameter, values: Tensor) -> None:
     """Register a parameter with `values` under every name of the parameter `old`."""
-    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    new = nn.Parameter(values.detach(), requires_grad=old.requires_grad)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:

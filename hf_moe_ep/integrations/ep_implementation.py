@@ -1,0 +1,102 @@
+"""Our dispatch and experts in transformers' expert parallelism: `ep_implementation="hf_moe_ep"`.
+
+    from transformers.distributed import DistributedConfig
+
+    register_ep_implementation()
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="hf_moe_ep")
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
+
+Transformers shards the model, loads it and saves it, and divides the gradients of experts. A token
+is sent at most once to each rank, and the experts are computed and differentiated by
+`ops/expert_mlp.py`. Everything else of this package (LoRA on experts, sequence parallelism,
+checkpoints at other layouts) needs `patch`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
+from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
+from hf_moe_ep.moe.experts import choose_compute, local_weights, run_experts
+from hf_moe_ep.upstream.autograd_modes import backward_is_running
+
+NAME = "hf_moe_ep"
+
+
+def register_ep_implementation() -> None:
+    """Register `ep_implementation="hf_moe_ep"` with transformers. A second call has no effect.
+
+    Raises:
+        ImportError: the installed transformers has no registry of such implementations.
+    """
+    import transformers
+
+    try:
+        from transformers.distributed.expert_parallel import (
+            EPImplementation,
+            EPImplementationInterface,
+        )
+    except ImportError as error:
+        raise ImportError(
+            f"transformers {transformers.__version__} has no registry of implementations of expert "
+            f"parallelism (EPImplementationInterface); install transformers>=5.24, or use patch()"
+        ) from error
+    # The base class is that of the registry, which older versions lack.
+    kind = type("HfMoeEp", (_Experts, EPImplementation), {})
+    EPImplementationInterface.register(NAME, kind)
+
+
+class _Experts:
+    """The experts of one layer, as transformers' registry builds and calls them."""
+
+    num_local_experts: int
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)  # type: ignore[call-arg]  # of the registry
+        if tp_mesh.size() > 1:
+            raise ValueError(
+                f"ep_implementation={NAME!r} gives each rank its own batch, but tp_size="
+                f"{tp_mesh.size()} ranks share a batch; use tp_size=1, or ep_implementation='auto'"
+            )
+        self._experts = experts
+        self._compute = choose_compute(experts, "auto", recompute=False)
+        num_experts = self.num_local_experts * ep_mesh.size()
+        self._dispatcher = AllToAll(ep_mesh.get_group(), num_experts)
+        self._first_expert = ep_mesh.get_local_rank() * self.num_local_experts
+        self._num_calls = 0
+
+    @torch.compiler.disable
+    def __call__(self, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts. Expert ids count all experts."""
+        self._num_calls += 1
+        header = Header(
+            forward=self._num_calls,
+            layer=0,
+            training=self._experts.training,
+            grad=torch.is_grad_enabled(),
+            checkpointed=False,
+            recompute=backward_is_running(),
+            top_k=expert_ids_TK.shape[1],
+            itemsize=x_TH.element_size(),
+        )
+        exchanges = self._dispatcher.plan(expert_ids_TK, header)
+        with OverlappedChunks() as chunks:
+            for chunk in chunks.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
+                weights = local_weights(self._experts, self._compute, x_TH, self._first_expert)
+                rows_RH, weights_RK, expert_ids_RK = chunk.finish()
+                out_RH = run_experts(
+                    self._experts,
+                    self._compute,
+                    rows_RH,
+                    expert_ids_RK,
+                    weights_RK,
+                    counts_L=chunk.counts_L,
+                    grad_scale=1.0,  # FSDP2 divides these gradients, as transformers sets it up
+                    weights=weights,
+                )
+                chunks.send(chunk, out_RH)
+        return chunks.finish()

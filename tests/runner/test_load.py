@@ -1,0 +1,315 @@
+"""A lean load: decoder layers stay on meta, everything else is as stock loads it.
+
+WORLD_SIZE is 2 in these tests, but there is one process: nothing is exchanged before sharding.
+`tests/runner/test_trl_commands.py` trains such models on two ranks.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from support.adapters import ATTENTION, EXPERTS
+from support.hooked import hooked
+from support.tiny_models import batch, tiny
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from hf_moe_ep import patch, unpatch
+from hf_moe_ep.checkpoints.hub.unread import read_whole
+from hf_moe_ep.state import find_state
+
+VOCABULARY = 103
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    models = {
+        "text": tiny(dtype=torch.float32),
+        "tied": tiny(dtype=torch.float32, tie_word_embeddings=True),
+        "pictures": tiny("qwen3_vl_moe", dtype=torch.float32),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name, max_shard_size="100KB")
+    return {name: root / name for name in models}
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def load_lean(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any = AutoModelForCausalLM, **kwargs: Any
+) -> PreTrainedModel:
+    with hooked(monkeypatch, ep_size=2, **kwargs.pop("settings", {})):
+        return kind.from_pretrained(folder, **kwargs)
+
+
+def on_meta(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.is_meta}
+
+
+def assert_same_model(got: nn.Module, want: nn.Module) -> None:
+    """Compare parameters, buffers and modes bit by bit."""
+    for kind in ("named_parameters", "named_buffers"):
+        tensors, expected = dict(getattr(got, kind)()), dict(getattr(want, kind)())
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+            assert tensors[name].requires_grad == tensor.requires_grad, name
+    assert got.training == want.training
+
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "text": ("text", AutoModelForCausalLM, {}),
+    "tied": ("tied", AutoModelForCausalLM, {}),
+    "rounded to bf16": ("text", AutoModelForCausalLM, {"dtype": torch.bfloat16}),
+    "device_map": ("text", AutoModelForCausalLM, {"device_map": {"": "cpu"}}),
+    "pictures": ("pictures", AutoModelForImageTextToText, {}),
+    "pictures, rounded": ("pictures", AutoModelForImageTextToText, {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_decoder_layers_are_unread(
+    case: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read later, they have the values that stock loads."""
+    name, kind, kwargs = CASES[case]
+    want = kind.from_pretrained(folders[name], **kwargs)
+    model = load_lean(folders[name], monkeypatch, kind, **kwargs)
+    in_layers = {
+        name
+        for name, _ in model.named_parameters()
+        if "layers." in name and "visual" not in name and "vision" not in name
+    }
+    assert on_meta(model) == in_layers and len(in_layers) > 15
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    read_whole(model)
+    assert_same_model(model, want)
+    assert_same_model(unpatch(model), want)
+
+
+def test_buffers_of_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V3's correction biases are buffers that the checkpoint stores."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=40,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    stock = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    biases = [b for name, b in stock.named_buffers() if name.endswith("correction_bias")]
+    assert len(biases) == 1
+    biases[0].uniform_()
+    stock.save_pretrained(tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load_lean(tmp_path, monkeypatch)
+    assert len(on_meta(model)) > 15
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    read_whole(model)
+    assert_same_model(unpatch(model), want)
+
+
+def test_why_stock_loads_all_weights(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = load_lean(folders["text"], monkeypatch, settings={"stock_load": "true"})
+    assert not on_meta(model)
+    assert "every process has read the whole model: --stock-load" in capsys.readouterr().err
+
+    torch.save(tiny(dtype=torch.float32).state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((folders["text"] / "config.json").read_text())
+    assert not on_meta(load_lean(tmp_path, monkeypatch))
+    assert "whole model: the files are not safetensors" in capsys.readouterr().err
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not on_meta(load_lean(folders["text"], monkeypatch))
+    assert "whole model" not in capsys.readouterr().err
+
+
+def test_a_model_that_is_moved_without_being_sharded(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_lean(folders["text"], monkeypatch)
+    for move in (lambda: model.to("cpu"), lambda: nn.Sequential(model).to("cpu")):
+        with pytest.raises(ValueError, match=r"ep_size=2, .* never sharded: .*accelerate launch"):
+            move()
+    with pytest.raises(ValueError, match="never sharded"):
+        model(**batch(model, 2, 7))
+    model.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["text", "tied"])
+def test_resized_embeddings_equal_stocks(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [
+        AutoModelForCausalLM.from_pretrained(folders[name]),
+        load_lean(folders[name], monkeypatch),
+    ]
+    for model in models:
+        torch.manual_seed(0)
+        model.resize_token_embeddings(VOCABULARY)
+        assert model.get_input_embeddings().weight.shape[0] == VOCABULARY
+    read_whole(models[1])
+    assert_same_model(*reversed(models))
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": list(ATTENTION)},
+    "experts": {"target_modules": [], "target_parameters": list(EXPERTS)},
+    "both": {"target_modules": list(ATTENTION), "target_parameters": list(EXPERTS)},
+    "all linear": {"target_modules": "all-linear"},
+    "gaussian": {"target_modules": list(ATTENTION), "init_lora_weights": "gaussian"},
+    "random": {"target_modules": list(ATTENTION), "init_lora_weights": False},
+    "a trained router": {"target_modules": list(ATTENTION), "modules_to_save": ["gate"]},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_new_adapters_equal_stocks(
+    case: str, dtype: torch.dtype, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factors are drawn in stock's order, in stock's dtype."""
+    models = [
+        AutoModelForCausalLM.from_pretrained(folders["text"], dtype=dtype),
+        load_lean(folders["text"], monkeypatch, dtype=dtype),
+    ]
+    adapted = []
+    for model in models:
+        torch.manual_seed(0)
+        adapted.append(get_peft_model(model, LoraConfig(r=3, **ADAPTERS[case])))
+    assert on_meta(adapted[1]) and not any("lora_" in name for name in on_meta(adapted[1]))
+    read_whole(adapted[1])
+    assert_same_model(*reversed(adapted))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "'pissa'"),
+        (LoraConfig(target_modules=["q_proj"], use_dora=True), "DoRA"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "IA3Config"),
+    ],
+)
+def test_adapters_that_need_weights_read_them(
+    config: Any,
+    words: str,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    adapted = []
+    with hooked(monkeypatch, ep_size=2):
+        for settings in ({"stock_load": "true"}, {"stock_load": "false"}):
+            monkeypatch.setenv("HF_MOE_EP_STOCK_LOAD", settings["stock_load"])
+            model = AutoModelForCausalLM.from_pretrained(folders["text"])
+            torch.manual_seed(0)
+            adapted.append(get_peft_model(model, copy.deepcopy(config)))
+    assert not on_meta(adapted[1])
+    assert_same_model(*reversed(adapted))
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "every process reads" in x]
+    assert words in line and line.endswith("needs its weights")
+
+
+def test_lora_experts_extends_the_config(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second adapter of a config gets the same parameters, and the line appears once."""
+    with hooked(monkeypatch, ep_size=2, lora_experts="true"):
+        model = AutoModelForCausalLM.from_pretrained(folders["text"])
+        config = LoraConfig(r=3, target_modules=["q_proj"])
+        adapted = get_peft_model(model, config)
+        adapted.add_adapter("reference", copy.deepcopy(config))
+    assert set(config.target_parameters) == set(EXPERTS)
+    for adapter in ("default", "reference"):
+        names = [name for name, _ in adapted.named_parameters() if f".{adapter}." in name]
+        assert sum("experts" in name for name in names) == 8 and len(names) == 12
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "--lora-experts:" in x]
+    assert line.endswith(f"the LoraConfig also targets {', '.join(EXPERTS)}")
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=0.1), r"lora_dropout=0\.1; set it to"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), r"has a IA3Config; train"),
+    ],
+)
+def test_lora_experts_is_refused(
+    config: Any, match: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hooked(monkeypatch, ep_size=2, lora_experts="true"):
+        model = AutoModelForCausalLM.from_pretrained(folders["text"])
+        with pytest.raises(ValueError, match=match):
+            get_peft_model(model, config)
+
+
+def test_parameters_that_are_written_before_they_are_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch ignores such a write on meta, so it would be lost."""
+    model = load_lean(folders["text"], monkeypatch)
+    nn.init.zeros_(model.lm_head.weight)  # has values
+    model.to(torch.bfloat16)  # is no write
+    nn.init.zeros_(model.model.layers[1].mlp.experts.down_proj)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj was written "):
+        read_whole(model)
+
+
+def test_parameters_that_other_ranks_of_a_machine_allocate(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of the machine has memory without values; rank 0 would have values of the trainer."""
+    want = AutoModelForCausalLM.from_pretrained(folders["text"])
+    for local_rank in (1, 0):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        model = load_lean(folders["text"], monkeypatch)
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj = nn.Parameter(torch.full_like(experts.down_proj, 7.0, device="cpu"))
+        read_whole(model)
+        unpatch(model)
+        if local_rank == 1:
+            assert_same_model(model, want)
+        else:
+            assert (model.model.layers[1].mlp.experts.down_proj == 7).all()
+
+
+def test_copies_and_new_patches_keep_what_is_unread(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_lean(folders["text"], monkeypatch)
+    want = AutoModelForCausalLM.from_pretrained(folders["text"])
+    duplicate = copy.deepcopy(model)
+    patch(model, ep_size=4)
+    for other in (model, duplicate):
+        state = find_state(other)
+        assert state is not None and state.unread is not None and on_meta(other)
+        assert_same_model(unpatch(other), want)

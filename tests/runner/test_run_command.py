@@ -1,0 +1,285 @@
+"""`hf-moe-ep run` starts a command in the right environment, and becomes the command.
+
+Commands run in fresh processes, because the runner replaces its process.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+
+import pytest
+from support.scripts import ROOT
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.config import RunOptions, settings_from_environment, variable_of
+from hf_moe_ep.run import interpreter_options
+from hf_moe_ep.runner.environment import HOOK_FOLDER
+
+RUN = (sys.executable, "-m", "hf_moe_ep", "run")
+INSIDE = (sys.executable, "-m", "hf_moe_ep.run")
+PYTHON = (sys.executable, "-c")
+SHOW = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sorted(sys.modules)]))"
+
+
+def start(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without variables of ours, and with `variables`."""
+    return subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=100
+    )
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_MOE_EP_")}
+    return inherited | {"PYTHONPATH": os.fspath(ROOT)} | variables
+
+
+# A value of each setting, as its option and as its variable.
+VALUES = {
+    "ep_size": "8",
+    "sp_size": "2",
+    "dp_replicate_size": "4",
+    "experts_backend": "torch",
+    "experts_dtype": "nf4",
+    "experts_double_quant": "true",
+    "dispatcher": "hierarchical",
+    "node_size": "16",
+    "dispatch_chunks": "3",
+    "deepep_num_sms": "20",
+    "max_tokens_per_rank": "4096",
+    "recompute_activations": "true",
+    "gather_logits": "true",
+    "bias_update_rate": "0.001",
+    "aux_loss_per_layer": "true",
+    "ep_outside": "true",
+    "expert_shard_dim": "1",
+    "reshard_after_forward": "false",
+    "lora_experts": "true",
+    "stock_load": "true",
+    "report": "false",
+}
+
+
+def options() -> list[str]:
+    words = []
+    for name, text in VALUES.items():
+        option = name.replace("_", "-")
+        switch = {"true": [f"--{option}"], "false": [f"--no-{option}"]}
+        words += switch.get(text, [f"--{option}", text])
+    return words
+
+
+def test_every_setting_is_an_option_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command gets all of them, and a process reads the same settings from them."""
+    assert {f.name for kind in (ParallelConfig, RunOptions) for f in fields(kind)} == set(VALUES)
+    result = start([*RUN, *options(), "--", *PYTHON, SHOW, "--ep-size", "9"])
+    assert result.stderr == "" and result.returncode == 0
+    variables, arguments, modules = json.loads(result.stdout)
+    assert arguments == ["-c", "--ep-size", "9"]
+    got = {name: value for name, value in variables.items() if name.startswith("HF_MOE_EP_")}
+    assert got == {variable_of(name): text for name, text in VALUES.items()}
+    assert variables["PYTHONPATH"].split(os.pathsep) == [os.fspath(HOOK_FOLDER), os.fspath(ROOT)]
+    assert not {"hf_moe_ep", "torch", "transformers"} & set(modules)
+    for name, text in got.items():
+        monkeypatch.setenv(name, text)
+    config = settings_from_environment(ParallelConfig)
+    assert (config.ep_size, config.bias_update_rate, config.expert_shard_dim) == (8, 0.001, 1)
+    assert config.experts_dtype == "nf4" and config.reshard_after_forward is False
+    assert settings_from_environment(RunOptions) == RunOptions(True, True, False)
+
+
+def test_a_dry_run_prints_a_command_line_that_does_the_same() -> None:
+    result = start([*RUN, "--dry-run", "--ep-size", "2", "--", *PYTHON, SHOW, "two words"])
+    assert result.returncode == 0 and result.stderr == ""
+    words = shlex.split(result.stdout)
+    assert words[0] == "HF_MOE_EP_EP_SIZE=2" and words[1].startswith(f"PYTHONPATH={HOOK_FOLDER}")
+    assert words[2:] == [*PYTHON, SHOW, "two words"]
+    again = subprocess.run(
+        result.stdout, shell=True, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    variables, arguments, _ = json.loads(again.stdout)
+    assert variables["HF_MOE_EP_EP_SIZE"] == "2" and arguments == ["-c", "two words"]
+
+
+def test_variables_of_the_environment_are_used_unless_an_option_replaces_them() -> None:
+    given = {"HF_MOE_EP_EP_SIZE": "4", "HF_MOE_EP_SP_SIZE": "2", "HF_MOE_EP_DISPATCH_CHUNKS": "1"}
+    command = [*RUN, "--ep-size", "8", "--dispatch-chunks", "1", "--", *PYTHON, SHOW]
+    result = start(command, **given)
+    assert result.stderr == "hf-moe-ep run: --ep-size 8 replaces HF_MOE_EP_EP_SIZE=4\n"
+    variables, *_ = json.loads(result.stdout)
+    assert (variables["HF_MOE_EP_EP_SIZE"], variables["HF_MOE_EP_SP_SIZE"]) == ("8", "2")
+
+
+def test_the_hook_is_in_the_path_once_and_keeps_other_folders(tmp_path: Path) -> None:
+    inner = [*RUN, "--ep-size", "4", "--", *PYTHON, SHOW]
+    result = start([*RUN, "--ep-size", "2", "--", *inner], PYTHONPATH=f"{ROOT}:{tmp_path}:")
+    variables, *_ = json.loads(result.stdout)
+    assert variables["PYTHONPATH"] == f"{HOOK_FOLDER}:{ROOT}:{tmp_path}:"
+    assert variables["HF_MOE_EP_EP_SIZE"] == "4"
+
+
+def test_the_exit_code_and_the_traceback_are_those_of_the_command() -> None:
+    command = [*PYTHON, "import sys; print('started', flush=True); raise KeyError('crashed')"]
+    got, want = start([*RUN, "--ep-size", "2", "--", *command]), start(command)
+    assert (got.returncode, got.stdout, got.stderr) == (1, want.stdout, want.stderr)
+    assert "KeyError: 'crashed'" in got.stderr and "hf_moe_ep" not in got.stderr
+    assert start([*RUN, "--", *PYTHON, "raise SystemExit(7)"]).returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signals_reach_the_command(number: signal.Signals) -> None:
+    """The runner becomes the command, so a signal for the runner is one for the command."""
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [*RUN, "--ep-size", "2", "--", *PYTHON, program],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        process.send_signal(number)
+        assert process.wait(30) == -number
+
+
+def test_inside_a_launcher(tmp_path: Path) -> None:
+    """A script and a module get their arguments, the interpreter's options and their own path."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\n{SHOW}\nprint(sys.flags.optimize, __name__, sys.path[0])\n")
+    for target, folder in (([os.fspath(script)], tmp_path), (["-m", "train"], tmp_path)):
+        command = [*INSIDE, "--ep-size", "2", *target, "--lr", "1", "-m", "x"]
+        command[1:1] = ["-O", "-W", "ignore"]
+        result = subprocess.run(
+            command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        assert result.returncode == 0, result.stderr
+        shown, flags = result.stdout.splitlines()
+        variables, arguments, _ = json.loads(shown)
+        assert arguments[1:] == ["--lr", "1", "-m", "x"] and arguments[0] == os.fspath(script)
+        assert variables["HF_MOE_EP_EP_SIZE"] == "2"
+        assert flags == f"1 __main__ {folder}"
+    words = ["python", "-X", "dev", "-m", "hf_moe_ep.run", "--ep-size", "2", "train.py"]
+    assert interpreter_options(words) == ["-X", "dev"] and interpreter_options(["python"]) == []
+
+
+# A wrong command line, and words of its error.
+WRONG = {
+    "run --ep-size 0 -- python": r"ep_size must be None or a whole number >= 1, got 0; try ep_size",
+    "run --ep-size eight -- python": r"--ep-size eight is no whole number; try --ep-size 8",
+    "run --bias-update-rate x -- python": r"--bias-update-rate x is no number; try .* 0\.001",
+    "run --experts-backend cuda -- python": r"experts_backend='cuda' is unknown; use 'auto', 'eag",
+    "run --experts-backend eager --ep-size 2 -- python": r"cannot run with ep_size=2; use experts",
+    "run --ep-size 2": r"no command is given; write it after the options: hf-moe-ep run --ep-size",
+    "run --ep-size 2 -- no-such-program": r"no-such-program is neither a program in PATH nor an ex",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(r"hf-moe-ep: error: .*\n", shown.err)
+    assert re.search(WRONG[line], shown.err), shown.err
+
+
+def test_a_wrong_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_MOE_EP_REPORT", "maybe")
+    assert main(["run", "--dry-run", "--", "python"]) == 2
+    expected = "HF_MOE_EP_REPORT=maybe is neither true nor false; try HF_MOE_EP_REPORT=true"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["-m"], [], ["x.py", "--ep-size", "2"]])
+def test_a_wrong_command_inside_a_launcher(command: list[str]) -> None:
+    if command == ["x.py", "--ep-size", "2"]:
+        result = start([*INSIDE, "--ep-size", "0", *command])
+        assert "ep_size must be None or a whole number >= 1, got 0" in result.stderr
+    else:
+        result = start([*INSIDE, "--ep-size", "2", *command])
+        assert "name a script, or a module: -m MODULE" in result.stderr
+    assert result.returncode == 2
+
+
+def test_a_command_that_is_no_python_program(tmp_path: Path) -> None:
+    result = start([*RUN, "--ep-size", "2", "--", "echo", "hello"])
+    assert (result.returncode, result.stdout) == (0, "hello\n")
+    assert result.stderr == (
+        "hf-moe-ep run: warning: echo is no Python program, so nothing is patched, unless it "
+        "starts one\n"
+    )
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/sh\necho $HF_MOE_EP_EP_SIZE\n")
+    script.chmod(0o755)
+    for words in ([os.fspath(script)], ["sh", os.fspath(script)], ["env", sys.executable, "-V"]):
+        result = start([*RUN, "--ep-size", "2", "--", *words])
+        assert result.returncode == 0 and result.stderr == "" and result.stdout
+
+
+def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
+    other = "import sys\nsys.flag = 'ran'\n"
+    (tmp_path / "sitecustomize.py").write_text(other)
+    program = "import sys, sitecustomize; print(sys.flag, sitecustomize.__file__)"
+    path = f"{tmp_path}:{ROOT}"
+    result = start([*RUN, "--ep-size", "2", "--", *PYTHON, program], PYTHONPATH=path)
+    assert result.stdout == f"ran {tmp_path / 'sitecustomize.py'}\n" and result.stderr == ""
+    # Python reports an error in it as it does without the hook.
+    (tmp_path / "sitecustomize.py").write_text("raise OSError('broken')\n")
+    command = [*PYTHON, "import sys; print([type(f).__name__ for f in sys.meta_path][0])"]
+    want = start(command, PYTHONPATH=path)
+    got = start([*RUN, "--ep-size", "2", "--", *command], PYTHONPATH=path)
+    assert "OSError: broken" in got.stderr
+    assert got.stdout == "_WaitForTransformers\n" and want.stdout != got.stdout
+
+
+def test_a_python_without_hf_moe_ep_says_so_when_it_imports_transformers(tmp_path: Path) -> None:
+    """A folder in the path stands for transformers, and hf_moe_ep cannot be imported."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "modeling_utils.py").write_text("x = 1\n")
+    program = (
+        "import sys, importlib.util\n"
+        "sys.modules['hf_moe_ep'] = None\n"
+        "assert importlib.util.find_spec('transformers.modeling_utils')\n"
+        "print('before', flush=True)\nimport transformers.modeling_utils\n"
+    )
+    result = start(["env", *PYTHON, program], PYTHONPATH=f"{HOOK_FOLDER}:{tmp_path}")
+    assert result.stdout == "before\n" and result.returncode == 1
+    assert re.search(
+        r"ImportError: this process was started below `hf-moe-ep run`, but its Python \(.*\) "
+        r"cannot import hf_moe_ep, .* Install hf_moe_ep there, or start",
+        result.stderr,
+    ), result.stderr
+
+
+def test_the_variables_alone_patch_nothing() -> None:
+    program = (
+        "import transformers.modeling_utils as m\n"
+        "print(hasattr(m.PreTrainedModel.from_pretrained, '_hf_moe_ep_wrapper'))"
+    )
+    assert start([*PYTHON, program], HF_MOE_EP_EP_SIZE="2").stdout == "False\n"
+    assert start([*RUN, "--ep-size", "2", "--", *PYTHON, program]).stdout == "True\n"
+
+
+def test_a_process_without_transformers_starts_as_fast() -> None:
+    """The hook costs 1 ms of about 20; 50 ms are allowed. Pairs alternate, medians are compared."""
+    command = [sys.executable, "-S", "-c", "import site; site.main()"]
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(7):
+        for name, path in (("with", f"{HOOK_FOLDER}:{ROOT}"), ("without", f"{ROOT}")):
+            began = time.perf_counter()
+            assert start(command, PYTHONPATH=path).returncode == 0
+            seconds[name].append(time.perf_counter() - began)
+    assert median(seconds["with"]) - median(seconds["without"]) < 0.050

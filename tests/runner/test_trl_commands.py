@@ -1,0 +1,109 @@
+"""TRL's commands by `hf-moe-ep run --ep-size 2` on two ranks train as stock in one process.
+
+The command is the same but for the batch size and `--accelerate_config`: `trl sft ...`. Losses,
+gradient norms (with clipping) and saved tensors of six steps are compared.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support import commands
+from support.commands import (
+    LAUNCH_CONFIG,
+    MODEL,
+    RANKS,
+    STEPS,
+    STOCK_BATCH,
+    assert_same_training,
+    run_ours,
+    run_stock,
+    training_log,
+)
+
+pytest.importorskip("trl", minversion="1.15")
+
+LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_dropout 0 --lora_target_modules q_proj v_proj"
+EXPERTS = "--lora_target_parameters mlp.experts.gate_up_proj mlp.experts.down_proj"
+COMMON = (
+    f"--model_name_or_path {MODEL} --max_steps {STEPS} --save_strategy steps --save_steps {STEPS} "
+    "--logging_steps 1 --learning_rate 1e-4 --lr_scheduler_type constant --max_grad_norm 0.5 "
+    "--use_cpu --bf16 False --dtype float32 --report_to none --disable_tqdm True "
+)
+# The completions of a prompt are equal, and so are their rewards. Only the KL term to the reference
+# has gradients. It is zero in the first step; then weight decay has changed the policy.
+GREEDY = (
+    "--reward_funcs rewards.length --beta 0.5 --num_generations 2 --max_completion_length 6 "
+    "--top_k 1 --weight_decay 300"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command of TRL.
+
+    Attributes:
+        options: options of the command, the same in both runs.
+        stock: more options of the stock command.
+        ours: options of `hf-moe-ep run`.
+    """
+
+    command: str
+    data: str
+    options: str = ""
+    stock: str = ""
+    ours: tuple[str, ...] = ()
+
+
+CASES = {
+    "sft": Case("sft", "chat"),
+    "sft, stock load": Case("sft", "chat", ours=("--stock-load",)),
+    "sft, packing": Case("sft", "chat", "--packing --max_length 48 --packing_strategy wrapped"),
+    "sft, LoRA": Case("sft", "chat", LORA),
+    "sft, LoRA on experts": Case("sft", "chat", f"{LORA} {EXPERTS}"),
+    "sft, --lora-experts": Case("sft", "chat", LORA, stock=EXPERTS, ours=("--lora-experts",)),
+    "dpo": Case("dpo", "preference"),
+    "dpo, LoRA": Case("dpo", "preference", f"{LORA} {EXPERTS}"),
+    # TRL computes the KL term of its default loss from the batch of each rank.
+    "kto": Case("kto", "unpaired", "--loss_type apo_zero_unpaired"),
+    "reward": Case("reward", "preference"),
+    "grpo": Case("grpo", "prompt", GREEDY),
+}
+FAST = ("sft, --lora-experts",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return commands.make_inputs(tmp_path_factory.mktemp("commands"))
+
+
+def command_of(case: Case, output: str, batch: int, *options: str) -> list[str]:
+    words = f"trl {case.command} {COMMON} --dataset_name {case.data} --output_dir {output} "
+    words += f"--per_device_train_batch_size {batch} {case.options}"
+    return [*words.split(), *options]
+
+
+def run_both(case: Case, name: str, folder: Path) -> tuple[Path, Path, str]:
+    """Run stock and ours. Return both output folders, and what ours printed."""
+    outputs = [
+        f"{name.replace(', ', '_').replace(' ', '-')}_{which}" for which in ("stock", "ours")
+    ]
+    run_stock(command_of(case, outputs[0], STOCK_BATCH, *case.stock.split()), folder)
+    launched = ("--accelerate_config", LAUNCH_CONFIG)
+    ours = command_of(case, outputs[1], STOCK_BATCH // RANKS, *launched)
+    printed = run_ours(ours, folder, *case.ours)
+    return folder / outputs[0], folder / outputs[1], printed
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
+)
+def test_a_command_trains_as_stock(name: str, folder: Path) -> None:
+    stock, ours, printed = run_both(CASES[name], name, folder)
+    assert_same_training(ours, stock)
+    assert "hf-moe-ep run: patched Qwen3Moe" in printed
+    assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
+    assert all(entry["tokens_per_second"] > 0 for entry in training_log(ours))
+    assert all(entry["expert_load/worst_layer"] >= 1 for entry in training_log(ours))
+    card = (ours / "README.md").read_text()
+    assert "hf_moe_ep" not in card and "hf-moe-ep" not in card
