@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import choose_compute, local_weights, run_experts
@@ -73,6 +73,7 @@ class _Experts:
     def __call__(self, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts. Expert ids count all experts."""
         self._num_calls += 1
+        tokens = Tokens(x_TH, weights_TK, expert_ids_TK)
         header = Header(
             forward=self._num_calls,
             layer=0,
@@ -81,11 +82,14 @@ class _Experts:
             checkpointed=False,
             recompute=backward_is_running(),
             top_k=expert_ids_TK.shape[1],
-            itemsize=x_TH.element_size(),
+            itemsize=tokens.row_dtype.itemsize,
         )
-        exchanges = self._dispatcher.plan(expert_ids_TK, header)
+        hidden_bytes = x_TH.shape[1] * tokens.row_dtype.itemsize
+        planning = self._dispatcher.start_plan(expert_ids_TK, header, hidden_bytes=hidden_bytes)
+        self._dispatcher.prepare(tokens)
+        exchanges = planning.finish()
         with OverlappedChunks() as chunks:
-            for chunk in chunks.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
+            for chunk in chunks.overlapped(exchanges, tokens):
                 weights = local_weights(self._experts, self._compute, x_TH, self._first_expert)
                 rows_RH, weights_RK, expert_ids_RK = chunk.finish()
                 out_RH = run_experts(
