@@ -249,9 +249,9 @@ def parse_setting(field: Field[Any], text: str, name: str) -> Any:
         ValueError: the text is no value of this type.
     """
     kind = str(field.type)
+    if "bool" in kind and text.lower() in (*_TRUE, *_FALSE):
+        return text.lower() in _TRUE
     if kind == "bool":
-        if text.lower() in (*_TRUE, *_FALSE):
-            return text.lower() in _TRUE
         raise ValueError(f"{name}{text} is neither true nor false; try {name}true")
     try:
         if "int" in kind:

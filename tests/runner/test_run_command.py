@@ -62,6 +62,7 @@ VALUES = {
     "aux_loss_per_layer": "true",
     "ep_outside": "true",
     "expert_shard_dim": "1",
+    "compile_layers": "aot_eager",
     "reshard_after_forward": "false",
     "lora_experts": "true",
     "stock_load": "true",
@@ -145,6 +146,8 @@ def test_signals_reach_the_command(number: signal.Signals) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        # Tests that run in the background of a shell ignore SIGINT, and so would the command.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stdout is not None
         assert int(process.stdout.readline()) == process.pid
