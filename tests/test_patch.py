@@ -325,7 +325,6 @@ def test_patching_twice_is_patching_once() -> None:
     assert getattr(model, STATE).config == ParallelConfig(4, 1, 1)
     # With ep_size > 1, hooks of the root look for padding tokens.
     assert _hooks(model) != hooks
-    hooks = _hooks(model)
     patch(model)
     assert _hooks(model) == hooks
     _compare(model, tiny(**SIZES["aux loss"]), _inputs())
