@@ -111,7 +111,7 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
     When this is called, the Trainer already has its model, unless `model_init` builds the model
     later. TRL's trainers prepare their reference models right after this call.
     """
-    _wrap_cpu_ranks()
+    _wrap_cpu_ranks(bool(self.args.fsdp))
     original(self)
     adopt_trainer(self, self.model)
 
@@ -585,8 +585,9 @@ def wrap_accelerate() -> None:
     _wrap_cpu_ranks()
 
 
-def _wrap_cpu_ranks() -> None:
-    if launched_with_fsdp():
+def _wrap_cpu_ranks(by_arguments: bool = False) -> None:
+    """Let FSDP2 run on CPU ranks if the launch or TrainingArguments ask for FSDP."""
+    if launched_with_fsdp() or by_arguments:
         wrap_process(CPU_RANKS)
 
 

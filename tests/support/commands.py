@@ -62,10 +62,15 @@ def make_inputs(folder: Path, **config: Any) -> Path:
         (folder / name).mkdir()
         lines = [json.dumps(make_sample(pieces, index)) + "\n" for index in range(SAMPLES)]
         (folder / name / "train.jsonl").write_text("".join(lines))
-    launch = yaml.safe_load(CPU_4.read_text()) | {"num_processes": RANKS}
-    (folder / LAUNCH_CONFIG).write_text(yaml.safe_dump(launch))
+    write_launch_config(folder)
     (folder / "rewards.py").write_text(REWARDS)
     return folder
+
+
+def write_launch_config(folder: Path) -> None:
+    """Write the config of `accelerate launch` for two ranks."""
+    launch = yaml.safe_load(CPU_4.read_text()) | {"num_processes": RANKS}
+    (folder / LAUNCH_CONFIG).write_text(yaml.safe_dump(launch))
 
 
 def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
