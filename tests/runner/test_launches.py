@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(output: str, batch: int) -> list[str]:
     return (
         f"--model model --output_dir {output} --per_device_train_batch_size {batch} "
-        f"--max_steps {STEPS} --save_steps {STEPS} --logging_steps 1 --learning_rate 1e-4 --max_grad_norm 0.5 "
-        f"--use_cpu --report_to none --disable_tqdm True"
+        f"--max_steps {STEPS} --save_steps {STEPS} --logging_steps 1 --learning_rate 1e-4 "
+        f"--max_grad_norm 0.5 --use_cpu --report_to none --disable_tqdm True"
     ).split()
 
 
