@@ -84,6 +84,9 @@ def prepare_objects(
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
             continue
+        # A training framework may have replaced the function that shards since the model was
+        # patched (axolotl/monkeypatch/accelerate/fsdp2.py).
+        wrap_process(ACCELERATE)
         specialise(self, Accelerator, ACCELERATOR_METHODS)
         wrap_adapters(model, state)
         if state.config.experts_dtype is not None:
@@ -173,7 +176,7 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
     wrap_process(ROTATION)
     if state.config.experts_dtype is not None:
         wrap_process(QUANTISED)
-    for row in REFERENCE_LOG_PROBS:
+    for row in FRAMEWORK_METHODS:
         owner = getattr(sys.modules.get(row.module), row.target.split(":")[1].split(".")[0], None)
         if owner is not None and isinstance(trainer, owner) and row.name not in vars(trainer):
             setattr(trainer, row.name, bind_wrapper(trainer, row))
@@ -440,10 +443,19 @@ _OWN_REFERENCE = (
     references.shard_own_reference,
     "shards a policy with adapters that serves as its own reference before training",
 )
-# Object: a trainer of TRL with a patched policy.
-REFERENCE_LOG_PROBS = (
+# Object: a trainer of TRL or of ms-swift with a patched model.
+FRAMEWORK_METHODS = (
     *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
     *_build_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows(
+        "swift.trainers.mixin:DataLoaderMixin",
+        features.TRAINER_SLICES,
+        (
+            "get_train_dataloader",
+            shared_batches.get_train_dataloader,
+            "gives the ranks of an sp group the same samples, which ms-swift splits itself",
+        ),
+    ),
 )
 # Object: a patched model.
 MODEL_METHODS = _build_rows(
@@ -544,13 +556,14 @@ TRL = (
     ),
 )
 
+SLOW_TO_IMPORT = ("trl", "swift")
 # PROCESS: rows whose targets are replaced for the process. OBJECTS: rows set on single objects.
 PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL)
 OBJECTS = (
     *ACCELERATOR_METHODS,
     OPTIMIZER_STEP,
     *TRAINER_METHODS,
-    *REFERENCE_LOG_PROBS,
+    *FRAMEWORK_METHODS,
     *MODEL_METHODS,
     *ADAPTER_METHODS,
 )
@@ -631,12 +644,12 @@ class WrapReport(NamedTuple):
 def wraps() -> list[WrapReport]:
     """Look up every target of the table in the installed versions, without replacing any.
 
-    TRL's rows are left out, because TRL is slow to import.
+    The rows of TRL and ms-swift are left out, because these packages are slow to import.
     """
     reports = []
     replaced = in_force()
     for row in (*PROCESS, *OBJECTS):
-        if row.package == "trl":
+        if row.package in SLOW_TO_IMPORT:
             continue
         error = ""
         if row.is_installed:
