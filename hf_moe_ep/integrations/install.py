@@ -1,4 +1,4 @@
-"""Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
+"""Wrap functions of Accelerate, transformers, PEFT and trainers: the table of all wrappers.
 
 The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
 and `patch` only sets methods of its model, such as `save_pretrained`. The functions of a group are
@@ -14,6 +14,7 @@ only PyTorch:
     ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
     TRL          when the module of each row is imported              4
+    AXOLOTL      when the module of the row is imported               1
 
 Such a function is replaced for the whole process. Its wrapper first checks if it was given a
 patched model. If not, it calls the stock function and does nothing else. With a patched model it
@@ -556,9 +557,20 @@ TRL = (
     ),
 )
 
-SLOW_TO_IMPORT = ("trl", "swift")
+# Process: installed when its module is imported.
+AXOLOTL = _build_rows(
+    "axolotl.integrations.expert_parallel.shard",
+    features.ADAPTER_FILES,
+    (
+        "save_fsdp2_lora_adapter",
+        saving.save_gathered_adapter,
+        "packs the adapters of experts as PEFT does",
+    ),
+)
+
+SLOW_TO_IMPORT = ("trl", "swift", "axolotl")
 # PROCESS: rows whose targets are replaced for the process. OBJECTS: rows set on single objects.
-PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL)
+PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL, *AXOLOTL)
 OBJECTS = (
     *ACCELERATOR_METHODS,
     OPTIMIZER_STEP,
@@ -586,8 +598,9 @@ def install(model: nn.Module, state: ModelState) -> None:
         call_when_accelerator_is_imported(wrap_accelerate)
     call_when_imported("transformers.trainer", _wrap_trainer)
     call_when_imported("peft.peft_model", _wrap_peft)
-    for module_name in {row.module for row in TRL}:
-        rows = [row for row in TRL if row.module == module_name]
+    frameworks = (*TRL, *AXOLOTL)
+    for module_name in {row.module for row in frameworks}:
+        rows = [row for row in frameworks if row.module == module_name]
         call_when_imported(module_name, partial(wrap_process, rows))
 
 
@@ -644,7 +657,7 @@ class WrapReport(NamedTuple):
 def wraps() -> list[WrapReport]:
     """Look up every target of the table in the installed versions, without replacing any.
 
-    The rows of TRL and ms-swift are left out, because these packages are slow to import.
+    The rows of training frameworks are left out, because these packages are slow to import.
     """
     reports = []
     replaced = in_force()
