@@ -242,9 +242,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrap", (*TRL, *FRAMEWORK_METHODS, *AXOLOTL), ids=lambda wrap: wrap.target
-)
+@pytest.mark.parametrize("wrap", (*TRL, *FRAMEWORK_METHODS, *AXOLOTL), ids=lambda wrap: wrap.target)
 def test_a_target_of_a_framework_resolves(wrap: Wrap) -> None:
     versions = {"trl": "1.16", "swift": "4.6", "axolotl": "0.19"}
     pytest.importorskip(wrap.package, minversion=versions[wrap.package])
