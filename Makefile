@@ -42,11 +42,12 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && \
 	touch $@
 
 # Other projects' trainers: an environment each, with the trainer's own versions of everything. The
-# tests are those of tests/runner/test_NAME.py.
+# tests are those of tests/runner/test_NAME.py. The folder in PYTHONPATH says what they need on CPUs.
 TRAINERS := axolotl ms_swift llama_factory
 NEEDS_axolotl := axolotl==0.19.0
-# ms-swift imports msgspec for reinforcement learning, and does not name it among its dependencies.
-NEEDS_ms_swift := ms-swift==4.6.0 msgspec
+# ms-swift names neither msgspec, which it imports for reinforcement learning, nor the packages
+# that it needs for pictures.
+NEEDS_ms_swift := ms-swift==4.6.0 msgspec qwen_vl_utils decord torchvision==0.28.0
 # LLaMA-Factory pins an older Transformers than hf_moe_ep needs, so it is installed without its
 # pins. torchvision and torchaudio are left out, because an index has CUDA builds of them only.
 NEEDS_llama_factory := transformers==5.24.0 accelerate==1.15.0 peft==0.20.0 trl==0.24.0 \
@@ -81,7 +82,8 @@ test-newest: .venv-newest/.done
 
 test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
 	@$(call timed,code=0; for name in $(TRAINERS); do \
-		.venv-trainers/$$name/bin/python -m pytest tests/runner/test_$$name.py || code=1; \
+		PYTHONPATH=tests/support/trainers_on_cpu \
+			.venv-trainers/$$name/bin/python -m pytest tests/runner/test_$$name.py || code=1; \
 	done; (exit $$code))
 
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.

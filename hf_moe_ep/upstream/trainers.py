@@ -39,6 +39,7 @@ _FRAMEWORKS = (
         "state_dict_type: FULL_STATE_DICT}` to the YAML file",
         {
             "cp_size": "context_parallel_size",
+            "ep_size": "expert_parallel_size",
             "tp_size": "tensor_parallel_size",
             "dp_replicate_size": "dp_replicate_size",
         },

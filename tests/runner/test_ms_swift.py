@@ -5,11 +5,14 @@ clipping) and saved tensors of six steps are compared.
 """
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from PIL import Image
 from support import commands
 from support.commands import (
     LOSS_BUDGET,
@@ -27,14 +30,16 @@ from support.commands import (
     training_log,
 )
 from support.scripts import ROOT
+from support.tiny_models import QWEN3_VL_MOE, tiny
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("swift", "4.6", reason="needs ms-swift 4.6 or newer (make test-trainers)")
 
 EXAMPLE = ROOT / "examples" / "trainers" / "ms_swift.yaml"
 MIDDLE = STEPS // 2
 LAST = f"checkpoint-{STEPS}"
-# The preset of `--fsdp fsdp2`, but each checkpoint holds a model in the hub's layout.
+# As the preset of `--fsdp fsdp2`, but each checkpoint holds a model in the hub's layout.
 FULL_STATE_DICT = "fsdp.json"
 Config = dict[str, Any]
 # What is small here, what makes two runs comparable, and what the CPU lacks.
@@ -84,6 +89,23 @@ EVALUATION: Config = {
     "eval_steps": MIDDLE,
 }
 
+# ms-swift's template has the ids of the placeholder tokens as constants.
+PLACEHOLDERS = {
+    "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653,
+    "<|image_pad|>": 151655,
+    "<|video_pad|>": 151656,
+}
+PICTURE_MODEL, SIDE = "picture_model", 16
+PICTURES: Config = {
+    "model": PICTURE_MODEL,
+    "model_type": "qwen3_vl_moe",
+    "template": "qwen3_vl",
+    "dataset": "pictures.jsonl",
+    "freeze_vit": False,
+    "freeze_aligner": False,
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -104,12 +126,60 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fsdp_version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "cpu_ram_efficient_loading": True,
-        "activation_checkpointing": True,
+        "activation_checkpointing": False,
         "state_dict_type": "FULL_STATE_DICT",
     }
     options = {"fsdp": "full_shard auto_wrap", "fsdp_config": fsdp}
     (folder / FULL_STATE_DICT).write_text(json.dumps(options))
     return folder
+
+
+def make_picture_inputs(folder: Path) -> None:
+    """Write a tiny Qwen3-VL-MoE with its processor, and data in which every fourth sample has a
+    picture: rank 1 has none.
+    """
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    tokens = json.loads((folder / MODEL / "tokenizer.json").read_text())
+    for text, token in PLACEHOLDERS.items():
+        tokens["model"]["vocab"][text] = token
+        tokens["added_tokens"].append(tokens["added_tokens"][0] | {"id": token, "content": text})
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    sizes = {"vocab_size": 151664, "max_position_embeddings": 512}
+    names = ("vision_start", "vision_end", "image", "video")
+    ids = dict(zip(names, PLACEHOLDERS.values(), strict=True))
+    model = tiny(
+        "qwen3_vl_moe",
+        dtype=torch.float32,
+        text_config=QWEN3_VL_MOE["text_config"] | sizes,
+        **{f"{name}_token_id": token for name, token in ids.items()},
+    )
+    model.save_pretrained(folder / PICTURE_MODEL)
+    patches = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+    size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}  # areas, not edges
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches),
+        chat_template="{{ messages }}",  # ms-swift has a template of its own
+    )
+    processor.save_pretrained(folder / PICTURE_MODEL)
+    lines = []
+    for index, line in enumerate((folder / "chat/train.jsonl").open()):
+        sample = json.loads(line) | {"images": []}
+        if index % 4 == 0:
+            picture = folder / f"{index}.png"
+            colors = random.Random(index).randbytes(3 * SIDE * SIDE)
+            Image.frombytes("RGB", (SIDE, SIDE), colors).save(picture)
+            sample["images"] = [str(picture)]
+            sample["messages"][0]["content"] = "<image>" + sample["messages"][0]["content"]
+        lines.append(json.dumps(sample) + "\n")
+    (folder / "pictures.jsonl").write_text("".join(lines))
 
 
 def write(folder: Path, output: str, **changes: Any) -> str:
@@ -134,12 +204,13 @@ def ours(
     command: str = "sft",
     models: int = 1,
     sp_size: int = 1,
+    model_class: str = "Qwen3MoeForCausalLM",
     **changes: Any,
 ) -> Path:
     """Train on two ranks by `hf-moe-ep run`. Return the output folder.
 
     Args:
-        models: the number of models that are patched.
+        models: the number of models of `model_class` that are patched.
         sp_size: the number of ranks that share a batch.
         changes: changed keys of the configuration.
     """
@@ -149,7 +220,7 @@ def ours(
     variables = {"NPROC_PER_NODE": str(RANKS), "PYTHONPATH": ON_CPU}
     options = ["--sp-size", str(sp_size)] if sp_size > 1 else []
     printed = run_ours(["swift", command, file], folder, *options, **variables)
-    assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2") == models
+    assert printed.count(f"hf-moe-ep run: patched {model_class} (--ep-size 2") == models
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
     log = training_log(folder / output)
     assert all(entry["tokens_per_second"] > 0 for entry in log)
@@ -163,7 +234,7 @@ def stock_sft(folder: Path) -> Path:
 
 
 def test_fsdp2_with_evaluation_and_resume(folder: Path, stock_sft: Path) -> None:
-    """The preset has sharded checkpoints and activation checkpointing; stock resumes ours."""
+    """The preset of `--fsdp fsdp2`: sharded checkpoints, and activation checkpointing."""
     output = ours(folder, "sft", save_steps=MIDDLE, **EVALUATION)
     assert_same_log(training_log(output), training_log(stock_sft))
     got, want = (logged(path, "eval_loss") for path in (output, stock_sft))
@@ -171,9 +242,8 @@ def test_fsdp2_with_evaluation_and_resume(folder: Path, stock_sft: Path) -> None
     for mine, theirs in zip(got, want, strict=True):
         assert abs(mine["eval_loss"] - theirs["eval_loss"]) <= LOSS_BUDGET * theirs["eval_loss"]
     middle = f"sft/checkpoint-{MIDDLE}"
-    resumed = ours(folder, "resumed", fsdp=FULL_STATE_DICT, resume_from_checkpoint=middle)
+    resumed = ours(folder, "resumed", resume_from_checkpoint=middle)
     assert_same_log(training_log(resumed), training_log(stock_sft))
-    assert_same_tensors(saved_tensors(resumed / LAST), saved_tensors(stock_sft / LAST))
 
 
 def test_lora_and_export(folder: Path) -> None:
@@ -193,8 +263,11 @@ def export(output: Path, folder: Path) -> dict[str, Tensor]:
 
 
 def test_pretraining_with_sequence_parallelism(folder: Path) -> None:
-    """ms-swift splits samples over processes itself. Here both ranks get the same samples."""
-    data = {"dataset": "texts.jsonl"}
+    """ms-swift splits samples over processes itself. Here both ranks get the same samples.
+
+    ms-swift also replaces torch's function of gradient checkpointing.
+    """
+    data = {"dataset": "texts.jsonl", "gradient_checkpointing": True}
     want = stock(folder, "stock_pt", "pt", **data)
     got = ours(folder, "pt", "pt", sp_size=2, fsdp=FULL_STATE_DICT, **data)
     assert_same_log(training_log(got), training_log(want))
@@ -206,5 +279,15 @@ def test_dpo(folder: Path) -> None:
     data = {"dataset": "pairs.jsonl", "rlhf_type": "dpo", "learning_rate": 1e-4}
     want = stock(folder, "stock_dpo", "rlhf", **data)
     got = ours(folder, "dpo", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
+    assert_same_log(training_log(got), training_log(want))
+    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+
+
+def test_pictures_and_a_rank_without_any(folder: Path) -> None:
+    """The vision tower is trained too."""
+    make_picture_inputs(folder)
+    want = stock(folder, "stock_pictures", **PICTURES)
+    kind = "Qwen3VLMoeForConditionalGeneration"
+    got = ours(folder, "pictures", model_class=kind, fsdp=FULL_STATE_DICT, **PICTURES)
     assert_same_log(training_log(got), training_log(want))
     assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))

@@ -73,6 +73,17 @@ def test_context_parallelism_of_the_launch(
         check_parallelism(ParallelismConfig(cp_size=2), state)
 
 
+def test_expert_parallelism_of_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """axolotl adds ep_size to Accelerate's configuration (monkeypatch/accelerate)."""
+    runs("axolotl", monkeypatch)
+    state = find_state(patch(tiny(num_hidden_layers=1)))
+    assert state is not None
+    parallelism = ParallelismConfig()
+    parallelism.ep_size = 8  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"axolotl was given expert_parallel_size=8, .* use ep_si"):
+        check_parallelism(parallelism, state)
+
+
 def test_sequence_parallelism_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("swift.sequence_parallel")
     module.sequence_parallel = SimpleNamespace(world_size=None)  # type: ignore[attr-defined]

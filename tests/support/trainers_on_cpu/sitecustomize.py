@@ -2,7 +2,8 @@
 
 `support.commands` puts this folder into PYTHONPATH for the stock command and for ours, so Python
 imports this file when a process starts. Below `hf-moe-ep run`, the hook's own sitecustomize comes
-first and runs this one. A module is changed right after its import, and none is imported here.
+first and runs this one. A module is changed right before or after its import, and none is imported
+here.
 """
 
 import importlib.util
@@ -42,20 +43,41 @@ def _stand_in_for_torchaudio(module: Any) -> None:
         sys.modules["torchaudio"] = importlib.util.module_from_spec(spec)
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {
+_operators: Any = None
+
+
+def _declare_operators_of_torchvision() -> None:
+    """Package indexes have CUDA builds of torchvision, whose operators need torch's CUDA build.
+
+    torchvision cannot be imported without them, so they are declared. Nothing calls them.
+    """
+    global _operators
+    import torch
+    from torchvision.extension import _has_ops
+
+    if not _has_ops():
+        _operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            _operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+_BEFORE: dict[str, Callable[[], None]] = {
+    "torchvision._meta_registrations": _declare_operators_of_torchvision,
+}
+_AFTER: dict[str, Callable[[Any], None]] = {
     "accelerate.parallelism_config": _build_mesh_of_cpus,
     "llamafactory": _stand_in_for_torchaudio,
 }
 
 
-class _ChangeAfterImport:
-    """A meta path finder that calls a function of `_CHANGES` after the import of its module."""
+class _ChangeAtImport:
+    """A meta path finder that calls the functions above when their modules are imported."""
 
     def __init__(self) -> None:
         self._searches: set[str] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _CHANGES or name in self._searches:
+        if name not in _BEFORE.keys() | _AFTER.keys() or name in self._searches:
             return None
         self._searches.add(name)
         try:
@@ -67,8 +89,11 @@ class _ChangeAfterImport:
         execute = spec.loader.exec_module
 
         def execute_and_change(module: Any) -> None:
+            if name in _BEFORE:
+                _BEFORE[name]()
             execute(module)
-            _CHANGES[name](module)
+            if name in _AFTER:
+                _AFTER[name](module)
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
@@ -76,4 +101,4 @@ class _ChangeAfterImport:
 
 for _name, _value in VARIABLES.items():
     os.environ.setdefault(_name, _value)
-sys.meta_path.insert(0, _ChangeAfterImport())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _ChangeAtImport())  # type: ignore[arg-type]
