@@ -457,6 +457,11 @@ FRAMEWORK_METHODS = (
             "gives the ranks of an sp group the same samples, which ms-swift splits itself",
         ),
     ),
+    *_build_rows(
+        "swift.rlhf_trainers.dpo_trainer:DPOTrainer",
+        features.EXPERT_LOAD,
+        ("log", log_expert_load, "ms-swift calls the function of the Trainer's class directly"),
+    ),
 )
 # Object: a patched model.
 MODEL_METHODS = _build_rows(

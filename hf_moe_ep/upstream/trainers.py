@@ -22,12 +22,14 @@ class _Framework:
         module: the module that is imported if the framework runs.
         to_shard: how its users ask for FSDP2.
         sizes: its option for each size of Accelerate's ParallelismConfig.
+        all_logits: how its users ask for the logits of all tokens; "" if they always get them.
     """
 
     name: str
     module: str
     to_shard: str
     sizes: dict[str, str] = field(default_factory=dict)
+    all_logits: str = ""
 
 
 # All but the last import trl themselves, so the last one is the weakest sign.
@@ -44,7 +46,12 @@ _FRAMEWORKS = (
             "dp_replicate_size": "dp_replicate_size",
         },
     ),
-    _Framework("ms-swift", "swift.arguments", "Add --fsdp fsdp2 to the command"),
+    _Framework(
+        "ms-swift",
+        "swift.arguments",
+        "Add --fsdp fsdp2 to the command",
+        all_logits="add --use_logits_to_keep false to the command",
+    ),
     _Framework(
         "LLaMA-Factory",
         "llamafactory",
@@ -66,6 +73,14 @@ def how_to_shard() -> str:
     """Return a sentence about the option with which the running framework shards by FSDP2."""
     framework = _running()
     return _GENERAL if framework is None else f"{framework.name}: {framework.to_shard}"
+
+
+def how_to_keep_all_logits() -> str:
+    """Return how to call a model without `logits_to_keep`, in the running framework's words."""
+    framework = _running()
+    if framework is None or not framework.all_logits:
+        return "leave logits_to_keep out"
+    return f"{framework.name}: {framework.all_logits}"
 
 
 def option_of_size(name: str) -> str:

@@ -5,17 +5,19 @@ The frameworks are not installed here. A module of the right name stands for eac
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate.data_loader import SkipBatchSampler
 from accelerate.utils import ParallelismConfig
+from support.needs import needs_tower_in_blocks
 from support.tiny_models import batch, tiny
 from torch.utils.data import DataLoader
 
 from hf_moe_ep import patch
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.integrations.prepare import check_parallelism
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream import trainers
@@ -71,6 +73,28 @@ def test_context_parallelism_of_the_launch(
     assert state is not None
     with pytest.raises(ValueError, match=match):
         check_parallelism(ParallelismConfig(cp_size=2), state)
+
+
+def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trainers.how_to_keep_all_logits() == "leave logits_to_keep out"
+    runs("swift.arguments", monkeypatch)
+    words = trainers.how_to_keep_all_logits()
+    assert words == "ms-swift: add --use_logits_to_keep false to the command"
+
+
+@needs_tower_in_blocks
+def test_a_tower_in_a_model_whose_forward_ms_swift_sets() -> None:
+    """That forward passes on to the forward of the class what it does not know."""
+    model = patch(tiny("qwen3_vl_moe"))
+    own = model.model.forward
+
+    def forward(self: Any, pixel_values: Any = None, **others: Any) -> Any:
+        return own(pixel_values=pixel_values, **others)
+
+    model.model.forward = MethodType(forward, model.model)
+    state = find_state(model)
+    assert state is not None
+    assert find_parts(model, state.plan).tower is not None
 
 
 def test_expert_parallelism_of_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
