@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import architectures
+from support.architectures import steps
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.muon_by_matrix import ByMatrix
-from support.parity import full_tensor, uneven_batches
-from support.tiny_models import tiny
+from support.parity import Batch, full_tensor, uneven_batches
+from support.tiny_models import tiny, vision_batch
 from torch import nn
 
 from hf_moe_ep import (
@@ -53,10 +53,18 @@ CASES = [
         layout={"ep_size": 2, "expert_shard_dim": 1},
         slow=True,
     ),
-    Case("experts of dim 0, padded", 4, sizes={"num_experts": 6}, layout={"expert_shard_dim": 0}, slow=True),
+    Case(
+        "experts of dim 0, padded",
+        4,
+        sizes={"num_experts": 6},
+        layout={"expert_shard_dim": 0},
+        slow=True,
+    ),
     Case("HSDP", 4, layout={"ep_size": 1, "dp_replicate_size": 2, "expert_shard_dim": 1}),
     Case("sp 2", 4, layout={"ep_size": 2, "sp_size": 2}, slow=True),
-    Case("tied embeddings", 2, sizes={"tie_word_embeddings": True}, layout={"ep_size": 2}, slow=True),
+    Case(
+        "tied embeddings", 2, sizes={"tie_word_embeddings": True}, layout={"ep_size": 2}, slow=True
+    ),
     Case("one bucket", 2, layout={"ep_size": 1, "expert_shard_dim": 1}, bucket=2**30, slow=True),
     Case(
         "options",
@@ -73,7 +81,13 @@ CASES = [
     ),
     Case("deepseek_v3", 2, model="deepseek_v3", layout={"ep_size": 2}, slow=True),
     Case("gpt_oss", 2, model="gpt_oss", layout={"ep_size": 2}),
-    Case("gpt_oss, dim 1", 4, model="gpt_oss", layout={"ep_size": 2, "expert_shard_dim": 1}, slow=True),
+    Case(
+        "gpt_oss, dim 1",
+        4,
+        model="gpt_oss",
+        layout={"ep_size": 2, "expert_shard_dim": 1},
+        slow=True,
+    ),
     Case("qwen3_vl_moe", 2, model="qwen3_vl_moe", layout={"ep_size": 2}, slow=True),
 ]
 
@@ -81,8 +95,13 @@ CASES = [
 def _build(case: Case, seed: int) -> nn.Module:
     if case.model in ("qwen3_moe", "qwen3_vl_moe"):
         return tiny(case.model, seed=seed, **case.sizes)
-    torch.manual_seed(seed)
-    return architectures.tiny(case.model, **case.sizes)
+    return steps.build(case.model, seed=seed, **case.sizes)
+
+
+def _batches(case: Case, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    if case.model == "qwen3_vl_moe":
+        return [vision_batch(model, [[4, (4, 4), 3 + rank], [5 + step, (2, 4), 2]], seed=step)]
+    return uneven_batches(model, rank, world, step)
 
 
 def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
@@ -94,7 +113,9 @@ def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
     stock = ByMatrix(reference, LR, kind=kind, **case.muon)
     data_rank, data_world = data_parallel_rank(model), data_parallel_size(model)
     for step in range(3):
-        by_rank = [uneven_batches(reference, other, data_world, step) for other in range(data_world)]
+        by_rank = [
+            _batches(case, reference, other, data_world, step) for other in range(data_world)
+        ]
         tokens = global_token_count(model, [b["labels"] for b in by_rank[data_rank]])
         optimizer.zero_grad()
         stock.zero_grad()
@@ -109,13 +130,17 @@ def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
         stock.step()
     want = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        assert_close(f"{case.name}: {name}", full_tensor(parameter.detach()), want[name], FP64_MODEL)
+        assert_close(
+            f"{case.name}: {name}", full_tensor(parameter.detach()), want[name], FP64_MODEL
+        )
 
 
 @pytest.mark.parametrize(
     "claim",
     [
-        Check(case.name, case.world, partial(_equals_every_matrix_by_itself, case), slow=case.slow).as_parameter()
+        Check(
+            case.name, case.world, partial(_equals_every_matrix_by_itself, case), slow=case.slow
+        ).as_parameter()
         for case in CASES
     ],
 )
@@ -131,7 +156,7 @@ def test_a_patched_model_in_one_process(name: str) -> None:
     optimizer = Muon(model, LR)
     stock = ByMatrix(reference, LR, kind="gpt_oss" if name == "gpt_oss" else "halves")
     for step in range(3):
-        for micro in uneven_batches(reference, 0, 1, step):
+        for micro in _batches(case, reference, 0, 1, step):
             model(**micro).loss.backward()
             reference(**micro).loss.backward()
         for it in (optimizer, stock):

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 # Names of parameters that AdamW trains although they have two or more dims.
 _OF_ADAMW = (
-    "embed_tokens", "lm_head", ".gate.weight", "router", "pos_embed", "patch_embed", "_bias",
+    "embed_tokens",
+    "lm_head",
+    ".gate.weight",
+    "router",
+    "pos_embed",
+    "patch_embed",
+    "_bias",
 )
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -36,8 +42,11 @@ def matrices_of(name: str, parameter: Tensor, kind: str) -> list[Tensor]:
     return [half for x in of_experts for half in x.chunk(2)]
 
 
-class ByMatrix:
-    """Train a stock model by torch.optim.Muon on every matrix, and torch.optim.AdamW on the rest."""
+class ByMatrix(torch.optim.Optimizer):
+    """Train a stock model by torch.optim.Muon on every matrix, and by torch's AdamW otherwise.
+
+    A scheduler changes the learning rate of both.
+    """
 
     def __init__(
         self,
@@ -49,9 +58,10 @@ class ByMatrix:
         split: Callable[[str, Tensor], list[Tensor]] = lambda name, matrix: [matrix],
         **muon: Any,
     ) -> None:
+        super().__init__(model.parameters(), {"lr": lr})
         self._views: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self._copies: list[nn.Parameter] = []
-        self._model, rest = model, []
+        rest = []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -60,9 +70,11 @@ class ByMatrix:
             if not views:
                 rest.append(parameter)
             for number, view in enumerate(views):
+
                 def grad(name=name, parameter=parameter, number=number) -> Tensor:
                     grads = matrices_of(name, parameter.grad, kind)
                     return [part for view in grads for part in split(name, view)][number]
+
                 self._views.append((view, grad))
                 self._copies.append(nn.Parameter(view.clone()))
         self.muon = torch.optim.Muon(self._copies, lr, weight_decay=weight_decay, **muon)
@@ -70,11 +82,10 @@ class ByMatrix:
             rest, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, foreach=False
         )
 
-    def zero_grad(self) -> None:
-        self._model.zero_grad()
-
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:
+        for group in (*self.muon.param_groups, *self.adamw.param_groups):
+            group["lr"] = self.param_groups[0]["lr"]
         for copy, (_, grad) in zip(self._copies, self._views, strict=True):
             copy.grad = grad().clone()
         with newton_schulz_in_fp64():
