@@ -12,9 +12,10 @@ The operators of a chunk are those of stock: the head's own forward, `float()`, 
 `cross_entropy`. The gradient of a weight is a sum over chunks, which is added up in fp32 and then
 rounded once, because n roundings to bf16 would make the error of stock about sqrt(n) times larger.
 
-`torch.nn.functional.linear_cross_entropy` also works in chunks, but rounds the loss to the dtype of
-its input and a sum of weight gradients to bf16 (`benchmarks/results/fused_loss.md`), takes a weight
-instead of a module, which adapters and quantised heads need, and does not exist in torch 2.11.
+`torch.nn.functional.linear_cross_entropy` also works in chunks, but it rounds the loss to the dtype
+of its input and has a larger error of the weight's gradient in bf16
+(`benchmarks/results/around-experts-cpu.md`). It takes a weight instead of a module, which adapters
+and quantised heads need, and does not exist in torch 2.11.
 
 In fp16 the gradients of a chunk cannot be computed in forward: GradScaler multiplies the loss by a
 number that only backward knows, so that small gradients do not become 0. Backward computes the

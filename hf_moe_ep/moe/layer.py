@@ -168,6 +168,8 @@ def _ep_forward(
                 weights=weights,
             )
             chunks.send(chunk, out_RH)
+    if weights is not None and weights.masters is not None:
+        weights.masters.forget()
     return chunks.finish()
 
 
