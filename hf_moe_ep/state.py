@@ -19,6 +19,7 @@ the row above.
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
+    sharding/shard.py | weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
     placement/move.py | placement | positions of the experts, from the first balance_experts on
@@ -27,7 +28,8 @@ the row above.
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
-    moe/padding.py | real_tokens | the tokens that are dispatched, during a forward
+    moe/padding.py | real_tokens | the tokens that experts compute, during a forward
+    moe/recompute.py | real_tokens | the same, during a checkpointed function
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
@@ -40,6 +42,7 @@ the row above.
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
+    integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
@@ -48,6 +51,8 @@ the row above.
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
     upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --
+    loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
+    loss/attach.py | loss_is_fused | during such a forward
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
@@ -87,6 +92,7 @@ the row above.
     plan.py | _compiled | patterns of module names
     upstream/models.py | cache_methods | names of the methods of Transformers' caches
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
+    upstream/causal_loss.py | _other_use | what the code of a forward does with its logits
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
@@ -172,9 +178,9 @@ class ModelState:
     forward_number: int = 0
     # True if gradients were enabled when the current forward was called.
     leads_to_gradients: bool = False
-    # [T], True for the tokens of the current forward that are not padding (moe/padding.py); None if
-    # all tokens are dispatched.
-    real_tokens: Tensor | None = None
+    # The `RealTokens` (moe/padding.py) of the current forward, which are not padding; None if the
+    # experts compute all tokens.
+    real_tokens: Any = None
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None
@@ -185,6 +191,10 @@ class ModelState:
     sums_losses: bool = True
     # True while the Trainer predicts: logits are gathered whatever config.gather_logits says.
     gather_logits: bool = False
+    # True while a Trainer runs a forward of which it reads only the loss (loss/attach.py).
+    only_loss_is_read: bool = False
+    # True during a forward whose loss is computed without logits (loss/attach.py).
+    loss_is_fused: bool = False
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
@@ -364,6 +374,8 @@ class MoELayer:
             they adapt, during a forward; empty between forwards.
         grad_divisor: our backward divides the gradients of the experts by this number
             (`sharding/options.py`).
+        weights_dtype: the dtype in which weights that FSDP2 does not cast are computed
+            (`sharding/whole_experts.py`); None if it is that of the weights.
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
@@ -376,6 +388,7 @@ class MoELayer:
     compute: Compute | None
     adapters: dict[str, Sequence[Any]] = field(default_factory=dict)
     grad_divisor: int = 1
+    weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
     index_tensor: Tensor = field(init=False, repr=False, compare=False)

@@ -31,7 +31,7 @@ from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
-from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.interface import ExpertWeights, Masters
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, check_sizes
 from hf_moe_ep.state import STATE, Compute, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
@@ -145,6 +145,8 @@ def local_weights(
     """
     dtype = compute_dtype(like)
     quantised = compute.quantisation is not None
+    layer: MoELayer | None = getattr(experts, STATE, None)
+    whole_dtype = None if layer is None else layer.weights_dtype
     # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
     must_cast = quantised or torch.is_autocast_enabled(like.device.type)
 
@@ -153,7 +155,8 @@ def local_weights(
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def cast(tensor: Tensor | None) -> Tensor | None:
-        return tensor.to(dtype) if must_cast and tensor is not None else tensor
+        target = dtype if must_cast else whole_dtype
+        return tensor if tensor is None or target is None else tensor.to(target)
 
     up_name, down_name = compute.parameters
     up, down = local(up_name), local(down_name)
@@ -163,15 +166,17 @@ def local_weights(
         for name, parameter in (("up", up_name), ("down", down_name)):
             scales[f"{name}_block_scale"] = local(parameter + BLOCK_SCALE)
             scales[f"{name}_nested_scale"] = local(parameter + NESTED_SCALE)
-    else:
+    elif whole_dtype is None:
         up, down = cast(up), cast(down)
     assert up is not None and down is not None
     if compute.transposed and not quantised:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    layer: MoELayer | None = getattr(experts, STATE, None)
     active = {} if layer is None else layer.adapters
     factors: dict[str, Any] = {}
-    factor_dtype = dtype if quantised else up.dtype
+    matrix_dtype = (dtype if must_cast else whole_dtype) or up.dtype
+    factor_dtype = dtype if quantised else matrix_dtype
+    if not quantised and up.dtype != matrix_dtype:
+        scales["masters"] = Masters(matrix_dtype)
     local_experts = slice(first_expert, first_expert + len(up))
     for name, parameter in (("up", up_name), ("down", down_name)):
         adapters = active.get(parameter)
