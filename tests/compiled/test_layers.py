@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from typing import Any
+from unittest.mock import patch as mock_patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from hf_moe_ep import (
 )
 from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.compiled.options import check_compile_kwargs
+from hf_moe_ep.compiled.subclasses import inner_forward
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.upstream.modules import is_compiled
 
@@ -387,3 +389,48 @@ def test_a_backend_that_fails_names_the_layer() -> None:
         RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
     ):
         model(**batch(model, 2, 9))
+
+
+def test_a_layer_that_cannot_be_traced_is_named() -> None:
+    """Another package has kept torch.compile out of the class of the decoder layers."""
+    torch.compiler.reset()
+    model = _model({}, None, **SMALL)
+    kind = type(model.model.layers[0])
+    with mock_patch.object(kind, "forward", torch.compiler.disable(inner_forward(kind))):
+        compile_layers(model, backend="aot_eager")
+        with pytest.raises(RuntimeError, match=r"no graph of model\.layers\.0 .*compile_layers"):
+            model(**batch(model, 2, 9))
+
+
+def test_compilation_that_the_user_has_switched_off_is_no_error() -> None:
+    torch.compiler.reset()
+    model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
+    with torch.compiler.set_stance("force_eager"):
+        model(**batch(model, 2, 9)).loss.backward()
+    counters.clear()
+    model(**batch(model, 2, 9))
+    assert _graphs() == 2
+
+
+@pytest.mark.slow
+def test_mixers_are_called_without_tracing_and_named_once(caplog: Any) -> None:
+    """A delta net runs a loop over the blocks of a sequence, and has packed rows in hooks."""
+    torch.compiler.reset()
+    counters.clear()
+    eager, compiled = (models.tiny("qwen3_next", output_router_logits=False) for _ in range(2))
+    patch(eager, experts_backend="torch")
+    with caplog.at_level("INFO", logger="hf_moe_ep"):
+        patch(compiled, experts_backend="torch", compile_layers="aot_eager")
+    assert caplog.text.count("without tracing") == 1
+    assert "linear_attn (Qwen3NextGatedDeltaNet)" in caplog.text
+    graphs = []
+    for step, length in enumerate((9, 70, 130)):  # blocks of 64 tokens
+        inputs = batch(eager, 2, length, seed=step)
+        want, got = _grads(eager, inputs), _grads(compiled, inputs)
+        for name in want:
+            # The gradient that a delta net receives has other strides, and is summed in this order.
+            assert_close(name, got[name], want[name], FP64_MODEL)
+        graphs.append(_graphs())
+    # A layer with attention is one graph. A delta net splits a layer into two, and there are a
+    # dense layer and a MoE layer with one.
+    assert graphs == [5] * 3, dict(counters["graph_break"])
