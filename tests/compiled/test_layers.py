@@ -87,8 +87,8 @@ def _assert_equal_to_eager(
 @pytest.mark.parametrize(
     "checkpoints",
     [
-        "no checkpoints",
         "checkpoints",
+        pytest.param("no checkpoints", marks=pytest.mark.slow),
         pytest.param("reentrant checkpoints", marks=pytest.mark.slow),
     ],
 )
@@ -114,8 +114,10 @@ def _aux_loss(config: dict[str, Any], rank: int, world: int) -> None:
     assert found == [3] * len(LENGTHS)
 
 
-def _on_ranks(ep_size: int, checkpoints: str, graphs: int, rank: int, world: int) -> None:
-    found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank)
+def _on_ranks(
+    ep_size: int, checkpoints: str, graphs: int, rank: int, world: int, **sizes: Any
+) -> None:
+    found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank, **sizes)
     assert found == [graphs] * len(LENGTHS)
 
 
@@ -136,7 +138,11 @@ ON_RANKS |= {
     "aux loss, ep 2": partial(_aux_loss, {"ep_size": 2}),
     "aux loss per layer": partial(_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
 }
-FAST = ("ep 2, checkpoints", "ep 1, checkpoints")
+FAST = {
+    "ep 2, MoE layers": partial(
+        _on_ranks, 2, "checkpoints", 2, num_hidden_layers=2, mlp_only_layers=[]
+    )
+}
 # A rank waits while another rank compiles, on a busy machine for more than a minute.
 PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 
@@ -144,13 +150,8 @@ PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, {name: ON_RANKS[name] for name in FAST}, **PATIENT),
-        *on_ranks(
-            2,
-            {name: run for name, run in ON_RANKS.items() if name not in FAST},
-            slow=True,
-            **PATIENT,
-        ),
+        *on_ranks(2, FAST, **PATIENT),
+        *on_ranks(2, ON_RANKS, slow=True, **PATIENT),
     ],
 )
 def test_graphs_and_gradients_on_two_ranks(found: Found, claim: Check) -> None:
@@ -193,7 +194,10 @@ def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> No
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(2, {"joined experts are saved and read": _joined_experts_are_saved_and_read})
+    "claim",
+    on_ranks(
+        2, {"joined experts are saved and read": _joined_experts_are_saved_and_read}, slow=True
+    ),
 )
 def test_files_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
@@ -404,12 +408,12 @@ def test_a_layer_that_cannot_be_traced_is_named() -> None:
 
 def test_compilation_that_the_user_has_switched_off_is_no_error() -> None:
     torch.compiler.reset()
-    model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
+    model = _model({"compile_layers": "eager"}, None, num_hidden_layers=1, mlp_only_layers=[])
     with torch.compiler.set_stance("force_eager"):
         model(**batch(model, 2, 9)).loss.backward()
     counters.clear()
     model(**batch(model, 2, 9))
-    assert _graphs() == 2
+    assert _graphs() == 1
 
 
 @pytest.mark.slow
