@@ -35,6 +35,7 @@ the row above.
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
     compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
+    compiled/layers.py | is_checked | if the graphs of a kind of layer exist
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
