@@ -18,6 +18,7 @@ from typing import Any, cast
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache
+from transformers.modeling_layers import GenericForTokenClassification
 
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
@@ -58,6 +59,11 @@ def input_embedding(model: Any) -> nn.Module | None:
 def output_head(model: Any) -> nn.Module | None:
     """Return the language model head, or None (PreTrainedModel.get_output_embeddings)."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def token_classifier(model: nn.Module) -> nn.Module | None:
+    """Return `model` if it classifies tokens, or None (transformers/modeling_layers.py)."""
+    return model if isinstance(model, GenericForTokenClassification) else None
 
 
 def base_model_prefix(model: Any) -> str:

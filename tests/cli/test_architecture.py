@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.architectures import tiny_config
 from support.needs import needs_tower_in_blocks
-from transformers import CONFIG_MAPPING
 
 from hf_moe_ep.cli.main import main
 
@@ -59,10 +58,10 @@ def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
     assert line in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="no such type yet")
 def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = _run_with_json(capsys, _write_config(tmp_path, "inkling2_text"))
-    assert "the gate of Inkling2Experts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
+    folder = _write_config(tmp_path, "qwen3_moe", hidden_act="mish")
+    printed = _run_with_json(capsys, folder)
+    assert "the gate of Qwen3MoeExperts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
     assert printed["granted"]["sp"] == printed["granted"]["ep"]
 
 

@@ -24,7 +24,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.sequence import slices, ulysses
-from hf_moe_ep.upstream.delta_nets import RECURRENCES
+from hf_moe_ep.upstream.recurrences import RECURRENCES
 
 _NAMES = inspect.unwrap(stock_file.Qwen3NextGatedDeltaNet.forward).__code__.co_names
 RECURRENCE = next((name for name in RECURRENCES if name in _NAMES), "")
