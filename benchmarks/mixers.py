@@ -42,7 +42,6 @@ import torch.distributed as dist
 from figures import setting, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
-from step_vs_native import SentBytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -148,6 +147,26 @@ def prepare(model: nn.Module, way: str, world: int) -> nn.Module:
     return apply_ep_fsdp2(patch(model, plan=plan, sp_size=world))
 
 
+class SentInForward(TorchDispatchMode):
+    """Counts the bytes that all-to-alls and all-gathers send to other ranks.
+
+    FSDP2 gathers the parameters of a layer before the layer's mixer runs, so none is counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name == "c10d.alltoall_base_.default":
+            size = dist.ProcessGroup.unbox(args[2]).size()
+            self.sent += args[1].nbytes // size * (size - 1)
+        elif name == "c10d._allgather_base_.default":
+            self.sent += args[1].nbytes * (dist.ProcessGroup.unbox(args[2]).size() - 1)
+        return func(*args, **(kwargs or {}))
+
+
 class PeakBytes(TorchDispatchMode):
     """Records the largest number of bytes of the tensors that operators have created."""
 
@@ -183,8 +202,8 @@ class PeakBytes(TorchDispatchMode):
 class MixerWatch:
     """Measures the forward of a mixer, by hooks around it."""
 
-    def __init__(self, model: nn.Module, mixer: nn.Module, hidden: int) -> None:
-        self._model, self._hidden = model, hidden
+    def __init__(self, model: nn.Module, mixer: nn.Module) -> None:
+        self._model = model
         self.activations = self.peak = self.sent = 0
         mixer.register_forward_pre_hook(self._begin, prepend=True)
         mixer.register_forward_hook(self._end)
@@ -193,7 +212,7 @@ class MixerWatch:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self.measures:
             self._stack = ExitStack()
-            self._sent = self._stack.enter_context(SentBytes(self._hidden))
+            self._sent = self._stack.enter_context(SentInForward())
             self._peak = self._stack.enter_context(PeakBytes())
             self._saved = self._stack.enter_context(saved_storages(self._model))
 
@@ -201,7 +220,7 @@ class MixerWatch:
         if self.measures:
             self._stack.close()
             self.activations = sum(self._saved.values())
-            self.peak, self.sent = self._peak.peak, sum(self._sent.sent.values())
+            self.peak, self.sent = self._peak.peak, self._sent.sent
 
 
 def measure_rank(rank: int, kind: Kind, way: str, sizes: Sizes) -> Measured:
@@ -209,7 +228,7 @@ def measure_rank(rank: int, kind: Kind, way: str, sizes: Sizes) -> Measured:
     (mixers,) = find_parts(model).mixers
     ((_, mixer),) = mixers.items()
     model = prepare(model, way, dist.get_world_size())
-    watch = MixerWatch(model, mixer, sizes.hidden)
+    watch = MixerWatch(model, mixer)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, sizes.vocab, (1, sizes.seq), generator=generator)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
