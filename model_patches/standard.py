@@ -93,11 +93,15 @@ GATHERS_KEYS = frozenset(
     {
         "axk2",
         "deepseek_v32",
+        "deepseek_v4",
         "dots3_note",
         "dots3_note_text",
+        "glm5_next",
         "glm_moe_dsa",
         "hy_v4",
         "hy_v4_vl",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
         "mistral_large4",
     }
 )

@@ -160,6 +160,16 @@ def given_cache(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
+def compress_rate(module: nn.Module) -> int:
+    """Return the number of tokens that the compressors in a module join; 1 if it has none.
+
+    The attribute is that of DeepSeek-V4's compressors (models/deepseek_v4/modeling_deepseek_v4.py).
+    """
+    rates = {int(m.compress_rate) for m in module.modules() if hasattr(m, "compress_rate")}
+    assert len(rates) <= 1, f"{type(module).__name__} has compressors of several rates: {rates}"
+    return rates.pop() if rates else 1
+
+
 def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
     """Return the globals of the files that define the model's forward, without its decorators.
 

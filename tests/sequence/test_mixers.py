@@ -202,7 +202,7 @@ def _adapted_on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 ADAPTED = [
     Check(name, 2, partial(_adapted_on_two_ranks, name), slow=True).as_parameter()
-    for name in ("qwen3_next", "glm_moe_dsa")
+    for name in ("qwen3_next", "glm_moe_dsa", "lfm2_moe", "minimax", "nemotron_h")
 ]
 
 
