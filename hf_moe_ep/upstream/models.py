@@ -165,7 +165,8 @@ def compress_rate(module: nn.Module) -> int:
 
     The attribute is that of DeepSeek-V4's compressors (models/deepseek_v4/modeling_deepseek_v4.py).
     """
-    rates = {int(m.compress_rate) for m in module.modules() if hasattr(m, "compress_rate")}
+    values = (vars(m).get("compress_rate") for m in module.modules())
+    rates = {int(rate) for rate in values if rate is not None}
     assert len(rates) <= 1, f"{type(module).__name__} has compressors of several rates: {rates}"
     return rates.pop() if rates else 1
 

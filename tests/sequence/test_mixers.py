@@ -20,6 +20,7 @@ from support.architectures.steps import (
     assert_same_grads,
     build,
     count_tokens,
+    exactly,
     loss_of_sum,
 )
 from support.checks import Check, Found, on_ranks
@@ -220,8 +221,9 @@ def _bytes_of_a_step(
     """The docstrings of these mechanisms count the values sent per token: gather.py,
     gathering_cache.py, and GatherOutput in split.py.
     """
-    model = build(model_type, seed=rank)
-    apply_ep_fsdp2(model, sp_size=world)
+    with exactly(model_type):
+        model = build(model_type, seed=rank)
+        apply_ep_fsdp2(model, sp_size=world)
     inputs = batch(model, 2, 12)
     tokens = 2 * 12 // world
     sent = {"all_gather": 0.0, "swap_slices": 0.0}
@@ -236,7 +238,8 @@ def _bytes_of_a_step(
 
         return call
 
-    with mock.patch.multiple(slices, **{name: counted(name) for name in sent}):
+    counters = {name: counted(name) for name in sent}
+    with exactly(model_type), mock.patch.multiple(slices, **counters):
         loss = model(**inputs, use_cache=False).loss
         forward = dict(sent)
         loss.backward()
@@ -255,13 +258,13 @@ def _hidden_states(model: Any) -> tuple[int, int]:
 def _layers(model: Any) -> tuple[Fraction, Fraction]:
     """Count the inputs of attention, three in full attention, and the outputs of all layers.
 
-    Two convolutions per layer get halos of two fp32 tokens, for slices of six fp64 tokens.
+    Two convolutions per layer get halos of two tokens, for slices of six tokens.
     """
     config = model.config
     full = config.layer_types.count("hybrid")
     layers = config.num_hidden_layers
     gathered = (layers - full + 3 * full) + layers
-    values = config.hidden_size * (gathered + 2 * layers * Fraction(2, 6) / 2)
+    values = config.hidden_size * (gathered + 2 * layers * Fraction(2, 6))
     return values, values
 
 
