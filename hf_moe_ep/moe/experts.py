@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
     experts_flags,
     experts_gate,
+    experts_gate_caps,
     experts_gate_constants,
     post_expert_norm,
 )
@@ -70,7 +72,9 @@ def choose_compute(
     if quantisation is not None:
         _check_blocks(module, flags, quantisation)
     reason = (
-        "torch was requested" if requested == "torch" else _why_not_triton(module, flags, required)
+        "torch was requested"
+        if requested == "torch"
+        else _why_not_triton(module, flags, formula, required)
     )
     if required and reason:
         raise ValueError(
@@ -190,7 +194,7 @@ def local_weights(
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
     """Find the formula that gives the same results as the module's own gate."""
-    alphas, limits = experts_gate_constants(module)
+    _, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # The values are shuffled by a stride (197 and 512 have no common divisor). A random order would
     # advance the user's random generator. The device is the CPU even if the model is patched under
@@ -204,13 +208,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
             f"interface needs its activation as act_fn, or a method _apply_gate"
         ) from error
-    activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
-    activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
-    limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
-    for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
-        formula = ExpertFormula(
-            flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
-        )
+    for formula in _candidates(module, flags):
         out_AF = activate(pre_AG, formula)
         same_shape = out_AF.shape == gate_out_AF.shape
         # The tolerance is for gates that always compute in fp32.
@@ -218,9 +216,24 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             return formula
     of_model = f" of {model_type}" if model_type else ""
     raise ValueError(
-        f"the gate of {type(module).__name__}{of_model} is none of {', '.join(ACTIVATIONS)} (plain "
-        f"or clamped); experts_backend='eager' runs the model's own code with ep_size=1"
+        f"the gate of {type(module).__name__}{of_model} is none of {', '.join(ACTIVATIONS)} "
+        f"(plain, clamped, or with soft caps); experts_backend='eager' runs the model's own code "
+        f"with ep_size=1"
     )
+
+
+def _candidates(module: nn.Module, flags: ExpertsFlags) -> Iterator[ExpertFormula]:
+    """Yield the formulas that a module with these flags and these constants may have."""
+    gated, interleaved = flags.has_gate, not flags.is_concatenated
+    alphas, limits = experts_gate_constants(module)
+    activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
+    activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
+    limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
+    for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
+        yield ExpertFormula(gated, interleaved, name, alpha, limit, offset)
+    caps = sorted(experts_gate_caps(module)) if gated else []
+    for gate_cap, up_cap in itertools.product([*caps, math.inf], repeat=2):
+        yield ExpertFormula(gated, interleaved, gate_cap=gate_cap, up_cap=up_cap)
 
 
 def _check_weights(module: nn.Module) -> None:
@@ -266,10 +279,14 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
         check_sizes(f"{name} of {type(module).__name__}", shape_OI, quantisation)
 
 
-def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
+def _why_not_triton(
+    module: nn.Module, flags: ExpertsFlags, formula: ExpertFormula, required: bool
+) -> str:
     """Return the reason why the Triton kernels cannot compute this module, or "" if they can."""
     if flags.has_post_expert_norm:
         return "a norm follows each expert"
+    if formula.capped:
+        return "its gate has soft caps"
     down = module.down_proj
     assert isinstance(down, Tensor)
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])

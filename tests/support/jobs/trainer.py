@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from transformers import (
 from hf_moe_ep import Muon, patch
 from hf_moe_ep.lora.factors import pack_factors
 from support.adapters import TARGETS, with_lora
+from support.fp64 import FP64
 from support.generation import continuations
 from support.muon_by_matrix import ByMatrix
 from support.poison import poison_empty
@@ -62,6 +63,7 @@ class Case:
         lora_on: "both", "experts" or "attention".
         lora_after: attach the adapters after `patch`.
         held: the format of quantised experts. A stock model gets their dequantised values.
+        exact: compute everything in fp64, as `support.fp64.FP64` explains.
         split: a factor that divides the batch size and multiplies the number of micro-batches.
         load: the folder for `from_pretrained`; if None, `tiny` builds the model. Ranks other than 0
             get other weights.
@@ -82,6 +84,7 @@ class Case:
     lora_on: str = "both"
     lora_after: bool = False
     held: str = ""
+    exact: bool = False
     split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -373,7 +376,8 @@ def main(folder: Path) -> None:
         print(f"rank {rank}: {case.name}", flush=True)
         with _environment(case.environment):
             try:
-                result = _run(case, folder)
+                with FP64() if case.exact else nullcontext():
+                    result = _run(case, folder)
             except Exception:
                 if not case.fails:
                     raise
