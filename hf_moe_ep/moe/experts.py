@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
+from hf_moe_ep.ops.formula import ACTIVATIONS, ONLY_IN_TORCH, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, check_sizes
 from hf_moe_ep.state import STATE, Compute, MoELayer
@@ -70,7 +70,9 @@ def choose_compute(
     if quantisation is not None:
         _check_blocks(module, flags, quantisation)
     reason = (
-        "torch was requested" if requested == "torch" else _why_not_triton(module, flags, required)
+        "torch was requested"
+        if requested == "torch"
+        else _why_not_triton(module, flags, formula, required)
     )
     if required and reason:
         raise ValueError(
@@ -85,6 +87,7 @@ def choose_compute(
         required=required,
         recompute=recompute,
         quantisation=quantisation,
+        weights_inputs=bool(getattr(module, "weights_inputs", False)),
     )
 
 
@@ -121,6 +124,15 @@ def run_experts(
         )
 
     norm = post_expert_norm(experts)
+    if compute.weights_inputs:
+        # The weight of an expert multiplies its input, so every (row, expert) pair becomes a row of
+        # its own, which the experts compute with weight 1.
+        num_rows, top_k = expert_ids_RK.shape
+        pairs = compute_RH.repeat_interleave(top_k, 0) * weights_RK.reshape(-1, 1)
+        ids = expert_ids_RK.reshape(-1, 1)
+        ones = torch.ones_like(ids, dtype=weights_RK.dtype)
+        out = weighted_sum(pairs.to(compute_RH.dtype), ids, ones)
+        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
     if norm is None:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
@@ -261,10 +273,14 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
         check_sizes(f"{name} of {type(module).__name__}", shape_OI, quantisation)
 
 
-def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
+def _why_not_triton(
+    module: nn.Module, flags: ExpertsFlags, formula: ExpertFormula, required: bool
+) -> str:
     """Return the reason why the Triton kernels cannot compute this module, or "" if they can."""
     if flags.has_post_expert_norm:
         return "a norm follows each expert"
+    if formula.activation in ONLY_IN_TORCH:
+        return "its gate is clamped after the activation"
     down = module.down_proj
     assert isinstance(down, Tensor)
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])

@@ -6,6 +6,7 @@ The functions register our forward, select it in a config, and read the layout o
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -125,7 +126,11 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     attributes = vars(module)
     return (
         {float(attributes[name]) for name in alphas if attributes.get(name) is not None},
-        {float(attributes[name]) for name in limits if attributes.get(name) is not None},
+        {
+            float(attributes[name])
+            for name in limits
+            if attributes.get(name) is not None and attributes[name] != math.inf
+        },
     )
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from support.architectures import MODEL_TYPES, batch, recording, tiny
 from support.architectures.mixers import MIXERS, gathered_names
-from support.architectures.steps import build
+from support.architectures.steps import build, whole
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
 from support.generation import assert_same, continuations
-from support.parity import checkpointing, full_tensor
+from support.parity import checkpointing
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
@@ -147,9 +147,10 @@ def _compare_logits(model: nn.Module, stock: nn.Module, micro: Batch) -> float:
 
 def _compare(kind: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[float]:
     errors = []
-    parameters = dict(model.named_parameters())
+    picked = {name: pick(parameter) for name, parameter in model.named_parameters()}
+    gathered = whole(model, {name: x for name, x in picked.items() if x is not None})
     for name, parameter in stock.named_parameters():
-        got, want = full_tensor(pick(parameters[name])), pick(parameter)
+        got, want = gathered.get(name), pick(parameter)
         if got is None or want is None:  # an expert without tokens has no gradient, or zeros
             other = want if got is None else got
             assert other is None or not other.any(), f"only one model has a {kind} of {name}"
