@@ -33,8 +33,8 @@ CLASSES = sorted(
     for name in CLASS.findall(path.read_text(encoding="utf-8"))
 )
 NEW_FOLDERS = {model_type_to_module_name(name) for name in NEW_TYPES}
-# Modules with an unknown gate: one clamps the output of silu, the other is learned or ternary.
-REFUSED = {"Step3p7Experts", "Inkling2Experts"}
+# A module with an unknown gate, which is learned or ternary.
+REFUSED = {"Inkling2Experts"}
 # These modules compute a part in fp32, whatever the dtype of their inputs.
 FP32_INSIDE = {"BeamExperts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts"}
 TOP_K, EXPERTS, HIDDEN, FFN = 2, 6, 16, 8

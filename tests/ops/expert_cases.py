@@ -109,6 +109,11 @@ FORMULAS = {
     "no gate, bias": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False), bias=True),
     "no gate, clamped": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, limit=0.7)),
 }
+# Formulas that the Triton kernels do not compute.
+_CLAMPED_OUTPUT = ExpertFormula(activation="swish_clamped", limit=0.7)
+ONLY_TORCH = {
+    "silu, clamped output": Case(_IDS, 3, 40, 24, _CLAMPED_OUTPUT, bias=True),
+}
 
 
 def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
