@@ -387,7 +387,7 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
     """Return, for each decoder layer, the direct children that need whole sequences, by name."""
     layers = named.matching(plan.layers)
     by_layer: dict[str, dict[str, nn.Module]] = {name: {} for name in layers}
-    if plan.mixers:
+    if plan.mixers or plan.whole_sequences:
         depth = layers[0].count(".") + 1
         for name, module in named.stock.items():
             components = name.split(".")
@@ -400,8 +400,12 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
 def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
     """Return True if a module in a layer is a mixer, or takes the tokens that an indexer chose.
 
+    The result is also True for a module of `ModelPlan.whole_sequences`.
+
     A module whose name matches a derived pattern may be attention, or may not mix tokens.
     """
+    if any(matches(pattern, name) for pattern in plan.whole_sequences):
+        return True
     if any(matches(pattern, name) for pattern in plan.mixers):
         return plan.origin == "given" or is_mixer(module)
     return takes_chosen_tokens(module)

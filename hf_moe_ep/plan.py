@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """The parameters of a stock MoE block that together hold one stacked weight, [E, out, in].
 
     Attributes:
@@ -61,9 +61,9 @@ class Source:
 
     With 2 experts, F = 3 and H = 5, gate_up_proj [2, 6, 5] can be held as
 
-        Source(("experts.{}.gate.weight", "experts.{}.up.weight"))    four parameters [3, 5]
-        Source(("experts.w1", "experts.v1"), flat=True)               two parameters [6, 5]
-        Source(("experts.w13",), transposed=True)                     one parameter [2, 5, 6]
+        WeightSource(("experts.{}.gate.weight", "experts.{}.up.weight"))    four parameters [3, 5]
+        WeightSource(("experts.w1", "experts.v1"), flat=True)               two parameters [6, 5]
+        WeightSource(("experts.w13",), transposed=True)                     one parameter [2, 5, 6]
     """
 
     parts: tuple[str, ...]
@@ -105,7 +105,7 @@ class MoEBlock:
     """
 
     name: str
-    weights: Mapping[str, Source]
+    weights: Mapping[str, WeightSource]
     experts: str = "experts"
     num_experts: str = "experts.num_experts"
     transposed: bool = False
@@ -139,6 +139,8 @@ class ModelPlan:
             unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.
+        whole_sequences: the modules in decoder layers that call the attention interface, but also
+            number the tokens of their input, so with sp_size > 1 they must get whole sequences.
         sequence_parallel: True if sp_size > 1 was tested against stock.
         gathers_keys: True if attention with an indexer was tested with `GatheringCache`: with
             sp_size > 1 only its keys are gathered. Otherwise it gets whole sequences.
@@ -172,6 +174,7 @@ class ModelPlan:
     attention: str = "layers.*.self_attn"
     final_norm: str = "norm"
     mixers: tuple[str, ...] = ()
+    whole_sequences: tuple[str, ...] = ()
     sequence_parallel: bool = False
     gathers_keys: bool = False
     splits_heads: bool = False

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_moe_ep.plan import MoEBlock, Source
+from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Tensor:
@@ -21,8 +21,8 @@ DIFFERS = {
     "block": MoEBlock(
         name="blocks.*.ffn",
         weights={
-            "gate_up_proj": Source(("experts.mlp.w1", "experts.mlp.v1"), flat=True),
-            "down_proj": Source(("experts.mlp.w2",), flat=True, transposed=True),
+            "gate_up_proj": WeightSource(("experts.mlp.w1", "experts.mlp.v1"), flat=True),
+            "down_proj": WeightSource(("experts.mlp.w2",), flat=True, transposed=True),
         },
         activation="experts.mlp.activation_fn",
         forward=_forward,

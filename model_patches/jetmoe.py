@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moe_ep.plan import MoEBlock, Source
+from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Tensor:
@@ -29,14 +29,15 @@ def _forward(block: Any, hidden_states: Tensor) -> Tensor:
 
 
 DIFFERS = {
+    "aux_loss_coef": "aux_loss_coef",
     "block": MoEBlock(
         name="layers.*.mlp",
         weights={
-            "gate_up_proj": Source(("input_linear.weight",)),
-            "down_proj": Source(("output_linear.weight",)),
+            "gate_up_proj": WeightSource(("input_linear.weight",)),
+            "down_proj": WeightSource(("output_linear.weight",)),
         },
         num_experts="router.num_experts",
         activation="activation",
         forward=_forward,
-    )
+    ),
 }

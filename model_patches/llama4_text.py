@@ -1,4 +1,7 @@
-"""Llama-4's language model, whose routing weights multiply the inputs of the experts."""
+"""Llama-4's language model, whose routing weights multiply the inputs of the experts.
+
+Its attention without rotary embeddings scales a query by the number of its token in the row.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_moe_ep.plan import MoEBlock, Source
+from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,11 +26,11 @@ def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 BLOCK = MoEBlock(
     name="layers.*.feed_forward",
     weights={
-        "gate_up_proj": Source(("experts.gate_up_proj",)),
-        "down_proj": Source(("experts.down_proj",)),
+        "gate_up_proj": WeightSource(("experts.gate_up_proj",)),
+        "down_proj": WeightSource(("experts.down_proj",)),
     },
     transposed=True,
     forward=_forward,
     weights_inputs=True,
 )
-DIFFERS = {"block": BLOCK}
+DIFFERS = {"block": BLOCK, "whole_sequences": ("layers.*.self_attn",)}

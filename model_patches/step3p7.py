@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hf_moe_ep.plan import MoEBlock, Source
+from hf_moe_ep.plan import MoEBlock, WeightSource
 
 DIFFERS = {
     "block": MoEBlock(
         name="layers.*.mlp",
         weights={
-            "gate_up_proj": Source(("experts.gate_up_proj",)),
-            "down_proj": Source(("experts.down_proj",)),
+            "gate_up_proj": WeightSource(("experts.gate_up_proj",)),
+            "down_proj": WeightSource(("experts.down_proj",)),
         },
         gate="experts._apply_gate",
     )

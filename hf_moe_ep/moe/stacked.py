@@ -6,7 +6,7 @@ stock block. The module has the flags of the interface and stacked weights, so a
 it like any experts module of transformers.
 
 If a parameter of the stock block already is a stacked weight, both modules share the parameter.
-Otherwise the weight is made of the stock parameters (`plan.Source`). The stock parameters then are
+Otherwise the weight is made of the stock parameters (`plan.WeightSource`). These then are
 placeholders on the meta device, until `unstack_experts` makes them of the weight again:
 
     DBRX, E = 4        stock                      stacked
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.moe.layer import moe_forward
-from hf_moe_ep.plan import MoEBlock, Source, matches
+from hf_moe_ep.plan import MoEBlock, WeightSource, matches
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.module_names import stock_name
@@ -204,6 +204,20 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     return result
 
 
+def count_blocks(model: nn.Module, description: MoEBlock) -> tuple[int, int]:
+    """Return the numbers of experts and of blocks in a stock model; (0, 0) without a block."""
+    blocks = [block for _, block in _find_blocks(model, description)]
+    counts = [int(_attribute(block, description.num_experts)) for block in blocks]
+    return (counts[0] if counts else 0), len(counts)
+
+
+def changes_parameters(model: nn.Module, description: MoEBlock) -> bool:
+    """Return True if `stack_experts` would replace parameters of this stock model by others."""
+    return any(
+        _changed_weights(block, description) for _, block in _find_blocks(model, description)
+    )
+
+
 def check_adapters(model: nn.Module, targets: Any) -> None:
     """Raise ValueError if PEFT would adapt weights that differ from the stock parameters.
 
@@ -293,7 +307,7 @@ def _changed_weights(block: nn.Module, description: MoEBlock) -> list[str]:
     """Return the weights that are not the stock parameters of the same names."""
     changed = []
     for weight, source in description.weights.items():
-        same = source == Source((f"{description.experts}.{weight}",))
+        same = source == WeightSource((f"{description.experts}.{weight}",))
         parameter = _parameter(block, source.parts[0])
         num_experts = _attribute(block, description.num_experts)
         if not same or parameter is None or parameter.shape[0] > num_experts:
@@ -374,7 +388,7 @@ def _replaced_children(description: MoEBlock) -> list[str]:
     return list(dict.fromkeys(part.partition(".")[0] for part in parts))
 
 
-def _parts_of(source: Source, num_experts: int) -> list[str]:
+def _parts_of(source: WeightSource, num_experts: int) -> list[str]:
     """Return the names of all parameters of a source: part by part, or expert by expert."""
     if "{}" not in "".join(source.parts):
         return list(source.parts)
@@ -382,7 +396,7 @@ def _parts_of(source: Source, num_experts: int) -> list[str]:
 
 
 def _stack_tensors(
-    values: list[Tensor], source: Source, num_experts: int
+    values: list[Tensor], source: WeightSource, num_experts: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return a stacked weight, and the unused experts or None, from the values of `_parts_of`."""
     if "{}" in "".join(source.parts):
@@ -397,7 +411,7 @@ def _stack_tensors(
     return (stacked if unused is None else stacked[:num_experts].clone()), unused
 
 
-def _unstack_tensor(stacked: Any, unused: Any, source: Source) -> dict[str, Any]:
+def _unstack_tensor(stacked: Any, unused: Any, source: WeightSource) -> dict[str, Any]:
     """Return the parameters of a source by name; the inverse of `_stack_tensors`."""
     num_experts = stacked.shape[0]
     if unused is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained, unpatch
 from hf_moe_ep.moe.stacked import StackedExperts, as_stock, stack_experts, unstack_experts
-from hf_moe_ep.plan import MoEBlock, Source
+from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _assert_same_training(
@@ -86,22 +86,22 @@ def test_a_frozen_block_stays_frozen() -> None:
     assert not any(p.requires_grad for p in unpatch(model).model.layers[0].mlp.experts.parameters())
 
 
-# Source -> the stock parameters of a block with 2 experts, [out 3, in 2], by name.
+# WeightSource -> the stock parameters of a block with 2 experts, [out 3, in 2], by name.
 _ONE = torch.arange(6.0).view(3, 2)
 _TWO = 10 + _ONE
 HELD = {
-    Source(("a.{}",)): {"a.0": _ONE, "a.1": _TWO},
-    Source(("a.{}",), transposed=True): {"a.0": _ONE.T, "a.1": _TWO.T},
-    Source(("a",), flat=True): {"a": torch.cat([_ONE, _TWO])},
-    Source(("a",), flat=True, transposed=True): {"a": torch.cat([_ONE.T, _TWO.T])},
-    Source(("a",), transposed=True): {"a": torch.stack([_ONE.T, _TWO.T])},
-    Source(("a", "b", "c"), flat=True): {
+    WeightSource(("a.{}",)): {"a.0": _ONE, "a.1": _TWO},
+    WeightSource(("a.{}",), transposed=True): {"a.0": _ONE.T, "a.1": _TWO.T},
+    WeightSource(("a",), flat=True): {"a": torch.cat([_ONE, _TWO])},
+    WeightSource(("a",), flat=True, transposed=True): {"a": torch.cat([_ONE.T, _TWO.T])},
+    WeightSource(("a",), transposed=True): {"a": torch.stack([_ONE.T, _TWO.T])},
+    WeightSource(("a", "b", "c"), flat=True): {
         name: torch.stack([_ONE[row], _TWO[row]]) for row, name in enumerate("abc")
     },
-    Source(("a", "b", "c")): {
+    WeightSource(("a", "b", "c")): {
         name: torch.stack([_ONE[row], _TWO[row]])[:, None] for row, name in enumerate("abc")
     },
-    Source(("a",)): {"a": torch.stack([_ONE, _TWO, 20 + _ONE])},  # the third is unused
+    WeightSource(("a",)): {"a": torch.stack([_ONE, _TWO, 20 + _ONE])},  # the third is unused
 }
 
 
@@ -118,7 +118,7 @@ class _Held(nn.Module):
 
 
 @pytest.mark.parametrize("source", HELD, ids=str)
-def test_the_layouts_of_stock_parameters(source: Source) -> None:
+def test_the_layouts_of_stock_parameters(source: WeightSource) -> None:
     """All of them are the same stacked weight; unstacked, they are what they were."""
     parts = tuple(f"held.{part}" for part in source.parts)
     description = MoEBlock(
@@ -138,14 +138,16 @@ def test_the_layouts_of_stock_parameters(source: Source) -> None:
     assert_equal(dict(model.named_parameters()), before)
 
 
-def _without(weights: dict[str, Source], name: str) -> dict[str, Source]:
+def _without(weights: dict[str, WeightSource], name: str) -> dict[str, WeightSource]:
     return {weight: source for weight, source in weights.items() if weight != name}
 
 
 REFUSED: dict[str, tuple[MoEBlock, str]] = {
     "no such parameter": (
-        replace(BLOCK, weights={**BLOCK.weights, "down_proj": Source(("experts.{}.w2.weight",))}),
-        r"layers.0.mlp \(ListedBlock\) has no parameter 'experts.0.w2.weight' for down_proj; it has",
+        replace(
+            BLOCK, weights={**BLOCK.weights, "down_proj": WeightSource(("experts.{}.w2.weight",))}
+        ),
+        r"layers.0.mlp \(ListedBlock\) has no parameter 'experts.0.w2.weight' for down_proj",
     ),
     "a parameter that is not named": (
         replace(BLOCK, weights=_without(BLOCK.weights, "down_proj_bias")),
@@ -172,10 +174,10 @@ def test_too_few_rows_are_refused() -> None:
     model.block.num_experts = 4
     for flat in (True, False):
         description = MoEBlock(
-            "block", {"down_proj": Source(("held.a",), flat)}, num_experts="num_experts"
+            "block", {"down_proj": WeightSource(("held.a",), flat)}, num_experts="num_experts"
         )
         with pytest.raises(
-            ValueError, match="'held.a' of .* has 3 rows, which cannot be 4 experts"
+            ValueError, match=r"'held\.a' of .* has 3 rows, which cannot be 4 experts"
         ):
             stack_experts(model, description)
 
@@ -197,7 +199,7 @@ def test_without_a_description_the_error_names_the_notebook() -> None:
 
 def test_adapters_on_such_experts_are_refused() -> None:
     config = LoraConfig(target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
-    with pytest.raises(ValueError, match="the experts of model.layers.0.mlp cannot have adapters"):
+    with pytest.raises(ValueError, match=r"experts of model\.layers\.0\.mlp cannot have adapters"):
         get_peft_model(patch(listed(), plan=PLAN), config)
     on_modules = LoraConfig(target_modules=["gate"], init_lora_weights=False)
     with pytest.raises(ValueError, match="cannot have adapters"):

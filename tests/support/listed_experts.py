@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_moe_ep.plan import ModelPlan, MoEBlock, Source
+from hf_moe_ep.plan import ModelPlan, MoEBlock, WeightSource
 from support.tiny_models import tiny
 
 
@@ -60,10 +60,10 @@ def forward_of_tokens(block: ListedBlock, hidden_states: Tensor) -> Tensor:
 BLOCK = MoEBlock(
     name="layers.*.mlp",
     weights={
-        "gate_up_proj": Source(("experts.{}.gate.weight", "experts.{}.up.weight")),
-        "gate_up_proj_bias": Source(("experts.{}.gate.bias", "experts.{}.up.bias")),
-        "down_proj": Source(("experts.{}.down.weight",)),
-        "down_proj_bias": Source(("experts.{}.down.bias",)),
+        "gate_up_proj": WeightSource(("experts.{}.gate.weight", "experts.{}.up.weight")),
+        "gate_up_proj_bias": WeightSource(("experts.{}.gate.bias", "experts.{}.up.bias")),
+        "down_proj": WeightSource(("experts.{}.down.weight",)),
+        "down_proj_bias": WeightSource(("experts.{}.down.bias",)),
     },
     num_experts="num_experts",
     activation="experts.0.act",

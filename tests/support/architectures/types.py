@@ -80,7 +80,13 @@ def _recorded() -> set[str]:
     }
 
 
+# Types outside of the experts interface, which patch() refuses (`model_patches`).
+REFUSED_OUTSIDE = ("doge", "nllb-moe", "switch_transformers", "vitpose")
 CLASS_NAMES = _with_experts()
+# All types outside of the experts interface.
+OUTSIDE = tuple(
+    sorted({*REFUSED_OUTSIDE, *(x for x in CLASS_NAMES if "block" in differences(x).fields)})
+)
 INSTALLED = tuple(sorted(CLASS_NAMES))
 # Types that a newer Transformers adds have no tiny configs yet, and are "not tested" on the page.
 # After their configs are added, `make architectures` tests all types, which records results.
