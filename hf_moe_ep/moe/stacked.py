@@ -51,6 +51,7 @@ class StackedExperts(nn.Module):
     Attributes:
         description: the description of the block.
         changed: the weights that are not the stock parameters of the same names.
+        stock_order: the names of the children of the stock block.
         num_experts: the number of experts with weights.
         num_identity_experts: the number of experts that return their input.
         weights_inputs: True if routing weights multiply the inputs of experts.
@@ -78,7 +79,8 @@ class StackedExperts(nn.Module):
         # These are not registered as modules: the block contains this module, and the stock modules
         # are not part of the model any more.
         self.__dict__["_block"] = [block]
-        self.__dict__["_stock_children"] = dict(own_children_by_name(block))
+        self.__dict__["_stock"] = {n: _child(block, n) for n in _replaced_children(description)}
+        self.stock_order = list(own_children_by_name(block))
         self.changed = tuple(_changed_weights(block, description))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -258,6 +260,7 @@ def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
         )
     named: set[int] = set()
     for weight, source in description.weights.items():
+        kinds: set[tuple[torch.dtype, bool]] = set()
         for part in _parts_of(source, num_experts):
             parameter = _parameter(block, part)
             if parameter is None:
@@ -267,6 +270,7 @@ def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
                     f"MoEBlock(weights=...)"
                 )
             named.add(id(parameter))
+            kinds.add((parameter.dtype, parameter.requires_grad))
             rows, is_of_one_expert = parameter.shape[0], "{}" in "".join(source.parts)
             fits = rows % num_experts == 0 if source.flat else rows >= num_experts
             if not is_of_one_expert and not fits:
@@ -274,6 +278,12 @@ def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
                     f"'{part}' of {kind} has {rows} rows, which cannot be {num_experts} experts; "
                     f"correct MoEBlock(weights=...) or MoEBlock(num_experts=...)"
                 )
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the parameters of {weight} of {kind} cannot be stacked, because they differ in "
+                f"dtype or requires_grad: {', '.join(sorted(map(str, kinds)))}; freeze or train "
+                f"all experts of a block"
+            )
     for child in _replaced_children(description):
         module = _child(block, child)
         others = [] if module is None else [n for n, t in _tensors(module) if id(t) not in named]
@@ -366,18 +376,19 @@ def _unstack(experts: StackedExperts) -> None:
         delattr(block, weight + UNUSED)
     for hook in experts.__dict__.pop("_hooks", ()):
         hook.remove()
-    stock: dict[str, nn.Module | None] = experts.__dict__["_stock_children"]
+    stock: dict[str, nn.Module] = experts.__dict__["_stock"]
+    for name, module in stock.items():
+        if name == description.experts:
+            _replace_inside_wrappers(block, name, module)
+        else:
+            block.register_module(name, module)
+    if description.experts not in stock:
+        delattr(block, description.experts)
     children = own_children_by_name(block)
-    if description.experts in stock:
-        _replace_inside_wrappers(
-            block, description.experts, _inside_wrappers(stock[description.experts])
-        )
-    else:
-        del children[description.experts]
-    # PEFT may have wrapped children since then. The order is that of the stock block.
-    present = {name: children.get(name, module) for name, module in stock.items()} | children
+    in_order = {name: children[name] for name in experts.stock_order if name in children}
+    in_order |= children
     children.clear()
-    children.update(present)
+    children.update(in_order)
     for name, parameter in new.items():
         _set_parameter(block, name, parameter)
 

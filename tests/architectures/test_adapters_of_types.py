@@ -18,12 +18,13 @@ from support.architectures.steps import (
     WITHOUT_ADAPTERS,
     adamw,
     assert_same_step,
+    batches,
     budget_of,
     build,
 )
 from support.checks import Check, Found
 
-from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.architectures import find_parts
 
 # gpt_oss has transposed experts with biases, nemotron_h has experts without a gate.
@@ -73,6 +74,17 @@ def test_experts_without_stacked_weights_have_no_adapters(model_type: str) -> No
     config = LoraConfig(r=3, target_parameters=[stacked], init_lora_weights=False)
     with pytest.raises(ValueError, match="cannot have adapters"):
         get_peft_model(model, config)
+
+
+@pytest.mark.slow
+def test_adapted_experts_outside_of_the_interface_are_unpatched() -> None:
+    """PEFT's wrappers stay around the stock experts, and the losses are equal bit by bit."""
+    model, stock = (build_adapted("llama4_text", seed=0) for _ in range(2))
+    (inputs,) = batches(stock, 1)
+    unpatch(patch(model))
+    assert torch.equal(model(**inputs).loss, stock(**inputs).loss)
+    kinds = [[(n, type(m)) for n, m in other.named_modules()] for other in (model, stock)]
+    assert kinds[0] == kinds[1]
 
 
 def _attention_on_two_ranks(model_type: str, rank: int, world: int) -> None:

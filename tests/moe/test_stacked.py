@@ -169,6 +169,14 @@ def test_a_description_that_does_not_fit_is_refused(name: str) -> None:
     assert_equal(model.state_dict(), listed().state_dict())
 
 
+def test_partly_frozen_experts_are_refused() -> None:
+    model = listed()
+    model.model.layers[1].mlp.experts[3].requires_grad_(False)
+    message = r"gate_up_proj of the MoE block model\.layers\.1\.mlp .* cannot be stacked"
+    with pytest.raises(ValueError, match=message):
+        patch(model, plan=PLAN)
+
+
 def test_too_few_rows_are_refused() -> None:
     model = nn.ModuleDict({"block": _Held({"a": torch.zeros(3, 4)})})
     model.block.num_experts = 4
