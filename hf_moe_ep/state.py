@@ -317,6 +317,8 @@ class Compute:
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
         weights_inputs: True if the routing weight of an expert multiplies its input, and not its
             output.
+        turns_factors: True if PEFT takes the transposed matrices for matrices [out, in]. Its factor
+            lora_A then is the transpose of what would be lora_B, and vice versa.
     """
 
     formula: ExpertFormula
@@ -327,6 +329,7 @@ class Compute:
     recompute: bool
     quantisation: Quantisation | None = None
     weights_inputs: bool = False
+    turns_factors: bool = False
 
     @property
     def parameters(self) -> tuple[str, str]:

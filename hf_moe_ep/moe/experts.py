@@ -39,6 +39,7 @@ from hf_moe_ep.upstream.experts_interface import (
     experts_flags,
     experts_gate,
     experts_gate_constants,
+    hides_transposition,
     post_expert_norm,
 )
 
@@ -88,6 +89,7 @@ def choose_compute(
         recompute=recompute,
         quantisation=quantisation,
         weights_inputs=bool(getattr(module, "weights_inputs", False)),
+        turns_factors=hides_transposition(module),
     )
 
 
@@ -189,6 +191,8 @@ def local_weights(
         adapters = active.get(parameter)
         if adapters:
             a, b, scale = join(adapters, local_experts)
+            if compute.turns_factors:
+                a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
             factors |= {f"{name}_a": a.to(factor_dtype), f"{name}_b": b.to(factor_dtype)}
             factors[f"{name}_scale"] = scale
     up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))

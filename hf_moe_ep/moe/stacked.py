@@ -34,8 +34,8 @@ from torch.autograd.function import once_differentiable
 from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.plan import MoEBlock, WeightSource, matches
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.adapters import wraps_for_adapters
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
+from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.modules import own_child, own_children_by_name, own_parameters
 
 # The suffix of a parameter of the block. It holds the experts of a stock parameter that no token
@@ -57,6 +57,8 @@ class StackedExperts(nn.Module):
         weights_inputs: True if routing weights multiply the inputs of experts.
         is_transposed, has_bias, is_concatenated, has_gate, has_post_expert_norm: the flags of
             transformers' experts interface (`upstream/experts_interface.py`).
+        stores_transposed: True if the weights are [E, in, out]; `is_transposed` is False
+            nevertheless (see `hides_transposition`).
     """
 
     act_fn: Callable[[Tensor], Tensor]
@@ -67,7 +69,8 @@ class StackedExperts(nn.Module):
         self.num_experts = int(_attribute(block, description.num_experts))
         self.num_identity_experts = int(_attribute(block, description.identity_experts) or 0)
         self.weights_inputs = description.weights_inputs
-        self.is_transposed = description.transposed
+        self.is_transposed = False
+        self.stores_transposed = description.transposed
         self.has_gate = "gate_up_proj" in description.weights
         self.has_bias = any(name.endswith("_bias") for name in description.weights)
         self.is_concatenated = True
@@ -242,7 +245,7 @@ def _all_stacked(model: nn.Module) -> list[StackedExperts]:
 def _find_blocks(model: nn.Module, description: MoEBlock) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, block) of the blocks that have the first of the parameters."""
     first = next(iter(description.weights.values())).parts[0].format(0)
-    for name, module in model.named_modules():
+    for name, module in without_adapters(unwrap(model)).named_modules():
         if matches(description.name, stock_name(name)) and not wraps_for_adapters(module):
             is_stacked = isinstance(_child(module, description.experts), StackedExperts)
             if not is_stacked and _parameter(module, first) is not None:

@@ -60,7 +60,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "llama4_vision_model": {
         "intermediate_size": 64,  # 16 values of each of 2 x 2 patches
         "vision_output_dim": 28,
-        "projector_input_dim": 20,
+        "projector_input_dim": 28,
         "projector_output_dim": 28,
     },
     "muse_spark_audio": {
