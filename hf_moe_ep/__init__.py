@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hf_moe_ep.patch import patch, unpatch
     from hf_moe_ep.placement.balance import balance_experts
     from hf_moe_ep.placement.hub_order import experts_in_hub_order
-    from hf_moe_ep.plan import ModelPlan
+    from hf_moe_ep.plan import ModelPlan, MoEBlock, WeightSource
     from hf_moe_ep.routing.bias import update_router_bias
     from hf_moe_ep.routing.load import ExpertLoad, expert_load
     from hf_moe_ep.routing.replay import RoutingReplay
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _DEFINED_IN = {
     "ExpertLoad": "routing.load",
     "ExpertLoadCallback": "integrations.expert_load",
+    "MoEBlock": "plan",
     "ModelPlan": "plan",
     "Muon": "optim.muon",
     "ParallelConfig": "config",
@@ -54,6 +55,7 @@ _DEFINED_IN = {
     "ReplayReport": "routing.report",
     "Routes": "routing.routes",
     "RoutingReplay": "routing.replay",
+    "WeightSource": "plan",
     "apply_ep_fsdp2": "apply",
     "balance_experts": "placement.balance",
     "clip_grad_norm_": "sharding.clip",
@@ -78,6 +80,7 @@ _DEFINED_IN = {
 __all__ = [
     "ExpertLoad",
     "ExpertLoadCallback",
+    "MoEBlock",
     "ModelPlan",
     "Muon",
     "ParallelConfig",
@@ -85,6 +88,7 @@ __all__ = [
     "ReplayReport",
     "Routes",
     "RoutingReplay",
+    "WeightSource",
     "__version__",
     "apply_ep_fsdp2",
     "balance_experts",

@@ -241,6 +241,9 @@ class ModelState:
     meshes_beside: Meshes | None = None
     # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
+    # True while an MoE block runs that a plan describes (`ModelPlan.block`), and False while other
+    # modules of its model run; None if no plan describes the blocks.
+    in_described_block: bool | None = None
     # The forwards that other packages must not replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
     # (module, attribute, old value); the value is `WasAbsent` if there was no such attribute.
@@ -324,6 +327,10 @@ class Compute:
             raise an error; otherwise PyTorch computes them.
         recompute: True if backward recomputes the pre-activations.
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
+        weights_inputs: True if the routing weight of an expert multiplies its input, and not its
+            output.
+        turns_factors: True if PEFT takes the transposed matrices for matrices [out, in]. Its factor
+            lora_A then is the transpose of what would be lora_B, and vice versa.
     """
 
     formula: ExpertFormula
@@ -333,6 +340,8 @@ class Compute:
     required: bool
     recompute: bool
     quantisation: Quantisation | None = None
+    weights_inputs: bool = False
+    turns_factors: bool = False
 
     @property
     def parameters(self) -> tuple[str, str]:
@@ -381,6 +390,7 @@ class MoELayer:
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
+        chooses_none: True if expert ids may also be the number of experts, which means "no expert".
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
     """
@@ -393,6 +403,7 @@ class MoELayer:
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
+    chooses_none: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
+from hf_moe_ep.ops.formula import ACTIVATIONS, ONLY_IN_TORCH, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights, Masters
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, check_sizes
 from hf_moe_ep.state import STATE, Compute, MoELayer
@@ -41,6 +41,7 @@ from hf_moe_ep.upstream.experts_interface import (
     experts_gate,
     experts_gate_caps,
     experts_gate_constants,
+    hides_transposition,
     post_expert_norm,
 )
 
@@ -89,6 +90,8 @@ def choose_compute(
         required=required,
         recompute=recompute,
         quantisation=quantisation,
+        weights_inputs=bool(getattr(module, "weights_inputs", False)),
+        turns_factors=hides_transposition(module),
     )
 
 
@@ -125,6 +128,15 @@ def run_experts(
         )
 
     norm = post_expert_norm(experts)
+    if compute.weights_inputs:
+        # The weight of an expert multiplies its input, so every (row, expert) pair becomes a row of
+        # its own, which the experts compute with weight 1.
+        num_rows, top_k = expert_ids_RK.shape
+        pairs = compute_RH.repeat_interleave(top_k, 0) * weights_RK.reshape(-1, 1)
+        ids = expert_ids_RK.reshape(-1, 1)
+        ones = torch.ones_like(ids, dtype=weights_RK.dtype)
+        out = weighted_sum(pairs.to(compute_RH.dtype), ids, ones)
+        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
     if norm is None:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
@@ -186,6 +198,8 @@ def local_weights(
         adapters = active.get(parameter)
         if adapters:
             a, b, scale = join(adapters, local_experts)
+            if compute.turns_factors:
+                a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
             factors |= {f"{name}_a": a.to(factor_dtype), f"{name}_b": b.to(factor_dtype)}
             factors[f"{name}_scale"] = scale
     up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))
@@ -287,6 +301,8 @@ def _why_not_triton(
         return "a norm follows each expert"
     if formula.capped:
         return "its gate has soft caps"
+    if formula.activation in ONLY_IN_TORCH:
+        return "its gate is clamped after the activation"
     down = module.down_proj
     assert isinstance(down, Tensor)
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])

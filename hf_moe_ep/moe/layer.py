@@ -51,6 +51,7 @@ from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -116,10 +117,18 @@ def moe_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        counts_L=None,
+        counts_L=_count_on_host(top_k_index, layer) if layer.chooses_none else None,
         grad_scale=1.0 / layer.grad_divisor,
     )
     return out if positions is None else torch.zeros_like(x_TH).index_copy(0, positions, out)
+
+
+@torch.compiler.disable
+def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
+    """Return the number of pairs of each expert, by a host sync; "no expert" is not counted."""
+    num_experts = layer.model.num_experts
+    counts: list[int] = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
+    return counts
 
 
 @torch.compiler.disable
@@ -181,7 +190,10 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     """
     if layer.placement is None:
         return expert_ids_TK
-    return layer.placement.to(expert_ids_TK.device)[expert_ids_TK.long()].to(expert_ids_TK.dtype)
+    slots = layer.placement.to(expert_ids_TK.device)
+    if layer.chooses_none:
+        slots = torch.cat([slots, slots.new_tensor([len(slots)])])
+    return slots[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 
 def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | None:
