@@ -66,6 +66,7 @@ the row above.
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
+    sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
@@ -87,6 +88,7 @@ the row above.
     upstream/training_frameworks.py | data_ptr | of parameters on meta, until sharding
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
+    ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
