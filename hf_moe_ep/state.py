@@ -19,7 +19,7 @@ the row above.
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
-    sharding/shard.py | weights_dtype | the same
+    sharding/shard.py | whole_weights weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
     placement/move.py | placement | positions of the experts, from the first balance_experts on
@@ -376,8 +376,10 @@ class MoELayer:
             they adapt, during a forward; empty between forwards.
         grad_divisor: our backward divides the gradients of the experts by this number
             (`sharding/options.py`).
-        weights_dtype: the dtype in which weights that FSDP2 does not cast are computed
-            (`sharding/whole_experts.py`); None if it is that of the weights.
+        whole_weights: the names of the module's parameters that FSDP2 does not hold
+            (`sharding/whole_experts.py`).
+        weights_dtype: the dtype to which they are cast before they are multiplied; None if they are
+            not cast.
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
@@ -390,6 +392,7 @@ class MoELayer:
     compute: Compute | None
     adapters: dict[str, Sequence[Any]] = field(default_factory=dict)
     grad_divisor: int = 1
+    whole_weights: frozenset[str] = frozenset()
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
