@@ -34,6 +34,9 @@ the row above.
     compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
+    moe/attach.py | chooses_none in_described_block | of layers and models with described blocks
+    moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
+    moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
