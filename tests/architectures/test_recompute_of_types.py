@@ -33,8 +33,8 @@ OTHER_ROUTERS: dict[str, dict[str, Any]] = {
     "llama4_text": {},
     "longcat_flash": {},
 }
-# Stock has no gradient checkpointing for this type, so torch's wrapper checkpoints its layers. If the
-# wrapper is reentrant, stock itself computes other gradients.
+# Stock has no gradient checkpointing for this type, so torch's wrapper checkpoints its layers. With
+# a reentrant wrapper, stock itself computes other gradients.
 WRAPPED = ("jetmoe",)
 
 
