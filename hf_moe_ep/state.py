@@ -19,7 +19,7 @@ the row above.
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
-    sharding/shard.py | weights_dtype | the same
+    sharding/shard.py | whole_weights weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
     placement/move.py | placement | positions of the experts, from the first balance_experts on
@@ -37,6 +37,9 @@ the row above.
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/layers.py | is_checked | if the graphs of a kind of layer exist
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
+    moe/attach.py | chooses_none in_described_block | of layers and models with described blocks
+    moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
+    moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
@@ -67,6 +70,7 @@ the row above.
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
+    sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
@@ -88,6 +92,7 @@ the row above.
     upstream/training_frameworks.py | data_ptr | of parameters on meta, until sharding
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
+    ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
@@ -385,8 +390,10 @@ class MoELayer:
             they adapt, during a forward; empty between forwards.
         grad_divisor: our backward divides the gradients of the experts by this number
             (`sharding/options.py`).
-        weights_dtype: the dtype in which weights that FSDP2 does not cast are computed
-            (`sharding/whole_experts.py`); None if it is that of the weights.
+        whole_weights: the names of the module's parameters that FSDP2 does not hold
+            (`sharding/whole_experts.py`).
+        weights_dtype: the dtype to which they are cast before they are multiplied; None if they are
+            not cast.
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
@@ -400,6 +407,7 @@ class MoELayer:
     compute: Compute | None
     adapters: dict[str, Sequence[Any]] = field(default_factory=dict)
     grad_divisor: int = 1
+    whole_weights: frozenset[str] = frozenset()
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None

@@ -28,7 +28,7 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,10 +54,17 @@ class RealTokens:
     mask_T: Tensor
     is_kept: bool = False
     _positions: list[Tensor | None] = field(default_factory=list)
+    _padding: list[Tensor] = field(default_factory=list)
 
     def kept(self) -> RealTokens:
         """Return the same tokens for a checkpointed function with a frame."""
-        return RealTokens(self.mask_T, is_kept=True, _positions=self._positions)
+        return replace(self, is_kept=True)
+
+    def padding_T1(self, device: torch.device) -> Tensor:
+        """Return True for all other tokens, [T, 1]; computed once per forward."""
+        if not self._padding or self._padding[0].device != device:
+            self._padding[:] = [(~self.mask_T).to(device).unsqueeze(1)]
+        return self._padding[0]
 
     def positions(self) -> Tensor | None:
         """Return the positions of these tokens; None if these are all tokens.
@@ -146,7 +153,7 @@ def leave_out_padding(state: ModelState, slots_TK: Tensor) -> Tensor:
     real = _real_tokens_of(state, len(slots_TK))
     if real is None:
         return slots_TK
-    return slots_TK.masked_fill(~real.mask_T.to(slots_TK.device).unsqueeze(1), state.num_experts)
+    return slots_TK.masked_fill(real.padding_T1(slots_TK.device), state.num_experts)
 
 
 def positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:

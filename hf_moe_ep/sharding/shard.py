@@ -269,8 +269,9 @@ def _shard_experts(
     dtype = options.mp_policy.param_dtype or weight.dtype
     if can_stay_whole(state, meshes, options):
         whole = keep_whole(experts, entries, state, meshes)
+        layer.whole_weights = frozenset(whole.values())
         layer.weights_dtype = options.mp_policy.param_dtype
-        kwargs["ignored_params"] = kwargs.get("ignored_params", set()) | whole
+        kwargs["ignored_params"] = kwargs.get("ignored_params", set()) | whole.keys()
     if set(experts.parameters()) <= kwargs.get("ignored_params", set()):
         layer.grad_divisor = meshes.world_size
         return

@@ -48,15 +48,15 @@ def can_stay_whole(state: ModelState, meshes: Meshes, options: ShardOptions) -> 
 
 def keep_whole(
     experts: nn.Module, entries: ParameterEntries, state: ModelState, meshes: Meshes
-) -> set[nn.Parameter]:
+) -> dict[nn.Parameter, str]:
     """Replace the stacked weights of an experts module by their final parameters.
 
     `entries` has the materialized parameters. The factors of adapters are left to FSDP2.
 
     Returns:
-        The new parameters, which FSDP2 has to ignore.
+        The new parameters, which FSDP2 has to ignore, with their names.
     """
-    new_parameters = set()
+    new_parameters = {}
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             entry = entries.get(parameter)
@@ -65,7 +65,7 @@ def keep_whole(
             dim = 1 if state.config.expert_shard_dim == 1 and parameter.ndim > 1 else 0
             new = _as_sharded(parameter, *_layout_of_fsdp2(meshes, dim))
             setattr(module, name, new)
-            new_parameters.add(new)
+            new_parameters[new] = name
     return new_parameters
 
 

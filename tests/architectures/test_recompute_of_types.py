@@ -20,10 +20,7 @@ from support.architectures.steps import (
     build,
 )
 from support.checks import Check, Found
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_moe_ep import apply_ep_fsdp2
 
@@ -33,18 +30,12 @@ OTHER_ROUTERS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
     "zaya": {},
     "inkling_text": {},
-    "jetmoe": {},
     "llama4_text": {},
     "longcat_flash": {},
 }
-
-
-def _wrap_layers(model: Any, use_reentrant: bool) -> None:
-    """Checkpoint every layer by torch's wrapper."""
-    implementation = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
-    layers = model.model.layers
-    for index, layer in enumerate(layers):
-        layers[index] = checkpoint_wrapper(layer, checkpoint_impl=implementation)
+# Stock has no gradient checkpointing for this type, so torch's wrapper checkpoints its layers. With
+# a reentrant wrapper, stock itself computes other gradients.
+WRAPPED = ("jetmoe",)
 
 
 def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None:
@@ -52,8 +43,10 @@ def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     options = OTHER_ROUTERS.get(model_type, {})
     model, stock = build(model_type, seed=rank, **options), build(model_type, **options)
-    if model_type == "jetmoe":  # stock has no gradient checkpointing for this type
-        _wrap_layers(model, use_reentrant)
+    if model_type in WRAPPED:
+        layers = model.model.layers
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer)
     else:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     apply_ep_fsdp2(model, ep_size=2)
@@ -68,7 +61,7 @@ CHECKS = [
         partial(_a_step, name, use_reentrant),
         slow=True,
     ).as_parameter()
-    for name in [*OTHER_ROUTERS, *TEXT_FAMILIES]
+    for name in [*OTHER_ROUTERS, *TEXT_FAMILIES, *WRAPPED]
     for use_reentrant in ((False, True) if name in OTHER_ROUTERS else (False,))
 ]
 

@@ -214,7 +214,6 @@ def test_new_architecture(tmp_path: Path) -> None:
         "weights",
         "[stock_run, grouped_run, listed_run]",
         "refusals",
-        "still_there",
     )
     assert "(pebble), patched by hf_moe_ep; plan derived" in values["description.splitlines()[0]"]
     assert values["exit_code"] == 0
@@ -236,9 +235,7 @@ def test_new_architecture(tmp_path: Path) -> None:
     for words in ("'layers.*.moe.router', 'layers.*.moe.groups'", "plan=ModelPlan('grouped', "):
         assert words in refusals["two routers"]
     assert "ModelPlan(block=MoEBlock(...))" in refusals["a list of experts"]
-    assert "layers.*.attention_norm (Smoothed)" in refusals["sp_size, a convolution"]
     assert "was not tested on pebble" in refusals["sp_size"]
-    assert "plan derived" in values["still_there"]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.module_names import canonical_name
 from support.architectures.inputs import batch
 from support.architectures.models import tiny
 from support.architectures.sizes import tiny_config
@@ -192,7 +193,7 @@ def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Adapters are packed, quantised matrices are dequantised, and stacked weights of blocks outside
     of the experts interface become the parameters of the stock blocks.
     """
-    gathered = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    gathered = {canonical_name(name): full_tensor(tensor) for name, tensor in tensors.items()}
     gathered = in_place_of_bytes(model, gathered)
     packed = pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
     return as_stock(model, packed)
