@@ -435,6 +435,15 @@ TRAINER_METHODS = (
     ),
     *_build_rows(
         _TRAINER,
+        features.LOGITS,
+        (
+            "compute_loss",
+            shared_batches.compute_loss,
+            "records that nobody reads the logits, so that they need not be computed",
+        ),
+    ),
+    *_build_rows(
+        _TRAINER,
         features.EXPERT_LOAD,
         ("log", log_expert_load, "adds an ExpertLoadCallback's values before any tracker runs"),
     ),

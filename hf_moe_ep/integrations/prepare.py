@@ -122,6 +122,9 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
 
     Yields the keyword arguments for torch.compile with which the user configured Accelerate or the
     Trainer. None: the user asked for no compilation, or the model will not be sharded.
+
+    `dynamic=False` is left out: `accelerate launch` passes it whenever the user does not ask for
+    dynamic shapes, and every length of sequences would then be compiled.
     """
     plugin = accelerator.state.dynamo_plugin
     backend = plugin.backend
@@ -129,6 +132,8 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
         yield None
         return
     kwargs = {name: value for name, value in plugin.to_kwargs().items() if name != "disable"}
+    if kwargs.get("dynamic") is False:
+        del kwargs["dynamic"]
     plugin.backend = DynamoBackend.NO
     try:
         yield None if plugin.disable else kwargs

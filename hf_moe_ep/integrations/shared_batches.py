@@ -41,6 +41,7 @@ from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.trainers import split_over_data_ranks
 from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepared_loaders
+from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"
 Original = Callable[..., Any]
@@ -238,16 +239,39 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: return logits of whole sequences, if it returns logits."""
+    """Wrap `Trainer.prediction_step`: compute logits only if it returns them, but then whole."""
     state = find_state(self.model)
-    if state is None or sharing(self.accelerator) == 1:
+    if state is None:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    before = state.gather_logits
+    before = state.gather_logits, state.only_loss_is_read
     state.gather_logits = not prediction_loss_only
+    # A subclass that overrides compute_loss may read the outputs.
+    state.only_loss_is_read = prediction_loss_only and runs_wrapper_first(self, "compute_loss")
     try:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     finally:
-        state.gather_logits = before
+        state.gather_logits, state.only_loss_is_read = before
+
+
+def compute_loss(
+    original: Original,
+    self: transformers.Trainer,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap `Trainer.compute_loss`: record that nobody reads outputs which it does not return."""
+    state = find_state(self.model)
+    if state is None or return_outputs:
+        return original(self, model, inputs, return_outputs, *args, **kwargs)
+    before = state.only_loss_is_read
+    state.only_loss_is_read = True
+    try:
+        return original(self, model, inputs, return_outputs, *args, **kwargs)
+    finally:
+        state.only_loss_is_read = before
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:

@@ -137,12 +137,13 @@ def _settings() -> tuple[ParallelConfig, RunOptions]:
 
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and say on rank 0 what was done."""
+    from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
     from hf_moe_ep.ranks.together import rank_of_launch
 
     _show_log()
     name = type(model).__name__
-    if not has_experts(model):
+    if not has_experts(model) and find_block(model) is None:
         if rank_of_launch() == 0:
             _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
