@@ -467,6 +467,15 @@ FRAMEWORK_METHODS = (
         ),
     ),
     *_build_rows(
+        "swift.trainers.seq2seq_trainer:Seq2SeqTrainer",
+        features.TRAINER_SLICES,
+        (
+            "compute_loss",
+            shared_batches.compute_loss_of_process,
+            "averages over data ranks, where ms-swift averages over processes",
+        ),
+    ),
+    *_build_rows(
         "swift.rlhf_trainers.dpo_trainer:DPOTrainer",
         features.EXPERT_LOAD,
         ("log", log_expert_load, "ms-swift calls the function of the Trainer's class directly"),

@@ -109,6 +109,30 @@ def check_sequence_parallelism() -> None:
         )
 
 
+def check_reads_no_logits(trainer: Any) -> None:
+    """Raise ValueError if a trainer of ms-swift reads the logits of whole sequences.
+
+    Only the trainer of `swift sft` and `swift pt` does not (swift/trainers/seq2seq_trainer.py).
+    """
+    module = type(trainer).__module__
+    if module.partition(".")[0] == "swift" and module != "swift.trainers.seq2seq_trainer":
+        raise ValueError(
+            f"ms-swift's {type(trainer).__name__} reads the logits of whole sequences, but with "
+            f"sp_size > 1 each rank computes a slice of them; leave --sp-size out (swift sft and "
+            f"swift pt work with it)"
+        )
+
+
+def multiplies_by_processes(trainer: Any, num_items: Any) -> bool:
+    """Return True if ms-swift multiplies a loss by the number of processes.
+
+    It does so if the loss was divided by the number of tokens of all ranks
+    (swift/trainers/seq2seq_trainer.py).
+    """
+    averages = getattr(trainer.args, "average_tokens_across_devices", False)
+    return bool(averages and trainer.model_accepts_loss_kwargs and num_items is not None)
+
+
 def split_over_data_ranks(loader: Any, sharing: int) -> None:
     """Let `sharing` consecutive ranks draw the same samples from a data loader of ms-swift.
 
