@@ -5,11 +5,14 @@
                                                    interleaved:  g0 u0 g1 u1 ..
     act  = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)      [F]
            f(min(pre, limit)) without a gate
+           min(f(gate), limit) * clamp(up, -limit, limit)                    if f is swish_clamped
     out  = down_weight act (+ down_bias)           [H]
 
 f is one of ACTIVATIONS; `swish` with alpha 1 is silu. gpt-oss uses swish with alpha 1.702, limit 7
-and up_offset 1 (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate). A gate with soft
-caps is computed in fp32 or wider (models/inkling2/modeling_inkling2.py, Inkling2SoftcappedSwiGLU):
+and up_offset 1 (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate). `swish_clamped` is
+silu, and the limit clamps its output instead of its input (models/step3p7/modeling_step3p7.py). A
+gate with soft caps is computed in fp32 or wider (models/inkling2/modeling_inkling2.py,
+Inkling2SoftcappedSwiGLU):
 
     act  = cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap)       cap(x, c) = c * tanh(x / c)
 
@@ -30,7 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2", "swish_clamped")
+# The activations that the Triton kernels do not compute.
+ONLY_IN_TORCH = ("swish_clamped",)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class ExpertFormula:
     def capped(self) -> bool:
         return self.gate_cap != math.inf or self.up_cap != math.inf
 
+    @property
+    def clamps_output(self) -> bool:
+        """True if the limit clamps the output of the activation, and not its input."""
+        return self.activation == "swish_clamped"
+
     def kernel_constants(self) -> dict[str, Any]:
         """Return the formula as compile-time arguments of the Triton kernels (`epilogue.py`)."""
         assert not self.capped, "the Triton kernels do not compute soft caps"
@@ -101,9 +111,11 @@ def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
         act_AF, _, _ = _activate_capped(gate_AF, up_AF, formula)
         return act_AF.to(pre_AG.dtype)
     if formula.clamped:
-        gate_AF = gate_AF.clamp(max=formula.limit)
+        gate_AF = gate_AF if formula.clamps_output else gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
     f_AF = _apply_activation(gate_AF, formula)
+    if formula.clamps_output:
+        f_AF = f_AF.clamp_(max=formula.limit)
     if not formula.gated:
         return f_AF
     return f_AF.mul_(up_AF + formula.up_offset if formula.up_offset else up_AF)
@@ -123,9 +135,13 @@ def activate_backward(
         return act_AF.to(pre_AG.dtype), grad_pre_AG
     raw_gate_AF, raw_up_AF = gate_AF, up_AF
     if formula.clamped:
-        gate_AF = gate_AF.clamp(max=formula.limit)
+        gate_AF = gate_AF if formula.clamps_output else gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
     f_AF = _apply_activation(gate_AF, formula)
+    # The clamped tensor, the gate or the output of the activation, before it was clamped.
+    unclamped_AF = raw_gate_AF
+    if formula.clamps_output:
+        unclamped_AF, f_AF = f_AF, f_AF.clamp(max=formula.limit)
     if not formula.gated:
         grad_gate_AF.copy_(_activation_backward(grad_AF, gate_AF, formula))
         act_AF = f_AF
@@ -135,7 +151,7 @@ def activate_backward(
         grad_gate_AF.copy_(_activation_backward(grad_AF * factor_AF, gate_AF, formula))
         act_AF = f_AF.mul_(factor_AF)
     if formula.clamped:
-        grad_gate_AF.masked_fill_(raw_gate_AF > formula.limit, 0)
+        grad_gate_AF.masked_fill_(unclamped_AF > formula.limit, 0)
         if formula.gated:
             grad_up_AF.masked_fill_(raw_up_AF.abs() > formula.limit, 0)
     return act_AF, grad_pre_AG

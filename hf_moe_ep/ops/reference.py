@@ -83,6 +83,9 @@ def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
         gate_F, up_F = pre_G[: len(pre_G) // 2], pre_G[len(pre_G) // 2 :]
     if formula.capped:
         return _cap(gate_F, formula.gate_cap) * torch.sigmoid(gate_F) * _cap(up_F, formula.up_cap)
+    if formula.clamps_output:
+        up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
+        return functional.silu(gate_F).clamp(max=formula.limit) * up_F
     if formula.limit != math.inf:
         gate_F = gate_F.clamp(max=formula.limit)
         up_F = up_F.clamp(min=-formula.limit, max=formula.limit)

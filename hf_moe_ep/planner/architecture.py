@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.architectures import Parts, experts_per_token, find_parts
+from hf_moe_ep.architectures import Parts, experts_per_token, find_block, find_parts
+from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.planner.config import attach_lora, find_architecture_config, meta_model
@@ -68,6 +69,7 @@ def look_at(shape: str) -> Architecture:
     """
     config = find_architecture_config(shape)
     model = meta_model(config, torch.bfloat16)
+    stack_experts(model, find_block(model))
     parts = find_parts(model)
     mixers = mixers_by_split(parts)
     kinds = {"sequences": Split.NOT, "keys": Split.QUERIES}

@@ -9,6 +9,7 @@ folder never decides how a model is trained.
     experts_interface     transformers' experts interface, with our forward of all experts
     models                the parts, the config, the forward and the buffers of a model
     code                  names that the code of a module uses, arguments of its forward
+    causal_loss           how a model's forward uses its logits, and transformers' causal loss
     towers                vision towers, and the arguments of a forward for pictures and sound
     graph                 the parameters that the autograd graph of a tensor reaches
     module_names          module names without the components that wrappers add

@@ -37,7 +37,8 @@ from hf_moe_ep.sequence import slices
 from hf_moe_ep.sequence.mixer_arguments import Document, mixer_arguments
 
 Batch = dict[str, Tensor]
-GRANTED = sorted(MIXERS.keys() & SEQUENCE_PARALLEL & set(MODEL_TYPES))
+# The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
+GRANTED = sorted((MIXERS.keys() & SEQUENCE_PARALLEL | {"llama4_text"}) & set(MODEL_TYPES))
 # Fast tests: a delta net, and an indexer inside of an attention.
 FAST = ("qwen3_next", "deepseek_v32")
 # Lengths of the documents in two rows. At sp_size 2 a document of each row continues on rank 1.

@@ -9,11 +9,11 @@ import pytest
 from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
 from support.architectures.mixers import MIXERS
 from support.architectures.mixing import mixing
+from support.architectures.parts import parts_of
 from support.needs import SINCE_5_24
 from torch import nn
 
 from hf_moe_ep import patch
-from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.derive import is_mixer
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
@@ -25,7 +25,7 @@ NOT_COMPARED = set(MODEL_TYPES) - SEQUENCE_PARALLEL - WITHOUT_HEAD - {"diffusion
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    layers = find_plan(model).layers
+    layers = parts_of(model).plan.layers
     return [name for name, _ in model.named_modules() if matches(layers, name)]
 
 
@@ -33,10 +33,11 @@ def layers_of(model: nn.Module) -> list[str]:
 def test_the_plan_names_all_mixing_modules(model_type: str) -> None:
     """The plan names every module that needs the whole sequence, and no other module."""
     model = tiny(model_type)
+    plan = parts_of(model).plan
     names_and_classes = {
         (name.rpartition("layers.")[2].partition(".")[2], type(module).__name__)
         for name, module in model.named_modules()
-        for pattern in find_plan(model).mixers
+        for pattern in plan.mixers
         if matches(pattern, name) and is_mixer(module)
     }
     assert names_and_classes == MIXERS[model_type]

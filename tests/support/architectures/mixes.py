@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_moe_ep.derive import derive_plan
 from support.architectures.models import tiny
+from support.architectures.parts import parts_of
 from support.architectures.pictures import mixed_batch, takes_sound
 from support.architectures.sizes import PLACEHOLDERS, tiny_config
 from support.architectures.types import MODEL_TYPES
@@ -174,6 +174,6 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 def parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the encoders (towers, projectors) of a model that is not sharded."""
-    plan = derive_plan(model)
+    plan = parts_of(model).plan
     names = plan.encoders or (plan.vision.tower,)
     return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))

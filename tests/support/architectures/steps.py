@@ -14,7 +14,9 @@ from transformers import CONFIG_MAPPING
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.module_names import canonical_name
 from support.architectures.inputs import batch
 from support.architectures.models import tiny
 from support.architectures.sizes import tiny_config
@@ -43,6 +45,8 @@ CUT_LOGITS = {
 REFUSED = {
     "diffusion_gemma": "its encoder and its decoder share",
 }
+# The stock experts of these types are not held in stacked weights, so they cannot have adapters.
+WITHOUT_ADAPTERS = ("dbrx", "jetmoe", "longcat_flash")
 TRAINED = [name for name in MODEL_TYPES if name not in REFUSED]
 # Types without a tower (towers have tests of their own), and those that represent them.
 TEXT_TYPES = [name for name in TRAINED if "text_config" not in CONFIG_MAPPING[name].sub_configs]
@@ -184,13 +188,15 @@ def assert_same_grads(where: str, model: nn.Module, stock: nn.Module, budget: fl
 
 
 def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather tensors that are named like the parameters of `model`, and pack adapters as PEFT does.
+    """Gather tensors that are named like the parameters of `model`, as stock and PEFT hold them.
 
-    Quantised matrices are dequantised.
+    Adapters are packed, quantised matrices are dequantised, and stacked weights of blocks outside
+    of the experts interface become the parameters of the stock blocks.
     """
-    gathered = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    gathered = {canonical_name(name): full_tensor(tensor) for name, tensor in tensors.items()}
     gathered = in_place_of_bytes(model, gathered)
-    return pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
+    packed = pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
+    return as_stock(model, packed)
 
 
 def _clip(model: nn.Module) -> Tensor:
