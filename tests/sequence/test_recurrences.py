@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.architectures import batch
+from support.architectures import MODEL_TYPES, batch
 from support.architectures.steps import (
     assert_same_grads,
     build,
@@ -168,6 +168,7 @@ BYTES: dict[str, Any] = {
         "jamba": _mamba_1,
         "lfm2_moe": _short_convolution,
     }.items()
+    if name in MODEL_TYPES
 }
 SIZES: dict[str, Any] = {
     "heads that 2 does not divide": partial(
