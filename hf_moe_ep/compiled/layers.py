@@ -26,7 +26,7 @@ backward calls the compiled function as well, and the hooks of FSDP2 stay outsid
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.compiled.subclasses import check_class_forward, inner_forward, override_forward
 from hf_moe_ep.moe.counting import reserve_counts
 from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
@@ -112,6 +113,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     towers = {} if vision is None else _select(modules, vision.blocks)
     attention = {} if vision is None else _select(modules, vision.attention)
     blocks, shared = _find_blocks(modules, layers, state)
+    check_described(modules.values(), plan.model_type)
     for name, module in (layers | towers | attention | shared).items():
         check_class_forward(name, module)
     for name, (module, _) in blocks.items():
@@ -132,6 +134,17 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
         root.register_forward_pre_hook(begin, with_kwargs=True)
     state.layers_are_compiled = True
     return root
+
+
+def check_described(modules: Iterable[nn.Module], model_type: str) -> None:
+    """Raise ValueError if the forward of an MoE block is part of a plan (`MoEBlock.forward`)."""
+    for module in modules:
+        if isinstance(module, StackedExperts) and module.description.forward is not None:
+            raise ValueError(
+                f"compile_layers cannot compile {model_type}: its plan has a forward for its MoE "
+                f"blocks ({type(module.block).__name__}) that is not the forward of their class; "
+                f"leave out compile_layers"
+            )
 
 
 class BeginForward(Ours):
