@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
     from hf_moe_ep.describe import describe
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
+    from hf_moe_ep.optim.muon import Muon
     from hf_moe_ep.patch import patch, unpatch
     from hf_moe_ep.placement.balance import balance_experts
     from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -48,6 +49,7 @@ _DEFINED_IN = {
     "ExpertLoadCallback": "integrations.expert_load",
     "MoEBlock": "plan",
     "ModelPlan": "plan",
+    "Muon": "optim.muon",
     "ParallelConfig": "config",
     "PositionCollator": "vision.positions",
     "ReplayReport": "routing.report",
@@ -80,6 +82,7 @@ __all__ = [
     "ExpertLoadCallback",
     "MoEBlock",
     "ModelPlan",
+    "Muon",
     "ParallelConfig",
     "PositionCollator",
     "ReplayReport",

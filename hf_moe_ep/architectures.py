@@ -32,11 +32,16 @@ from hf_moe_ep.derive import (
     is_mixer,
     takes_chosen_tokens,
 )
-from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_HEADS
+from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_MIXERS
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
-from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
+from hf_moe_ep.upstream.models import (
+    input_embedding,
+    output_head,
+    text_config,
+    token_classifier,
+)
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
@@ -95,6 +100,7 @@ class Parts:
             or that take the tokens which the indexer of an earlier layer has chosen.
         final_norm: the norm in front of the head; empty if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
+        classifier: the model if it classifies tokens; None if it does not.
         tied: True if head and embedding share a parameter.
         tower: a vision tower whose blocks are FSDP2 units; None if the model has no such tower.
         encoders: the encoders of a model whose `tower` is None; None if there are no encoders.
@@ -112,6 +118,7 @@ class Parts:
     embedding: nn.Module | None
     head: nn.Module | None
     causal_lm: Any
+    classifier: Any
     tied: bool
     tower: Tower | None
     encoders: Encoders | None
@@ -143,7 +150,7 @@ class Differences:
             origin=self.origin,
             sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
             gathers_keys=plan.model_type in GATHERS_KEYS,
-            splits_heads=plan.model_type in SPLITS_HEADS,
+            splits_mixers=plan.model_type in SPLITS_MIXERS,
             **self.fields,
         )
 
@@ -243,6 +250,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
+        classifier=token_classifier(without_adapters(model)),
         # One shared parameter makes them tied: PEFT's modules_to_save adds an untied copy to a
         # tied head.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),

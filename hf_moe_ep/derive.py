@@ -57,6 +57,8 @@ _SEQUENCE_ARGUMENTS = (
 )
 # An argument with the tokens that the indexer of an earlier layer has chosen for each token.
 _CHOSEN_TOKENS = "prev_topk_indices"
+# Methods of a cache, and of its layers, to which indexers and compressors pass their keys.
+_UPDATES_OF_INDEXERS = ("update_indexer", "update_index", "store_compression_weights")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Fields of configs that hold the number of experts per layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -510,15 +512,15 @@ def takes_chosen_tokens(module: nn.Module) -> bool:
 def gathers_by_cache(module: nn.Module) -> bool:
     """Return True if a module needs whole sequences only for the keys that it passes to a cache.
 
-    Such a module is attention with an indexer. Its code calls `update` and `update_indexer` of the
-    cache, and no other method, so it mixes tokens nowhere else.
+    Such a module is attention with an indexer or a compressor. Its code calls only those methods
+    of the cache that `GatheringCache` has, so it mixes tokens nowhere else.
     """
     if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
     if any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules()):
         return False
-    has_indexer = any(calls(inner, "update_indexer") for inner in module.modules())
-    others = cache_methods() - {"update", "update_indexer"}
+    has_indexer = any(calls(m, name) for m in module.modules() for name in _UPDATES_OF_INDEXERS)
+    others = cache_methods() - {"update", "update_indexer", "layers", "get_seq_length"}
     calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
     return (has_indexer or takes_chosen_tokens(module)) and not calls_others
 

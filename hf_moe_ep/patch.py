@@ -10,6 +10,8 @@ for. Only if no check fails, the features attach themselves:
     sequence   with sp_size > 1 (sequence parallelism) sp_size ranks share each sequence: a rank
                gets some of its tokens, but in attention all tokens and some of the heads
                                                                          (`sequence/attach.py`)
+    loss       with fused_loss, head and loss are computed without the logits of a whole batch
+                                                                            (`loss/attach.py`)
     vision     if one rank runs the vision tower (the encoder of pictures), all ranks run it
                                                                            (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
@@ -51,6 +53,7 @@ from hf_moe_ep.config import (
     resolve_config,
 )
 from hf_moe_ep.integrations.install import install
+from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
@@ -76,6 +79,7 @@ _logger = logging.getLogger("hf_moe_ep")
 # what the config asks for, and changes no module. `attach(parts, state)` changes the modules and
 # must not fail. Hooks run in the order of this table: `sequence` slices the batch first.
 FEATURES = (
+    (loss.check, loss.attach),
     (sequence.check, sequence.attach),
     (moe.check, moe.attach),
     (vision.check, vision.attach),

@@ -144,8 +144,8 @@ class ModelPlan:
         sequence_parallel: True if sp_size > 1 was tested against stock.
         gathers_keys: True if attention with an indexer was tested with `GatheringCache`: with
             sp_size > 1 only its keys are gathered. Otherwise it gets whole sequences.
-        splits_heads: True if delta nets were tested with a recurrence that is split by heads.
-            Otherwise they get whole sequences.
+        splits_mixers: True if mixers with a causal convolution were tested with slices of the
+            sequence: a recurrence is split by heads. Otherwise they get whole sequences.
         num_experts: the name of the text config's field that holds the number of experts per
             layer; None if there is no such field.
         num_layers: the name of the text config's field that holds the number of decoder layers.
@@ -177,7 +177,7 @@ class ModelPlan:
     whole_sequences: tuple[str, ...] = ()
     sequence_parallel: bool = False
     gathers_keys: bool = False
-    splits_heads: bool = False
+    splits_mixers: bool = False
     num_experts: str | None = "num_experts"
     num_layers: str = "num_hidden_layers"
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_moe_ep.upstream.compiler import is_decorator_of_layers
@@ -31,6 +32,17 @@ def override_forward(modules: Iterable[nn.Module], run: Callable[..., Any]) -> N
         kind = type(module)
         if kind not in subclasses:
             subclasses[kind] = _create_subclass(kind, run)
+        module.__class__ = subclasses[kind]
+
+
+def run_without_tracing(modules: Iterable[nn.Module]) -> None:
+    """Make torch.compile call every module as a whole, with its hooks, and trace none of them."""
+    subclasses: dict[type, type] = {}
+    for module in modules:
+        kind: Any = type(module)
+        if kind not in subclasses:
+            call = torch.compiler.disable(kind.__call__)
+            subclasses[kind] = _subclass_of(kind, {"__call__": call})
         module.__class__ = subclasses[kind]
 
 
@@ -79,10 +91,13 @@ def _create_subclass(kind: Any, run: Callable[..., Any]) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(stock, self, *args, **kwargs)
 
+    return _subclass_of(kind, {"forward": forward})
+
+
+def _subclass_of(kind: Any, attributes: dict[str, Any]) -> type:
     names = ("__module__", "__qualname__", "__doc__")
-    attributes = {name: getattr(kind, name) for name in names}
-    attributes |= {"forward": forward, _STOCK_CLASS: kind}
-    return type(kind.__name__, (kind,), attributes)
+    same = {name: getattr(kind, name) for name in names}
+    return type(kind.__name__, (kind,), same | attributes | {_STOCK_CLASS: kind})
 
 
 def _is_ours(function: Any) -> bool:

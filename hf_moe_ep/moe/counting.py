@@ -13,8 +13,7 @@ enabled when the model was called. A test in the layer would not be enough, beca
 checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
 recompute, which is not counted a second time.
 
-Padding tokens are counted like other tokens if the experts compute them. With ep_size > 1 most of
-them are left out of the dispatch (`padding.py`), and are then not counted either.
+Padding tokens that the experts do not compute (`padding.py`) are not counted either.
 """
 
 from __future__ import annotations

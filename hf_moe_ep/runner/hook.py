@@ -173,13 +173,22 @@ def _given_options() -> str:
     """Return the settings of this run as options of the command."""
     before = environment()
     names = [field.name for kind in (ParallelConfig, RunOptions) for field in fields(kind)]
-    given = {name: before.get(variable_of(name), "").strip() for name in names}
-    words = [f"--{name.replace('_', '-')} {text}" for name, text in given.items() if text]
+    words = []
+    for name in names:
+        option, text = name.replace("_", "-"), before.get(variable_of(name), "").strip()
+        switch = {"": [], "true": [f"--{option}"], "false": [f"--no-{option}"]}
+        words += switch.get(text, [f"--{option} {text}"])
     return " ".join(words) or "no options"
 
 
 def _show_log() -> None:
-    """Print the log of this command to stderr, whatever the trainer does with other logs."""
+    """Print the log of this command to stderr, whatever the trainer does with other logs.
+
+    axolotl sets a class of loggers that drops messages of other packages below WARNING
+    (axolotl/logging_config.py), and logging.config disables loggers that a configuration omits.
+    """
+    _logger.filters.clear()
+    _logger.disabled = False
     if any(handler.name == _COMMAND for handler in _logger.handlers):
         return
     handler = logging.StreamHandler()

@@ -145,6 +145,12 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     )
 
 
+def experts_gate_caps(module: nn.Module) -> set[float]:
+    """Return the numbers that may be the soft caps of a gate: `softcap` of modules inside."""
+    caps = (vars(inner).get("softcap") for inner in module.modules())
+    return {float(cap) for cap in caps if cap is not None}
+
+
 def own_experts_config(config: Any, implementation: str) -> Any:
     """Return a copy of `config`, for experts modules only, that selects `implementation`.
 

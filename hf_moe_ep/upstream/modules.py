@@ -38,6 +38,11 @@ def own_child(module: nn.Module, name: str) -> nn.Module | None:
     return module._modules.get(name)
 
 
+def name_of_child(module: nn.Module, child: nn.Module | None) -> str | None:
+    """Return the name under which `module` itself registered `child`, or None."""
+    return next((name for name, x in module._modules.items() if x is child and x is not None), None)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if `module.compile()` was called, or `module` is the result of torch.compile."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -21,6 +21,7 @@ from support.architectures.steps import (
     batches,
     budget_of,
     build,
+    exactly,
 )
 from support.checks import Check, Found
 
@@ -34,12 +35,12 @@ IN_FAST_SUITE = ("gpt_oss", "nemotron_h")
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
-    trained = [name for name, p in stock.named_parameters() if p.requires_grad]
-    assert any("experts" in name for name in trained), trained
-    apply_ep_fsdp2(model, ep_size=2)
-    optimizers: Any = adamw(model), adamw(stock)
-    with recording(model_type, "lora") as errors:
+    with recording(model_type, "lora") as errors, exactly(model_type):
+        model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
+        trained = [name for name, p in stock.named_parameters() if p.requires_grad]
+        assert any("experts" in name for name in trained), trained
+        apply_ep_fsdp2(model, ep_size=2)
+        optimizers: Any = adamw(model), adamw(stock)
         budget = budget_of(model_type)
         errors += assert_same_step(model_type, (model, stock), optimizers, budget)
 

@@ -24,6 +24,7 @@ from support.architectures.steps import (
     budget_of,
     build,
     count_tokens,
+    exactly,
     loss_of_sum,
 )
 from support.architectures.types import REFUSED_OUTSIDE
@@ -38,10 +39,11 @@ def assert_equals_stock(
     model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0
 ) -> list[float]:
     """Compare a training step after `shard(model)` with one of stock, and return the errors."""
-    model, stock = build(model_type, seed=rank), build(model_type)
-    shard(model)
-    optimizers = adamw(model), adamw(stock)
-    return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
+    with exactly(model_type):
+        model, stock = build(model_type, seed=rank), build(model_type)
+        shard(model)
+        optimizers = adamw(model), adamw(stock)
+        return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
 
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))

@@ -67,7 +67,10 @@ granitemoeshared       text  block_sparse_moe.experts self_attn norm num_local_e
 hunyuan_v1_moe         text  mlp.experts      self_attn norm num_local_experts -    all
 hy_v3                  text  mlp.experts      self_attn norm num_experts       -    sparse
 hy_v4                  text  mlp.experts      self_attn norm num_local_experts -    sparse
+hy_v4_vl               whole mlp.experts      self_attn norm num_local_experts -    sparse
 inkling2               whole mlp.experts      self_attn norm n_routed_experts  -    all
+inkling2_loop          whole mlp.experts      self_attn norm n_routed_experts  -    all
+inkling2_loop_text     text  mlp.experts      self_attn norm n_routed_experts  -    all
 inkling2_text          text  mlp.experts      self_attn norm n_routed_experts  -    all
 inkling_mm_model       whole mlp.experts      self_attn norm n_routed_experts  -    sparse
 inkling_text           text  mlp.experts      self_attn norm n_routed_experts  -    sparse
@@ -76,6 +79,7 @@ jetmoe            text mlp.experts self_attention norm num_local_experts self al
 kimi_linear            text  mlp.experts      -         norm num_local_experts -    sparse
 kolibri1               text  mlp.experts      self_attn norm num_experts       -    all
 laguna                 text  mlp.experts      self_attn norm num_experts       self sparse
+lara_mini              text  mlp.experts      self_attn norm num_experts       self all
 lfm2_moe text feed_forward.experts self_attn embedding_norm num_experts - num_dense
 llama4           whole feed_forward.experts self_attn model.norm num_local_experts - moe_layers
 llama4_text       text feed_forward.experts self_attn norm num_local_experts       - moe_layers
@@ -142,8 +146,9 @@ BESIDE: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("llama4", "step3p7"), ("vision_model", "multi_modal_projector")),
     "dots3_note": ("vision_tower", "audio_tower"),
-    "ernie4_5_vl_moe": ("vision_tower",),
-    "inkling2": ("vision_tower",),
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "hy_v4_vl", "inkling2", "inkling2_loop"), ("vision_tower",)
+    ),
     "inkling_mm_model": ("audio_tower", "vision_tower"),
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
@@ -157,8 +162,8 @@ STORED = {
     **dict.fromkeys(
         (
             *("diffusion_gemma_text", "gemma4", "gemma4_text", "gpt_oss", "granitemoe_swa"),
-            *("hy_v4", "inkling_text", "llama4", "llama4_text", "minimax_m3_vl_text", "mistral4"),
-            *("muse_spark", "openai_privacy_filter", "zaya"),
+            *("hy_v4", "hy_v4_vl", "inkling_text", "lara_mini", "llama4", "llama4_text"),
+            *("minimax_m3_vl_text", "mistral4", "muse_spark", "openai_privacy_filter", "zaya"),
         ),
         "as in memory",
     ),
@@ -173,7 +178,13 @@ STORED = {
         ("kimi_linear", "lfm2_moe", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe"),
         _W13,
     ),
-    **dict.fromkeys(("inkling2", "inkling2_text", "inkling_mm_model"), "interleaved"),
+    **dict.fromkeys(
+        (
+            *("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"),
+            "inkling_mm_model",
+        ),
+        "interleaved",
+    ),
     "dbrx": "w1 + v1",
     "ernie4_5_vl_moe": "fused and split by ERNIE's own operation",
     "jetmoe": "renamed",

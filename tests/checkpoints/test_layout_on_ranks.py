@@ -16,8 +16,8 @@ from hf_moe_ep import from_pretrained, hub_tensors, save_pretrained
 
 # deepseek_v3 has one tensor per expert; gpt_oss has stacked tensors with biases.
 FAST = ("deepseek_v3", "gpt_oss")
-# `patch` refuses these types (tests/architectures/test_every_type.py).
-NOT_TESTED = ("diffusion_gemma", "inkling2", "inkling2_text")
+# `patch` refuses this type (tests/architectures/test_every_type.py).
+NOT_TESTED = ("diffusion_gemma",)
 # The published checkpoints of this type have transposed experts. Stock reads these, but writes
 # experts as they are in memory, so the files are compared with published ones.
 PUBLISHED = ("qwen3_vl_moe",)

@@ -107,6 +107,9 @@ def equals_stock(
             torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)
         ]
         loss = model(**own_batch, num_items_in_batch=num_tokens).loss
+        if _is_mean(stock):  # the mean of this group's tokens; stock's is that of all tokens
+            own, total = (x["labels"].ne(-100).sum() for x in (own_batch, whole_batch))
+            loss = loss * own / total
         (loss * groups).backward()
         want = stock(**whole_batch, num_items_in_batch=num_tokens, use_cache=False).loss
         want.backward()
@@ -116,6 +119,11 @@ def equals_stock(
         for optimizer in optimizers:
             optimizer.step()
         errors += _compare("value after a step", model, stock, lambda p: p.detach())
+
+
+def _is_mean(stock: nn.Module) -> bool:
+    """Return True if a model's loss is always the mean of its tokens: that of a classifier."""
+    return type(stock).__name__.endswith("ForTokenClassification")
 
 
 def train_evaluate_generate(model_type: str, rank: int, world: int) -> None:

@@ -25,10 +25,19 @@ glm5_next          self_attn.indexer          Glm5NextTextIndexer
 glm_moe_dsa        self_attn.indexer          GlmMoeDsaIndexer
 granitemoehybrid   mamba                      GraniteMoeHybridMambaLayer
 hy_v4              self_attn.indexer          HYV4Indexer
+hy_v4_vl           self_attn.indexer          HYV4VLIndexer
 inkling2           post_attention_convolution Inkling2ShortConvolution
 inkling2           post_mlp_convolution       Inkling2ShortConvolution
 inkling2           self_attn.k_proj           Inkling2KeyValueProjection
 inkling2           self_attn.v_proj           Inkling2KeyValueProjection
+inkling2_loop      post_attention_convolution Inkling2LoopShortConvolution
+inkling2_loop      post_mlp_convolution       Inkling2LoopShortConvolution
+inkling2_loop      self_attn.k_proj           Inkling2LoopKeyValueProjection
+inkling2_loop      self_attn.v_proj           Inkling2LoopKeyValueProjection
+inkling2_loop_text post_attention_convolution Inkling2LoopShortConvolution
+inkling2_loop_text post_mlp_convolution       Inkling2LoopShortConvolution
+inkling2_loop_text self_attn.k_proj           Inkling2LoopKeyValueProjection
+inkling2_loop_text self_attn.v_proj           Inkling2LoopKeyValueProjection
 inkling2_text      post_attention_convolution Inkling2ShortConvolution
 inkling2_text      post_mlp_convolution       Inkling2ShortConvolution
 inkling2_text      self_attn.k_proj           Inkling2KeyValueProjection
@@ -43,6 +52,7 @@ inkling_text       self_attn.k_sconv          InklingShortConvolution
 inkling_text       self_attn.v_sconv          InklingShortConvolution
 jamba              mamba                      JambaMambaMixer
 kimi_linear        self_attn                  KimiLinearDeltaAttention
+lara_mini          linear_attn                LaraMiniGatedDeltaNet
 lfm2_moe           conv                       Lfm2MoeShortConv
 minimax            self_attn                  MiniMaxLightningAttention
 minimax_m3_vl      self_attn.indexer          MiniMaxM3VLIndexer

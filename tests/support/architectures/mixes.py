@@ -141,15 +141,12 @@ def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) 
 
 
 COMPOSITES = {"kimi_k25": kimi_k25, "internvl": internvl}
-# patch() refuses the experts of this type before it looks at the tower (steps.py, REFUSED).
-REFUSED = {"inkling2"}
-# patch() refuses this type as well. Its forward is not causal and takes no labels.
+# patch() refuses this type (steps.py, REFUSED). Its forward is not causal and takes no labels.
 WITHOUT_LABELS = {"diffusion_gemma"}
 TYPES = [
     name
     for name in MODEL_TYPES
-    if getattr(tiny_config(name), "vision_config", None) is not None
-    and name not in REFUSED | WITHOUT_LABELS
+    if getattr(tiny_config(name), "vision_config", None) is not None and name not in WITHOUT_LABELS
 ]
 
 

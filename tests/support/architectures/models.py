@@ -12,10 +12,11 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from support.architectures.sizes import tiny_config
 from support.architectures.types import CLASS_NAMES, MODEL_TYPES
+from support.fp64 import FP64
 
 # The routers of these types compute in fp32 without casting their weights, so stock itself fails
-# on an fp64 router. Every other type runs with all weights in fp64.
-_FP32_ROUTERS = ("inkling2", "inkling2_text")
+# on an fp64 router outside of FP64. Every other type runs with all weights in fp64.
+_FP32_ROUTERS = ("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text")
 
 # The forward of Llama4ForConditionalGeneration reads this field of the output of its language
 # model, which has no such field in Transformers 5.24.
@@ -54,7 +55,8 @@ def tiny(
         model = model_class(model_type)(config)
         _spread(model)
     half = dtype in (torch.float16, torch.bfloat16)
-    fp32_names = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
+    fp32_routers = model_type in _FP32_ROUTERS and not FP64.is_on()
+    fp32_names = model._keep_in_fp32_modules_strict if half or fp32_routers else ()
     return _cast(model, dtype, fp32_names or ()).train()
 
 

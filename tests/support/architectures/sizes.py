@@ -191,6 +191,22 @@ _TEXT: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 3,
         "n_layers_per_attn_res_block": 2,
     },
+    "inkling2_loop_text": {
+        "unpadded_vocab_size": 95,
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 8,
+        "sliding_window_size": 5,
+        "d_rel": 10,
+        "rel_extent": 7,
+        "log_scaling_n_floor": 4,
+        "conv_kernel_size": 3,
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 6,
+    },
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},  # experts follow both mixers
     "jetmoe": {"intermediate_size": 24, "kv_channels": 12},
     "kimi_linear": {"q_lora_rank": None},
@@ -233,7 +249,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "chunk_size": 4,
         "conv_kernel": 3,
     },
-    "openai_privacy_filter": {"num_labels": 5},
+    "openai_privacy_filter": {"num_labels": 5, "classifier_dropout": 0.0},
     "phimoe": {"num_experts_per_tok": 2},  # the only number that its router supports
     "qwen3_5_moe_text": {
         "rope_parameters": _rope(mrope_section=[1, 1, 1], partial_rotary_factor=0.5),

@@ -4,6 +4,7 @@ The stock model runs the batches of all ranks, one after the other, and divides 
 tokens in all of them. The losses and gradients of the ranks must add up to those of stock.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,26 +22,28 @@ from support.architectures.models import tiny
 from support.architectures.sizes import tiny_config
 from support.architectures.types import FAMILIES, MODEL_TYPES
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.fp64 import FP64
 from support.jobs.resume import Run
 from support.parity import full_tensor
 from support.quantised import in_place_of_bytes
 
 # The gate of these types, or the norm after their experts, computes in fp32 even in an fp64 model.
 FP32_GATE = {"beam", "muse_spark"}
+# These types compute nearly all in fp32, even in an fp64 model, so they are compared in `FP64`.
+FP32_EVERYWHERE = {"inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"}
 # The eager experts of these types sum in fp32. Transformers' batched experts are stock as well, and
 # sum in fp64.
 BATCHED = {"nemotron_h", "openai_privacy_filter"}
 # The forward of these types returns a slice of the logits: a view, which no test changes in place.
 CUT_LOGITS = {
     "ernie4_5_vl_moe",
+    "inkling2_loop",
     "inkling_mm_model",
     "inkling_text",
     "openai_privacy_filter",
 }
 REFUSED = {
     "diffusion_gemma": "its encoder and its decoder share",
-    "inkling2": "the gate of Inkling2Experts",
-    "inkling2_text": "the gate of Inkling2Experts",
 }
 # The stock experts of these types are not held in stacked weights, so they cannot have adapters.
 WITHOUT_ADAPTERS = ("dbrx", "jetmoe", "longcat_flash")
@@ -65,6 +68,11 @@ def build(model_type: str, seed: int = 0, **overrides: Any) -> nn.Module:
 
 def budget_of(model_type: str) -> float:
     return FP32_INSIDE if model_type in FP32_GATE else FP64_MODEL
+
+
+def exactly(model_type: str) -> Any:
+    """Return a context in which a type that computes in fp32 computes in fp64."""
+    return FP64() if model_type in FP32_EVERYWHERE else nullcontext()
 
 
 def batches(model: nn.Module, world: int, seed: int = 0) -> list[dict[str, Any]]:

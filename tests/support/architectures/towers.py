@@ -55,6 +55,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_audio": {"subsampling_conv_channels": [8, 4], "output_proj_dims": 18},
     "gemma4_vision": {"pooling_kernel_size": 2, "position_embedding_size": 9},
     "glm5_next_vision": {"projection_intermediate_size": 28},
+    "hy_v4_vl_vision": {"max_image_size": 16},
     "inkling2_vision": {"posemb_grid_size": 5, "projection_hidden_dim": 28},
     "inkling_audio": {"n_mel_bins": 5, "mel_vocab_size": 7},
     "llama4_vision_model": {
