@@ -19,7 +19,6 @@ Inductor needs a C++ compiler on CPUs (`apt-get install g++`). No GPU is measure
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections import Counter
@@ -44,10 +43,12 @@ from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.planner import config as planner_config
 from hf_moe_ep.planner.fused import Fusion, in_place_of_compile
 from hf_moe_ep.planner.work import WorkCounter
+from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 CHECKPOINTS = {"none": None, "non-reentrant": False, "reentrant": True}
 VOCAB = 128
+PARTS = ("bytes", "compiling", "step")
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,23 @@ def run_layer(model: nn.Module, sizes: Sizes) -> None:
 
 
 def counted_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> float:
-    """Count the bytes per token of the uncompiled layer, or those that a plan expects compiled."""
+    """Count the bytes per token of the uncompiled layer, or those that a plan expects compiled.
+
+    The layer runs on fake tensors, which have no memory.
+    """
     fusion = Fusion()
     work = WorkCounter(fusion=fusion if fused else None)
     with (
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _return_input),
         in_place_of_compile(fusion),
     ):
-        model = one_layer(use_reentrant, fused)
+        with torch.device("meta"):
+            model = one_layer(use_reentrant, fused)
         work.begin("layer")
-        with work:
-            run_layer(model, sizes)
+        with fake_tensors():
+            model.to_empty(device="cpu")
+            with work:
+                run_layer(model, sizes)
     return work.counted().nbytes() / sizes.layer_tokens
 
 
@@ -234,32 +241,27 @@ def report_bytes(found: dict[str, tuple[float, float, float]]) -> list[str]:
     return lines
 
 
-def report(
-    sizes: Sizes,
-    found: dict[str, tuple[float, float, float]],
-    seconds: dict[str, list[float]],
-    compiling: dict[str, float],
-    about: list[str],
-) -> str:
-    lines = [
-        "# Compiled layers\n",
-        *about,
-        f"\n## Bytes of a layer of {MODEL} outside of its MoE block\n",
-        *report_bytes(found),
-        f"\nForward and backward of {sizes.layer_tokens} tokens in sequences of {sizes.layer_seq}.",
-        "\n## A step\n",
+def report_step(sizes: Sizes, seconds: dict[str, list[float]]) -> list[str]:
+    return [
         "| | compiled | eager | ratio |",
         "|---|---|---|---|",
         f"| {row('seconds', seconds['compiled'], seconds['eager'])} |",
         f"\nQwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
         f"{sizes.experts} experts of {sizes.intermediate}, fp32, ep {sizes.ranks}, {sizes.tokens} "
         f"tokens a rank, {sizes.steps} steps; median (min .. max), ratios turn by turn.",
-        "\n## Compiling\n",
-        "| model | seconds |",
-        "|---|---|",
-        *(f"| {name} | {value:.1f} |" for name, value in compiling.items()),
-        "\nEvery figure is explained at the top of `benchmarks/compiled_layers.py`.",
     ]
+
+
+def report_compiling(compiling: dict[str, float]) -> list[str]:
+    rows = [f"| {name} | {value:.1f} |" for name, value in compiling.items()]
+    return ["| model | seconds |", "|---|---|", *rows]
+
+
+def report(sections: dict[str, list[str]], about: list[str]) -> str:
+    lines = ["# Compiled layers\n", *about]
+    for title, section in sections.items():
+        lines += [f"\n## {title}\n", *section]
+    lines.append("\nEvery figure is explained at the top of `benchmarks/compiled_layers.py`.")
     return "\n".join(lines) + "\n"
 
 
@@ -273,17 +275,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--write", type=Path, help="also write compiled-layers-cpu.md there")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
-    found = measure_bytes(sizes)
-    print("\n".join(report_bytes(found)), flush=True)
-    compiling = measure_compiling(sizes)
-    print(json.dumps(compiling), flush=True)
-    by_rank = spawn(measure_rank, sizes.ranks, sizes, timeout=900.0, environment=KEEP_FREED_MEMORY)
-    about = setting("benchmarks/compiled_layers.py", load_before, sizes.ranks)
-    text = report(sizes, found, by_rank[0], compiling, about)
+    sections: dict[str, list[str]] = {}
+    if "bytes" in args.parts:
+        found = report_bytes(measure_bytes(sizes))
+        tokens = f"{sizes.layer_tokens} tokens in sequences of {sizes.layer_seq}"
+        found.append(f"\nForward and backward of {tokens}.")
+        sections[f"Bytes of a layer of {MODEL} outside of its MoE block"] = found
+    if "compiling" in args.parts:
+        sections["Compiling"] = report_compiling(measure_compiling(sizes))
+    if "step" in args.parts:
+        by_rank = spawn(
+            measure_rank, sizes.ranks, sizes, timeout=900.0, environment=KEEP_FREED_MEMORY
+        )
+        sections["A step"] = report_step(sizes, by_rank[0])
+    text = report(sections, setting("benchmarks/compiled_layers.py", load_before, sizes.ranks))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,9 @@ A tensor is written to memory if
 - it is a sum over rows, which is small, and which a kernel of its own may need.
 
 A tensor that is not written costs the tensors from which it is computed, wherever it is read. A
-kernel is a series of operators without a product or attention in between.
+kernel is a series of operators without a product or attention in between. A sum over columns, such
+as the gradient of a norm's weight, is a kernel of its own: it needs all rows, while other kernels
+compute one row at a time.
 
 The code of training itself says which regions are compiled: inside of `in_place_of_compile`,
 torch.compile marks a region instead of compiling it. Autograd numbers its nodes, so the numbers of
@@ -63,12 +65,14 @@ class _Node:
         graph: the number of the graph that contains the operator; None outside of compiled code.
         in_backward: True for the backward of the graph.
         fuses: True if the operator only moves bytes.
+        sums_columns: True if the operator adds up all rows of its input.
     """
 
     stretch: str
     graph: int | None
     in_backward: bool
     fuses: bool
+    sums_columns: bool
     dtype: str
     reads: tuple[_Use, ...]
     writes: tuple[_Use, ...]
@@ -135,6 +139,7 @@ class Fusion:
             graph,
             not self._running,
             fuses,
+            fuses and _sums_columns(reads, writes),
             operator.dtype,
             tuple(map(self._use, reads)),
             tuple(map(self._use, writes)),
@@ -171,8 +176,12 @@ class Fusion:
                 last = None
             if not node.fuses:
                 continue
-            last = node
             needed = [source for use in node.reads for source in sources.get(use.storage, (use,))]
+            if node.sums_columns:
+                nbytes = sum(use.nbytes for use in dict.fromkeys((*needed, *node.writes)))
+                kernels.append(Kernel(node.stretch, node.dtype, nbytes, 1))
+                continue
+            last = node
             for use in node.writes:
                 if use.storage in written:
                     writes[use.storage] = max(use.nbytes, writes.get(use.storage, 0))
@@ -222,6 +231,15 @@ class Fusion:
             self._numbers[key] = known
             self._next_number += 1
         return _Use(known[1], tensor.numel() * tensor.element_size())
+
+
+def _sums_columns(reads: list[Tensor], writes: list[Tensor]) -> bool:
+    """Return True if the operator's result has the width of its input, and few or no rows."""
+    if not reads or not writes:
+        return False
+    rows, result = reads[0], writes[0]
+    is_small = result.numel() <= _SMALL * rows.numel()
+    return is_small and result.ndim > 0 and result.shape[-1] == rows.shape[-1] > 1
 
 
 def _differ(node: _Node, last: _Node) -> bool:

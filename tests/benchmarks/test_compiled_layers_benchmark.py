@@ -26,6 +26,11 @@ def test_steps_and_compiling_are_timed() -> None:
     assert all(len(seconds) == SIZES.steps for seconds in by_rank[0].values())
     compiling = bench.measure_compiling(SIZES)
     assert all(seconds > 0 for seconds in compiling.values())
-    found = {"none": (4000.0, 1000.0, 1100.0)}
-    text = bench.report(SIZES, found, by_rank[0], compiling, ["- machine"])
+    sections = {
+        "Bytes": bench.report_bytes({"none": (4000.0, 1000.0, 1100.0)}),
+        "Compiling": bench.report_compiling(compiling),
+        "A step": bench.report_step(SIZES, by_rank[0]),
+    }
+    text = bench.report(sections, ["- machine"])
     assert "| none | 4.0 | 1.0 | 0.250 | 1.10 |" in text
+    assert text.count("\n## ") == 3 and "| seconds | " in text

@@ -58,6 +58,15 @@ def test_backward_reads_the_input_again_instead_of_saved_results() -> None:
     assert kernels[1].nbytes >= 3 * BF16
 
 
+def test_a_sum_over_columns_is_a_kernel_of_its_own() -> None:
+    def sums(x: Tensor, weight: Tensor) -> Tensor:
+        return (x * 2).sum(0) * weight
+
+    kernels, *_ = _count(lambda x, weight: sums(x, weight)[None], *_inputs(grad=False))
+    # The rows are read for the sum. The product with the weight reads two rows and writes one.
+    assert [kernel.nbytes for kernel in kernels] == [BF16 + 2 * WIDTH, 3 * 2 * WIDTH]
+
+
 def test_a_product_and_the_code_around_end_a_kernel() -> None:
     def two_kernels(x: Tensor, weight: Tensor) -> Tensor:
         return (x * 2 @ torch.eye(WIDTH, dtype=x.dtype)) * weight
