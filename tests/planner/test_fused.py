@@ -99,6 +99,19 @@ def test_code_that_is_not_traced_is_counted_by_operators() -> None:
     assert float(out[0, 0]) == 2 * 3 * 5 * 7 * 11 * 13
 
 
+def test_a_tensor_that_crosses_the_border_of_a_graph_is_written() -> None:
+    fusion = Fusion()
+    work = WorkCounter(fusion=fusion)
+    x = torch.ones(ROWS, WIDTH)
+    with in_place_of_compile(fusion):
+        first, second = torch.compile(lambda x: 2 * x), torch.compile(lambda x: 3 * x)
+        work.begin("step")
+        with work:
+            (second(first(x)) @ torch.ones(WIDTH, 1)).sum()
+    fp32 = 2 * BF16
+    assert [kernel.nbytes for kernel in fusion.kernels()] == [2 * fp32, 2 * fp32]
+
+
 TINY: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 128,
