@@ -28,6 +28,7 @@ _EXPERTS_DTYPES = (None, "nf4", "fp8")
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
+_FUSED_LOSS = ("auto", True, False)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class ParallelConfig:
             for its MoE block if `ep_size` is more than 1 (`hf_moe_ep.compile_layers` says what else
             is compiled). A string names the backend, and a dict has keyword arguments of
             `torch.compile`. False: nothing is compiled.
+        fused_loss: compute the head and the loss for some tokens at a time, so that the logits of a
+            whole batch never exist; `outputs.logits` is None then. "auto" does so where nobody can
+            read the logits: in a Trainer, except for evaluations with `compute_metrics`, and with
+            sp_size > 1. True does so in every forward in training mode with labels. A model that
+            scales or caps its logits computes them as in stock; True is then an error.
         gather_logits: with sp_size > 1, a forward that computes a loss also returns the logits of
             the whole sequence. If False, `outputs.logits` of such a forward is None.
 
@@ -116,6 +122,7 @@ class ParallelConfig:
     max_tokens_per_rank: int | None = None
     recompute_activations: bool = False
     compile_layers: bool | str | dict[str, Any] = False
+    fused_loss: str | bool = "auto"
     gather_logits: bool = False
     bias_update_rate: float | None = None
     aux_loss_per_layer: bool = False
@@ -150,6 +157,7 @@ class ParallelConfig:
         check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
         check_choice("experts_dtype", self.experts_dtype, _EXPERTS_DTYPES)
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
+        check_choice("fused_loss", self.fused_loss, _FUSED_LOSS)
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         if self.node_size is not None and self.dispatcher != "hierarchical":
             raise ValueError(

@@ -110,9 +110,12 @@ class Tokens:
         with torch.no_grad():
             # Ids are sent as floats. fp32 represents all integers up to 2**24, but bf16 only those
             # up to 256.
-            wide, rows_TH = self.wide_dtype, self.x_TH.to(self.row_dtype)
             self._messages_TI = join_columns(
-                rows_TH, self.weights_TK.to(wide), self.ids_TK.to(wide)
+                self.x_TH,
+                self.weights_TK,
+                self.ids_TK,
+                dtype=self.row_dtype,
+                right_dtype=self.wide_dtype,
             )
 
     def take_messages(self) -> Tensor:

@@ -10,6 +10,8 @@ for. Only if no check fails, the features attach themselves:
     sequence   with sp_size > 1 (sequence parallelism) sp_size ranks share each sequence: a rank
                gets some of its tokens, but in attention all tokens and some of the heads
                                                                          (`sequence/attach.py`)
+    loss       with fused_loss, head and loss are computed without the logits of a whole batch
+                                                                            (`loss/attach.py`)
     vision     if one rank runs the vision tower (the encoder of pictures), all ranks run it
                                                                            (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
@@ -40,7 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_moe_ep.architectures import Parts, find_parts
+from hf_moe_ep.architectures import Parts, find_block, find_parts
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
@@ -51,8 +53,10 @@ from hf_moe_ep.config import (
     resolve_config,
 )
 from hf_moe_ep.integrations.install import install
+from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
+from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
@@ -75,6 +79,7 @@ _logger = logging.getLogger("hf_moe_ep")
 # what the config asks for, and changes no module. `attach(parts, state)` changes the modules and
 # must not fail. Hooks run in the order of this table: `sequence` slices the batch first.
 FEATURES = (
+    (loss.check, loss.attach),
     (sequence.check, sequence.attach),
     (moe.check, moe.attach),
     (vision.check, vision.attach),
@@ -137,7 +142,7 @@ def patch(
         state.adapts_experts = old_state.adapts_experts
         state.is_reported = old_state.is_reported
         state.unread, old_state.unread = old_state.unread, None
-        unpatch(model)
+        _detach(model, old_state)
     for _, attach in FEATURES:
         attach(parts, state)
     setattr(parts.root, STATE, state)
@@ -149,11 +154,22 @@ def patch(
 def _check(
     model: nn.Module, config: ParallelConfig, plan: ModelPlan | None
 ) -> tuple[Parts, ModelState]:
-    """Find the parts of a model and run all checks of `patch`, without changing the model."""
-    parts = find_parts(model, plan)
-    state = ModelState(config, parts.plan, parts.num_experts)
-    for check, _ in FEATURES:
-        check(parts, state)
+    """Find the parts of a model, and run all checks of `patch`.
+
+    If the experts do not use transformers' experts interface, modules that use it are put in their
+    places (`moe/stacked.py`). If a check fails, the model is unchanged.
+    """
+    was_patched = hasattr(model, STATE)
+    stack_experts(model, find_block(model, plan))
+    try:
+        parts = find_parts(model, plan)
+        state = ModelState(config, parts.plan, parts.num_experts)
+        for check, _ in FEATURES:
+            check(parts, state)
+    except BaseException:
+        if not was_patched:
+            unstack_experts(model)
+        raise
     return parts, state
 
 
@@ -166,6 +182,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     """
     config = resolve_config(config, {})
     parts, _ = _check(model, config, None)
+    unstack_experts(model)
     world_size = world_size_of_launch()
     if world_size > 1:
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
@@ -193,6 +210,13 @@ def unpatch(model: nn.Module) -> nn.Module:
             "apply_ep_fsdp2 or accelerator.prepare"
         )
     read_whole(model)
+    _detach(model, state)
+    unstack_experts(model)
+    return model
+
+
+def _detach(model: nn.Module, state: ModelState) -> None:
+    """Undo what the features have attached."""
     moe.detach(model)
     restore_classes(model)
     for module in model.modules():
@@ -202,7 +226,6 @@ def unpatch(model: nn.Module) -> nn.Module:
     state.restore()
     for module in model.modules():
         vars(module).pop(STATE, None)
-    return model
 
 
 def check_unsharded(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ the row above.
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
+    sharding/shard.py | whole_weights weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
     moe/dispatch/chunks.py | num_chunks dispatcher | from the first forward in training on
@@ -28,7 +29,8 @@ the row above.
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
-    moe/padding.py | real_tokens | the tokens that are dispatched, during a forward
+    moe/padding.py | real_tokens | the tokens that experts compute, during a forward
+    moe/recompute.py | real_tokens | the same, during a checkpointed function
     moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
@@ -37,12 +39,16 @@ the row above.
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/layers.py | is_checked | if the graphs of a kind of layer exist
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
+    moe/attach.py | chooses_none in_described_block | of layers and models with described blocks
+    moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
+    moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
+    integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
@@ -51,6 +57,8 @@ the row above.
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
     upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --
+    loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
+    loss/attach.py | loss_is_fused | during such a forward
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
@@ -64,6 +72,7 @@ the row above.
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
+    sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
@@ -76,7 +85,7 @@ the row above.
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
-    runner/hook.py | _warn_once propagate name | warnings so far; the log of `hf-moe-ep run`
+    runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
@@ -85,22 +94,25 @@ the row above.
     upstream/training_frameworks.py | data_ptr | of parameters on meta, until sharding
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
+    ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
     upstream/models.py | cache_methods | names of the methods of Transformers' caches
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
+    upstream/causal_loss.py | _other_use | what the code of a forward does with its logits
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
-    integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
+    integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
+    upstream/trainers.py | tp_size total_samples | of the sampler of a loader of ms-swift
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
@@ -175,9 +187,9 @@ class ModelState:
     forward_number: int = 0
     # True if gradients were enabled when the current forward was called.
     leads_to_gradients: bool = False
-    # [T], True for the tokens of the current forward that are not padding (moe/padding.py); None if
-    # all tokens are dispatched.
-    real_tokens: Tensor | None = None
+    # The `RealTokens` (moe/padding.py) of the current forward, which are not padding; None if the
+    # experts compute all tokens.
+    real_tokens: Any = None
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None
@@ -188,6 +200,10 @@ class ModelState:
     sums_losses: bool = True
     # True while the Trainer predicts: logits are gathered whatever config.gather_logits says.
     gather_logits: bool = False
+    # True while a Trainer runs a forward of which it reads only the loss (loss/attach.py).
+    only_loss_is_read: bool = False
+    # True during a forward whose loss is computed without logits (loss/attach.py).
+    loss_is_fused: bool = False
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
@@ -234,6 +250,9 @@ class ModelState:
     meshes_beside: Meshes | None = None
     # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
+    # True while an MoE block runs that a plan describes (`ModelPlan.block`), and False while other
+    # modules of its model run; None if no plan describes the blocks.
+    in_described_block: bool | None = None
     # The forwards that other packages must not replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
     # (module, attribute, old value); the value is `WasAbsent` if there was no such attribute.
@@ -317,6 +336,10 @@ class Compute:
             raise an error; otherwise PyTorch computes them.
         recompute: True if backward recomputes the pre-activations.
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
+        weights_inputs: True if the routing weight of an expert multiplies its input, and not its
+            output.
+        turns_factors: True if PEFT takes the transposed matrices for matrices [out, in]. Its factor
+            lora_A then is the transpose of what would be lora_B, and vice versa.
     """
 
     formula: ExpertFormula
@@ -326,6 +349,8 @@ class Compute:
     required: bool
     recompute: bool
     quantisation: Quantisation | None = None
+    weights_inputs: bool = False
+    turns_factors: bool = False
 
     @property
     def parameters(self) -> tuple[str, str]:
@@ -369,10 +394,15 @@ class MoELayer:
             they adapt, during a forward; empty between forwards.
         grad_divisor: our backward divides the gradients of the experts by this number
             (`sharding/options.py`).
+        whole_weights: the names of the module's parameters that FSDP2 does not hold
+            (`sharding/whole_experts.py`).
+        weights_dtype: the dtype to which they are cast before they are multiplied; None if they are
+            not cast.
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
         shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
+        chooses_none: True if expert ids may also be the number of experts, which means "no expert".
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
     """
@@ -382,9 +412,12 @@ class MoELayer:
     compute: Compute | None
     adapters: dict[str, Sequence[Any]] = field(default_factory=dict)
     grad_divisor: int = 1
+    whole_weights: frozenset[str] = frozenset()
+    weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
     shared: Any = None
+    chooses_none: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -323,7 +323,8 @@ def test_patching_twice_is_patching_once() -> None:
     assert getattr(model, STATE) is state and _snapshot(model) == snapshot
     patch(model, ep_size=4)
     assert getattr(model, STATE).config == ParallelConfig(4, 1, 1)
-    # With ep_size > 1, hooks of the root look for padding tokens.
+    assert _hooks(model) == hooks
+    patch(model, sp_size=2)
     assert _hooks(model) != hooks
     patch(model)
     assert _hooks(model) == hooks
@@ -386,7 +387,7 @@ def test_models_that_sp_cannot_split_raise_an_error_with_the_reason() -> None:
         patch(tiny(), plan=plan, sp_size=2)
     part = Slice(cast(Any, None), 0, 2, length=8)
     with pytest.raises(ValueError, match=r"Linear, .*keywords only.*layer\(hidden_states"):
-        take_slice = TakeSlice(arguments_of(nn.Linear(2, 2), 2), LayerSlice(), first=True)
+        take_slice = TakeSlice(arguments_of(nn.Linear(2, 2), 2), LayerSlice(), gets_whole=True)
         take_slice(nn.Linear(2, 2), (), {SLICE: part})
 
 
@@ -503,7 +504,9 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
         if _is_ours(hook)
     ]
     before = ["ForwardBegins", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
-    assert sorted(ours) == sorted([*before, "FinishAuxLoss", "ForwardEnds", "MarkLogits"])
+    after = ["FinishAuxLoss", "ForwardEnds", "MarkLogits"]
+    around = ["LossBegins", "LossEnds", "PaddingBegins", "PaddingEnds"]
+    assert sorted(ours) == sorted([*before, *after, *around])
     actual, expected = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", actual.logits, expected.logits, 1e-12)
     unpatch(wrapped)

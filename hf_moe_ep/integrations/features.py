@@ -132,6 +132,7 @@ CHECKPOINTS = _feature(
 )
 SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_sp_model)
 TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_sp_model)
+LOGITS = _feature("a loss without the logits of whole batches in the Trainer")
 TRACKERS = _feature("the error that names a failing tracker")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
 BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)

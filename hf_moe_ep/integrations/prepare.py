@@ -275,7 +275,9 @@ def _check_loss(model: Any) -> None:
 
 
 # What does the same for a patched model.
-_REMEDIES = dict.fromkeys(("cp_size", "sp_size"), ", and use sp_size of hf_moe_ep")
+_REMEDIES = dict.fromkeys(("cp_size", "sp_size"), ", and use sp_size of hf_moe_ep") | {
+    "ep_size": ", and use ep_size of hf_moe_ep"
+}
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
@@ -283,7 +285,7 @@ def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) 
     check_sequence_parallelism()
     if parallelism is None:
         return
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name in ("tp_size", "cp_size", "sp_size", "ep_size"):  # ep_size: axolotl adds it
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
                 f"{option_of_size(name)}={getattr(parallelism, name)}, which does not combine with "

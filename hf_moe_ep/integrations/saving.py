@@ -6,6 +6,7 @@ function                          with a state dict           without a state di
 Trainer.save_model                (takes no state dict)       sharded save, file by file
 PreTrainedModel.save_pretrained   written in hub layout       sharded save, called on every rank
 PeftModel.save_pretrained         packed as PEFT packs it     gathered first, called on every rank
+axolotl's save after training     (takes no state dict)       gathered first, called on every rank
 
 `Accelerator.save_state` writes its own files. Quantised experts are frozen, so their bytes are left
 out, as in `save_checkpoint`. Their hashes are written instead (`checkpoints/training/base.py`) and
@@ -158,6 +159,18 @@ def save_adapters(
     else:
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, *args, **kwargs)
+
+
+def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output_dir: str) -> bool:
+    """Wrap axolotl's `save_fsdp2_lora_adapter`, which gathers and saves an adapter after training.
+
+    It returns True if the model has an adapter, which is then saved.
+    """
+    state = find_state(model)
+    if state is None or state.meshes is None or not has_adapters(model):
+        return bool(original(model, output_dir))
+    save_pretrained(model, output_dir)
+    return True
 
 
 def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:

@@ -9,6 +9,7 @@ process has its own batches, so these functions are corrected for that Accelerat
     prepare_data_loader   splits samples over the data ranks instead of the processes
     gather_for_metrics    takes each sample once, from the first process of its data rank
     prepare_scheduler     steps once per data rank and optimizer step, not once per process
+    get_train_dataloader  as prepare_data_loader, for the loaders that ms-swift makes itself
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
                           `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
                           of whole sequences
@@ -38,7 +39,9 @@ from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.trainers import split_over_data_ranks
 from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepared_loaders
+from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"
 Original = Callable[..., Any]
@@ -106,6 +109,22 @@ def prepare_data_loader(
         prepared = _prepare_shared(self, data_loader, device_placement)
     check_even(self)
     return prepared
+
+
+def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ms-swift's `get_train_dataloader`: ranks that share batches draw the same samples.
+
+    ms-swift does not give this loader to Accelerate.
+
+    Raises:
+        ValueError: ranks share batches, and the data is a stream.
+    """
+    loader = original(self, *args, **kwargs)
+    size = sharing(self.accelerator)
+    if size > 1:
+        split_over_data_ranks(loader, size)
+        loader.worker_init_fn = _seed_by_data_rank(loader.worker_init_fn, size)
+    return loader
 
 
 def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool | None) -> Any:
@@ -220,16 +239,39 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: return logits of whole sequences, if it returns logits."""
+    """Wrap `Trainer.prediction_step`: compute logits only if it returns them, but then whole."""
     state = find_state(self.model)
-    if state is None or sharing(self.accelerator) == 1:
+    if state is None:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    before = state.gather_logits
+    before = state.gather_logits, state.only_loss_is_read
     state.gather_logits = not prediction_loss_only
+    # A subclass that overrides compute_loss may read the outputs.
+    state.only_loss_is_read = prediction_loss_only and runs_wrapper_first(self, "compute_loss")
     try:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     finally:
-        state.gather_logits = before
+        state.gather_logits, state.only_loss_is_read = before
+
+
+def compute_loss(
+    original: Original,
+    self: transformers.Trainer,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap `Trainer.compute_loss`: record that nobody reads outputs which it does not return."""
+    state = find_state(self.model)
+    if state is None or return_outputs:
+        return original(self, model, inputs, return_outputs, *args, **kwargs)
+    before = state.only_loss_is_read
+    state.only_loss_is_read = True
+    try:
+        return original(self, model, inputs, return_outputs, *args, **kwargs)
+    finally:
+        state.only_loss_is_read = before
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:

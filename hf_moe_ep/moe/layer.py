@@ -49,11 +49,11 @@ from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.chunks import AUTO, apply_choice, choose_at_first_forward
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
-from hf_moe_ep.moe.padding import leave_out_padding
+from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -71,14 +71,14 @@ class ForwardGuard(Ours):
         self.state.check_ready()
         # Only a sharded model needs the number of the forward. In another model torch.compile would
         # recompile the forward each time the number changes.
-        if self.state.meshes is not None:
-            self._begin_forward(module, self.state.meshes)
+        if self.state.meshes is not None or not torch.compiler.is_compiling():
+            self._begin_forward(module)
 
     @torch.compiler.disable
-    def _begin_forward(self, module: nn.Module, meshes: Meshes) -> None:
+    def _begin_forward(self, module: nn.Module) -> None:
         self.state.forward_number += 1
         apply_choice(self.state)
-        if meshes.ep_size > 1 and module.training:
+        if module.training:
             self._checkpoints.look(module)
 
 
@@ -102,20 +102,36 @@ def moe_forward(
     if meshes is not None and meshes.ep_size > 1:
         return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
     # A compiled forward relies on the root's hook (ForwardGuard), which calls check_ready as well.
+    positions: Tensor | None = None
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
         top_k_weights = _choose_weights(layer, top_k_weights)
+        positions = positions_without_padding(layer.model, hidden_states)
+    x_TH = hidden_states
+    if positions is not None:
+        hidden_states, top_k_index, top_k_weights = (
+            x.index_select(0, positions) for x in (hidden_states, top_k_index, top_k_weights)
+        )
     assert layer.compute is not None
     count_choice(layer, experts.training, top_k_index)
-    return run_experts(
+    out = run_experts(
         experts,
         layer.compute,
         hidden_states,
         top_k_index,
         top_k_weights,
-        counts_L=None,
+        counts_L=_count_on_host(top_k_index, layer) if layer.chooses_none else None,
         grad_scale=1.0 / layer.grad_divisor,
     )
+    return out if positions is None else torch.zeros_like(x_TH).index_copy(0, positions, out)
+
+
+@torch.compiler.disable
+def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
+    """Return the number of pairs of each expert, by a host sync; "no expert" is not counted."""
+    num_experts = layer.model.num_experts
+    counts: list[int] = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
+    return counts
 
 
 @torch.compiler.disable
@@ -168,6 +184,8 @@ def _ep_forward(
             chunks.send(chunk, out_RH)
         if layer.shared is not None:
             layer.shared.run()
+    if weights is not None and weights.masters is not None:
+        weights.masters.forget()
     return chunks.finish()
 
 
@@ -194,7 +212,10 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     """
     if layer.placement is None:
         return expert_ids_TK
-    return layer.placement.to(expert_ids_TK.device)[expert_ids_TK.long()].to(expert_ids_TK.dtype)
+    slots = layer.placement.to(expert_ids_TK.device)
+    if layer.chooses_none:
+        slots = torch.cat([slots, slots.new_tensor([len(slots)])])
+    return slots[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 
 def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | None:

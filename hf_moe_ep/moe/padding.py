@@ -1,7 +1,7 @@
 """Find the padding tokens of a forward, which are neither dispatched nor computed by experts.
 
-A batch of texts of different lengths is padded, and the attention mask is 0 at padding tokens. With
-ep_size > 1 these tokens are sent to no rank, and the routed experts add nothing to them:
+A batch of texts of different lengths is padded, and the attention mask is 0 at padding tokens. In
+training these tokens are sent to no rank, and the routed experts add nothing to them:
 
     attention_mask    1  1  1  0  0        the tokens 3 and 4 are padding
     labels            a  b  c  -  -        - stands for -100
@@ -16,13 +16,19 @@ of its whole row are dispatched (the padding tokens of a row may see each other)
 - the forward has no labels, so another loss may read any output;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`).
 
-A recompute must dispatch the tokens of the first run. A frame (`recompute.py`) stores its
-exchanges. A checkpoint without a frame would not know the padding any more, so nothing is left out
-inside of it.
+A recompute must compute the tokens of the first run. A frame (`recompute.py`) stores them. A
+checkpoint without a frame would not know the padding any more, so nothing is left out inside of it.
+
+With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
+left out if nobody can see these outputs: if the loss is fused (`loss/attach.py`), logits do not
+exist. The experts then get only the rows of the other tokens. The host must know their number,
+which is one host sync per forward. torch.compile cannot trace it, so compiled blocks compute all
+tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +42,41 @@ from hf_moe_ep.upstream.autograd_modes import saved_tensors_are_hooked
 from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache
 
 
+@dataclass
+class RealTokens:
+    """The tokens of one forward that the experts have to compute.
+
+    Attributes:
+        mask_T: True for these tokens.
+        is_kept: True inside of a checkpoint whose frame keeps this object for the recompute.
+    """
+
+    mask_T: Tensor
+    is_kept: bool = False
+    _positions: list[Tensor | None] = field(default_factory=list)
+    _padding: list[Tensor] = field(default_factory=list)
+
+    def kept(self) -> RealTokens:
+        """Return the same tokens for a checkpointed function with a frame."""
+        return replace(self, is_kept=True)
+
+    def padding_T1(self, device: torch.device) -> Tensor:
+        """Return True for all other tokens, [T, 1]; computed once per forward."""
+        if not self._padding or self._padding[0].device != device:
+            self._padding[:] = [(~self.mask_T).to(device).unsqueeze(1)]
+        return self._padding[0]
+
+    def positions(self) -> Tensor | None:
+        """Return the positions of these tokens; None if these are all tokens.
+
+        The first call is a host sync.
+        """
+        if not self._positions:
+            found = self.mask_T.nonzero().squeeze(1)
+            self._positions.append(None if len(found) == len(self.mask_T) else found)
+        return self._positions[0]
+
+
 class PaddingBegins(Ours):
     """Pre-forward hook of the causal LM: finds the tokens that are not padding.
 
@@ -46,12 +87,21 @@ class PaddingBegins(Ours):
         self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and self.state.meshes is not None:
+        if model.training and not torch.compiler.is_compiling():
             self._find(model, args, kwargs)
 
     @torch.compiler.disable
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.state.real_tokens = find_real_tokens(bind_forward(model, args, kwargs))
+        meshes, given = self.state.meshes, bind_forward(model, args, kwargs)
+        if (meshes is None or meshes.ep_size == 1) and not self._outputs_are_unseen(model, given):
+            return
+        mask_T = find_real_tokens(given)
+        self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)
+
+    def _outputs_are_unseen(self, model: Any, given: dict[str, Any]) -> bool:
+        name = "output_hidden_states"
+        shows_hidden = given.get(name, getattr(model.config, name, False))
+        return self.state.loss_is_fused and not shows_hidden
 
 
 class PaddingEnds(Ours):
@@ -66,10 +116,8 @@ class PaddingEnds(Ours):
 
 
 def attach_padding(parts: Parts, state: ModelState) -> None:
-    """Register the hooks with ep_size > 1, unless padding tokens may change other tokens."""
-    if state.config.ep_size in (None, 1) or parts.causal_lm is None:
-        return
-    if parts.plan.mixers or not parts.attention:
+    """Register the hooks, unless padding tokens may change other tokens."""
+    if parts.causal_lm is None or parts.plan.mixers or not parts.attention:
         return
     parts.causal_lm.register_forward_pre_hook(PaddingBegins(state), with_kwargs=True)
     parts.causal_lm.register_forward_hook(PaddingEnds(state), always_call=True)
@@ -102,18 +150,30 @@ def find_real_tokens(given: dict[str, Any]) -> Tensor | None:
 
 def leave_out_padding(state: ModelState, slots_TK: Tensor) -> Tensor:
     """Replace the slots of padding tokens by the number of experts, which means "no expert"."""
-    real_T = state.real_tokens
-    if real_T is None or len(real_T) != len(slots_TK) or _is_in_other_checkpoint(state):
+    real = _real_tokens_of(state, len(slots_TK))
+    if real is None:
         return slots_TK
-    return slots_TK.masked_fill(~real_T.to(slots_TK.device).unsqueeze(1), state.num_experts)
+    return slots_TK.masked_fill(real.padding_T1(slots_TK.device), state.num_experts)
 
 
-def _is_in_other_checkpoint(state: ModelState) -> bool:
-    """Return True inside of a checkpoint without a frame.
+def positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
+    """Return the positions of the tokens to compute; None if all tokens are computed."""
+    real = _real_tokens_of(state, len(x_TH))
+    positions = None if real is None else real.positions()
+    return None if positions is None else positions.to(x_TH.device)
 
-    The result is also True inside of another function that keeps the tensors that autograd saves.
+
+def _real_tokens_of(state: ModelState, num_tokens: int) -> RealTokens | None:
+    """Return the tokens of the current forward for a layer with so many tokens, if they are known.
+
+    They are not known inside of a checkpoint without a frame, or of another function that keeps the
+    tensors that autograd saves.
     """
-    if state.frame is not None:
-        return False
-    is_reentrant = state.leads_to_gradients and not torch.is_grad_enabled()
-    return is_reentrant or saved_tensors_are_hooked()
+    real: RealTokens | None = state.real_tokens
+    if real is None or len(real.mask_T) != num_tokens:
+        return None
+    if not real.is_kept:
+        is_reentrant = state.leads_to_gradients and not torch.is_grad_enabled()
+        if is_reentrant or saved_tensors_are_hooked():
+            return None
+    return real

@@ -11,7 +11,8 @@ stores the exchanges of every MoE layer. Each recompute reads them in the same o
 returns the stored expert ids to the router (`chosen_topk.py`). The routing weights and their
 gradients therefore belong to the rows that were sent.
 
-With ep_size 1 no rows are exchanged, and the router of a recompute chooses again, as in stock.
+With ep_size 1 no rows are exchanged, and the router of a recompute chooses again, as in stock. The
+frame then only keeps the tokens that are not padding (`padding.py`) for the recompute.
 While routes are recorded or replayed (`routing/`), the frame stores the expert ids even with
 ep_size 1, because backward may run after the `record` or `replay` block has ended.
 
@@ -44,6 +45,7 @@ from hf_moe_ep.upstream.modules import is_compiled, own_child
 # The attributes that hold the checkpointing function, in transformers (modeling_layers.py) and in
 # torch (CheckpointWrapper).
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+_IS_ON = "gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Frame:
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
+        self._real_tokens = None if state.real_tokens is None else state.real_tokens.kept()
         self._routed: list[Routed] = []
         # By layer index: routing weights that replace the router's, and a mask [T, 1] of the tokens
         # that get these weights.
@@ -77,18 +80,24 @@ class Frame:
         self._num_replaced = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer, self._state.frame = self._state.frame, self
+        state = self._state
+        before = state.frame, state.real_tokens
+        state.real_tokens = self._real_tokens
+        has_exchanges = state.meshes is not None and state.meshes.ep_size > 1
+        if has_exchanges or state.routing is not None or self._routed:
+            state.frame = self
         try:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
             # The blocks of compiled layers open the mode themselves: torch.compile would trace it.
-            if torch.compiler.is_compiling() or self._state.layers_are_compiled:
+            if torch.compiler.is_compiling() or state.layers_are_compiled:
                 return self._function(*args, **kwargs)
             with self.choosing():
                 return self._function(*args, **kwargs)
         finally:
-            self._state.frame, self._next = outer, None
+            self._next = None
+            state.frame, state.real_tokens = before
 
     def choosing(self) -> AbstractContextManager[Any]:
         """Return a context in which, during a recompute, routers choose as in the first run."""
@@ -179,8 +188,11 @@ class Frame:
         """Return the stored expert ids of the next layer.
 
         Return None after the last layer, and while a checkpointed function inside this function
-        runs, because that function has its own frame.
+        runs, because that function has its own frame. In a model whose plan describes its MoE
+        blocks, other modules may choose by topk as well, such as the attention of JetMoE.
         """
+        if self._state.in_described_block is False:
+            return None
         routed = self._next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
 
@@ -226,7 +238,8 @@ class CheckpointWatch:
         if not (self._steps and all(unchanged)):
             self._steps = _steps_to_experts(root)
         for module in (root, *(step.child for step in self._steps)):
-            if is_compiled(module) and getattr(module, "gradient_checkpointing", False):
+            dispatches = self._state.meshes is not None and self._state.meshes.ep_size > 1
+            if dispatches and is_compiled(module) and getattr(module, _IS_ON, False):
                 warnings.warn(
                     f"{type(module).__name__} was compiled as a whole, and torch.compile does not "
                     f"compile a checkpointed layer whose tokens are dispatched; leave out "
@@ -275,4 +288,6 @@ def _checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Call the checkpointing function `checkpoint` with a new `Frame` around `function`."""
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, **kwargs)  # a traced forward exchanges no rows
     return checkpoint(Frame(state, function), *args, **kwargs)

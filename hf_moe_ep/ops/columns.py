@@ -15,17 +15,28 @@ models have for their tensor cores, each of its rows begins at an aligned addres
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16
 
 
-def join_columns(left_XH: Tensor, *right: Tensor) -> Tensor:
+def join_columns(
+    left_XH: Tensor,
+    *right: Tensor,
+    dtype: torch.dtype | None = None,
+    right_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return a matrix with the columns of all.
 
-    The matrices on the right have one dtype, whose elements are at least as wide.
+    The matrices on the right have one dtype, whose elements are at least as wide. If `dtype` or
+    `right_dtype` is given, matrices of other dtypes are cast while they are copied.
     """
+    right_dtype = right_dtype or right[0].dtype
+    if left_XH.dtype != (dtype or left_XH.dtype) or any(x.dtype != right_dtype for x in right):
+        return _cast_columns(left_XH, right, dtype or left_XH.dtype, right_dtype)
     num_rows, hidden = left_XH.shape
     ratio = _ratio(left_XH, right[0].dtype)
     num_right = sum(matrix.shape[1] for matrix in right)
@@ -36,6 +47,22 @@ def join_columns(left_XH: Tensor, *right: Tensor) -> Tensor:
     carried = [x.view(num_rows, m.shape[1] * ratio) for x, m in zip(bits, right, strict=True)]
     parts = [left_XH, left_XH.new_empty(num_rows, gap), *carried, left_XH.new_empty(num_rows, end)]
     return torch.cat([part for part in parts if part.shape[1]], dim=1)
+
+
+def _cast_columns(
+    left_XH: Tensor, right: Sequence[Tensor], dtype: torch.dtype, right_dtype: torch.dtype
+) -> Tensor:
+    """Do what `join_columns` does, with a cast in each copy."""
+    num_rows, hidden = left_XH.shape
+    ratio = _ratio(left_XH.new_empty(0, dtype=dtype), right_dtype)
+    start, width = _find_columns(hidden, sum(matrix.shape[1] for matrix in right), ratio)
+    joined = left_XH.new_empty(num_rows, width, dtype=dtype)
+    joined[:, :hidden].copy_(left_XH)
+    columns, first = joined.view(right_dtype), start // ratio
+    for matrix in right:
+        columns[:, first : first + matrix.shape[1]].copy_(matrix)
+        first += matrix.shape[1]
+    return joined
 
 
 def split_columns(

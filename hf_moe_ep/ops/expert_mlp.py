@@ -19,6 +19,7 @@ The operators of `operators.py` call one of the two implementations, `torch_mlp`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,13 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertGrads, ExpertWeights, PostponedGrads
+from hf_moe_ep.ops.interface import (
+    WEIGHT_NAMES,
+    ExpertGrads,
+    ExpertWeights,
+    Masters,
+    PostponedGrads,
+)
 from hf_moe_ep.ops.operators import INPUT_NAMES, Settings, run_backward, save
 
 
@@ -48,7 +55,7 @@ def expert_mlp(
 
     Args:
         rows_RH: the inputs, in the dtype of the experts' weights. Quantised weights are dequantised
-            to the dtype of the rows.
+            to the dtype of the rows, and master weights are cast to it.
         expert_ids_RK: int64, 0..L-1, or L for "no expert here". A row names an expert at most
             once.
         weights_RK: the routing weights, in fp32 or in the dtype of the rows.
@@ -72,6 +79,8 @@ def expert_mlp(
         alpha=formula.alpha,
         limit=formula.limit,
         up_offset=formula.up_offset,
+        gate_cap=formula.gate_cap,
+        up_cap=formula.up_cap,
         up_scale=experts.up_scale,
         down_scale=experts.down_scale,
         grad_scale=grad_scale,
@@ -82,10 +91,20 @@ def expert_mlp(
     )
     arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
     if experts.postponed is None:
+        arguments = _with_copies(arguments, experts.masters)
         out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*arguments)
     else:
-        out_RH, *_ = _PostponingExpertMLP.apply(experts.postponed, *arguments)
+        out_RH, *_ = _PostponingExpertMLP.apply(experts.postponed, experts.masters, *arguments)
     return out_RH
+
+
+def _with_copies(tensors: Sequence[Any], masters: Masters | None) -> tuple[Any, ...]:
+    """Replace master weights among the arguments of the operator by their cast copies."""
+    if masters is None:
+        return tuple(tensors)
+    named = zip(INPUT_NAMES, tensors, strict=False)
+    cast = [masters.cast(name, x) if name in ("up", "down") else x for name, x in named]
+    return *cast, *tensors[len(cast) :]
 
 
 def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
@@ -106,9 +125,10 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     needs_grad = any(tensor.requires_grad for tensor in tensors.values())
     if not (needs_grad and torch.is_grad_enabled()):
         return experts
-    previous = experts.postponed
+    previous, masters = experts.postponed, experts.masters
     postponed = PostponedGrads() if previous is None else PostponedGrads(previous.sums)
-    outputs = _Postpone.apply(postponed, previous is None, tuple(tensors), *tensors.values())
+    first = previous is None
+    outputs = _Postpone.apply(postponed, masters, first, tuple(tensors), *tensors.values())
     named = dict(zip(tensors, outputs, strict=True))
     return replace(experts, postponed=postponed, **named)
 
@@ -124,16 +144,18 @@ class _Postpone(torch.autograd.Function):
     def forward(
         ctx: Any,
         postponed: PostponedGrads,
+        masters: Masters | None,
         first: bool,
         names: tuple[str, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.postponed = postponed
+        ctx.masters = masters
         ctx.first = first
         ctx.names = names
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.detach() for tensor in tensors)
-        _, _, _, *needs = ctx.needs_input_grad
+        _, _, _, _, *needs = ctx.needs_input_grad
         mark_without_grad(ctx, outputs, tuple(needs))
         return outputs
 
@@ -148,7 +170,9 @@ class _Postpone(torch.autograd.Function):
         if finish is not None:
             finish(grads)
         grad_by_name = grads.take() if ctx.first else {}
-        return (None, None, None, *(grad_by_name.get(name) for name in ctx.names))
+        if ctx.first and ctx.masters is not None:
+            ctx.masters.forget()
+        return (None, None, None, None, *(grad_by_name.get(name) for name in ctx.names))
 
 
 class _PostponingExpertMLP(torch.autograd.Function):
@@ -159,10 +183,12 @@ class _PostponingExpertMLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, postponed: PostponedGrads, *inputs: Any) -> tuple[Tensor, ...]:
-        output = torch.ops.hf_moe_ep.expert_mlp(*inputs)
+    def forward(
+        ctx: Any, postponed: PostponedGrads, masters: Masters | None, *inputs: Any
+    ) -> tuple[Tensor, ...]:
+        output = torch.ops.hf_moe_ep.expert_mlp(*_with_copies(inputs, masters))
         save(ctx, inputs, output)
-        ctx.postponed = postponed
+        ctx.postponed, ctx.masters = postponed, masters
         return output
 
     @staticmethod
@@ -171,10 +197,10 @@ class _PostponingExpertMLP(torch.autograd.Function):
         no_grads = (None,) * len(ctx.needs_input_grad)
         if grad_RH is None:
             return no_grads
-        needs = ctx.needs_input_grad[1 : 1 + len(INPUT_NAMES)]
+        needs = ctx.needs_input_grad[2 : 2 + len(INPUT_NAMES)]
         saved = ctx.saved_tensors
         grads, ctx.postponed.finish = run_backward(
-            grad_RH, saved, needs, ctx.settings, postpone=True
+            grad_RH, _with_copies(saved, ctx.masters), needs, ctx.settings, postpone=True
         )
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [
@@ -182,4 +208,4 @@ class _PostponingExpertMLP(torch.autograd.Function):
             for tensor, need in zip(saved[2 : len(needs)], needs[2:], strict=True)
         ]
         computed = (grads.get("rows"), grads.get("weights"))
-        return (None, *computed, *placeholders, *no_grads[1 + len(needs) :])
+        return (None, None, *computed, *placeholders, *no_grads[2 + len(needs) :])

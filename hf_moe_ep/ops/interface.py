@@ -90,6 +90,27 @@ class LowRows:
 NO_ADAPTER = LowRows()
 
 
+class Masters:
+    """Casts the master weights `up` and `down` to the compute dtype, once for all chunks of rows.
+
+    The copies are not saved for backward, which casts the masters again.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._copies: dict[str, Tensor] = {}
+
+    def cast(self, name: str, master: Tensor) -> Tensor:
+        """Return the copy of the matrices `name`, "up" or "down"."""
+        if name not in self._copies:
+            self._copies[name] = master.detach().to(self.dtype)
+        return self._copies[name]
+
+    def forget(self) -> None:
+        """Free the copies."""
+        self._copies.clear()
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """The tensors of the experts on this rank. G is 2 F, or F without a gate.
@@ -100,7 +121,8 @@ class ExpertWeights:
 
     If `quantised` names a format of `quantised.py`, up and down are the bytes of that format and
     the scale tensors are set. Bytes and scales then have no gradient, and biases and factors have
-    the dtype of the rows. `postponed` is set by `postpone_grads`.
+    the dtype of the rows. `postponed` is set by `postpone_grads`. If `masters` is set, up and down
+    are master weights, which are cast before they are multiplied.
     """
 
     up: Tensor
@@ -119,6 +141,7 @@ class ExpertWeights:
     down_nested_scale: Tensor | None = None
     quantised: str = ""
     postponed: PostponedGrads | None = None
+    masters: Masters | None = None
 
     def adapter(self, name: str) -> LowRank | None:
         """Return the adapter of the matrices `name`, "up" or "down"."""

@@ -19,6 +19,8 @@ same kinds. `plan_memory` shards the model for rank 0, which holds most, and com
 kinds from their chunk sizes. As a check, it also shards the model for the last rank of a replica,
 which holds least.
 
+If ep_fsdp has one rank, FSDP2 does not hold the experts' weights; a layer casts them while it runs.
+
 During a step, a rank also gathers FSDP2 units (modules whose parameters FSDP2 gathers and frees
 together) in the compute dtype. A stage is a decoder layer with its experts, the embedding, or the
 head. FSDP2 prefetches the next stage, so two neighbouring stages are gathered at a time. The root
@@ -51,7 +53,7 @@ from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
-from hf_moe_ep.state import STATE, ModelState, quantised_matrices
+from hf_moe_ep.state import STATE, ModelState, MoELayer, quantised_matrices
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -260,6 +262,7 @@ class _Sharded:
     Attributes:
         axes: for each parameter's id, the mesh axis over which FSDP2 splits it.
         num_values: for the id of each tensor of quantised experts, the number of values in it.
+        whole: the ids of expert weights that FSDP2 does not gather.
     """
 
     def __init__(self, request: PlanRequest, rank: int) -> None:
@@ -274,6 +277,7 @@ class _Sharded:
             self.parameters: list[DTensor] = _dtensors([model])
             self.axes = {id(p): _find_axis(p, meshes.ep_size) for p in self.parameters}
             self.num_values = _count_quantised_values(model)
+            self.whole = _find_whole(model)
 
     @property
     def replica(self) -> int:
@@ -312,19 +316,34 @@ class _Sharded:
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
-        """Sum the bytes of parameters that are gathered in `dtype`, with padding.
+        """Sum the bytes of parameters that FSDP2 gathers in `dtype`, with padding.
 
         If `dtype` is None, parameters are gathered in the dtypes that they have. Quantised experts
         and their adapters are always gathered in the dtypes that they have.
         """
         total = 0
         for p in parameters:
+            if id(p) in self.whole:
+                continue
             axis = self.axes[id(p)]
             keeps_dtype = dtype is None or (self.num_values and axis.name == EP_FSDP)
             gathered_dtype = p.dtype if keeps_dtype else dtype
             assert gathered_dtype is not None
             total += _allocated(p) // p.dtype.itemsize * axis.size * gathered_dtype.itemsize
         return total
+
+    def largest_cast(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of the copies of one layer's weights that FSDP2 does not gather."""
+        if dtype is None:
+            return 0
+        return max(
+            sum(
+                p.to_local().numel() * dtype.itemsize
+                for p in _dtensors([layer])
+                if id(p) in self.whole and p.dtype.is_floating_point and p.dtype != dtype
+            )
+            for layer in self.units.layers
+        )
 
     def count(self, parameters: Iterable[DTensor]) -> int:
         """Count parameters. For a quantised matrix, the values are counted, not the bytes."""
@@ -350,8 +369,9 @@ class _Sharded:
     def gathered(self) -> int:
         """Return the most bytes that are gathered at a time, in the compute dtype."""
         compute, units = self.policy.param_dtype, self.units
+        cast = self.largest_cast(compute)
         if not self.state.config.reshard_after_forward:
-            return self.gathered_bytes(self.parameters, compute)
+            return self.gathered_bytes(self.parameters, compute) + cast
 
         def stage_bytes(modules: Iterable[nn.Module | None]) -> int:
             return self.gathered_bytes(_dtensors(modules), compute)
@@ -370,7 +390,7 @@ class _Sharded:
             outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
             in_tower = _largest_pair([stage_bytes([block]) for block in blocks]) + outside_blocks
             largest_pair = max(largest_pair, in_tower)
-        return self.gathered_bytes(always, compute) + largest_pair
+        return self.gathered_bytes(always, compute) + largest_pair + cast
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
         """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
@@ -440,6 +460,17 @@ def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
 def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None]) -> list[DTensor]:
     inside = {id(p) for p in _dtensors(modules)}
     return [p for p in parameters if id(p) not in inside]
+
+
+def _find_whole(model: nn.Module) -> set[int]:
+    """Return the ids of the expert weights that FSDP2 does not hold."""
+    layers = ((module, vars(module).get(STATE)) for module in model.modules())
+    return {
+        id(getattr(module, name))
+        for module, layer in layers
+        if isinstance(layer, MoELayer)
+        for name in layer.whole_weights
+    }
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:

@@ -23,6 +23,8 @@ are described in `ranks/mesh.py`.
 than the world size, and the sum is divided by the remaining factor. Stock's experts code
 (experts_backend="eager") does not divide in backward, so FSDP2 averages the gradients.
 
+If ep_fsdp has one rank, the weights of the experts are no part of a unit (`whole_experts.py`).
+
 If the layers are compiled (`compile_layers`) and ep_size is 1, the experts are part of the unit of
 their layer, and FSDP2 averages their gradients like those of any other weight.
 
@@ -87,6 +89,7 @@ from hf_moe_ep.sharding.values import (
     find_entries,
     materialize,
 )
+from hf_moe_ep.sharding.whole_experts import can_stay_whole, keep_whole
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
@@ -243,6 +246,8 @@ def _shard_experts(
     `entries` is the result of `_materialize_unit` for this module.
     """
     shard_dim = state.config.expert_shard_dim
+    # `experts` may be PEFT's wrapper, which contains the patched module.
+    layer: MoELayer = next(vars(m)[STATE] for m in experts.modules() if STATE in vars(m))
 
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
@@ -260,6 +265,16 @@ def _shard_experts(
         # With a param_dtype FSDP2 would cast the scales, and with torch 2.11 the bytes too.
         # `moe/experts.py` casts the other parameters of the unit after the all-gather.
         kwargs["mp_policy"] = replace(kwargs["mp_policy"], param_dtype=None)
+    weight = quantised[0].parameter if quantised else next(experts.parameters())
+    dtype = options.mp_policy.param_dtype or weight.dtype
+    if can_stay_whole(state, meshes, options):
+        whole = keep_whole(experts, entries, state, meshes)
+        layer.whole_weights = frozenset(whole.values())
+        layer.weights_dtype = options.mp_policy.param_dtype
+        kwargs["ignored_params"] = kwargs.get("ignored_params", set()) | whole.keys()
+    if set(experts.parameters()) <= kwargs.get("ignored_params", set()):
+        layer.grad_divisor = meshes.world_size
+        return
     with bytes_as_parameters() if quantised else nullcontext():
         fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     if state.config.experts_backend == "eager":
@@ -270,10 +285,6 @@ def _shard_experts(
     # (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
-    weight = quantised[0].parameter if quantised else next(experts.parameters())
-    dtype = options.mp_policy.param_dtype or weight.dtype
-    # `experts` may be PEFT's wrapper, which contains the patched module.
-    layer: MoELayer = next(vars(m)[STATE] for m in experts.modules() if STATE in vars(m))
     layer.grad_divisor, after = grad_divisors(
         dtype,
         options.mp_policy.reduce_dtype or dtype,

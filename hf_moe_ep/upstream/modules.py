@@ -23,9 +23,24 @@ def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
     return module._modules.values()
 
 
+def own_children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary of the children of `module` itself; callers may change it."""
+    return module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary of the parameters of `module` itself; callers may change it."""
+    return module._parameters
+
+
 def own_child(module: nn.Module, name: str) -> nn.Module | None:
     """Return the child that `module` itself registered under `name`, or None."""
     return module._modules.get(name)
+
+
+def name_of_child(module: nn.Module, child: nn.Module | None) -> str | None:
+    """Return the name under which `module` itself registered `child`, or None."""
+    return next((name for name, x in module._modules.items() if x is child and x is not None), None)
 
 
 def is_compiled(module: nn.Module) -> bool:

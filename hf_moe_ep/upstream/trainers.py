@@ -1,14 +1,16 @@
 """Training frameworks that call the Trainer: axolotl, ms-swift, LLaMA-Factory and TRL's commands.
 
-The functions look for a framework among the imported modules, and import none. They choose the
-words of errors, because the users of such a framework write a YAML file or options and no Python.
-The names come from the frameworks' own options, and from swift/sequence_parallel/.
+The functions look for a framework among the imported modules, and import none. Most of them choose
+the words of errors, because the users of such a framework write a YAML file or options and no
+Python. The names come from the frameworks' own options, and from swift/sequence_parallel/ and
+swift/dataloader/.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ _FRAMEWORKS = (
         "state_dict_type: FULL_STATE_DICT}` to the YAML file",
         {
             "cp_size": "context_parallel_size",
+            "ep_size": "expert_parallel_size",
             "tp_size": "tensor_parallel_size",
             "dp_replicate_size": "dp_replicate_size",
         },
@@ -89,6 +92,28 @@ def check_sequence_parallelism() -> None:
             f"ms-swift was given --sequence_parallel_size {size}, which does not combine with a "
             f"patched model; leave it out, and write hf-moe-ep run --sp-size {size}"
         )
+
+
+def split_over_data_ranks(loader: Any, sharing: int) -> None:
+    """Let `sharing` consecutive ranks draw the same samples from a data loader of ms-swift.
+
+    ms-swift's sampler does so for the ranks of a tensor-parallel group, whose size it takes from a
+    DeepSpeed config (swift/dataloader/shard.py).
+
+    Raises:
+        ValueError: the loader reads a stream and sends each rank a batch of its own
+            (swift/dataloader/dispatcher.py).
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    sampler = getattr(sampler, "batch_sampler", sampler)  # Accelerate's SkipBatchSampler, to resume
+    if not hasattr(sampler, "tp_size"):
+        raise ValueError(
+            f"ms-swift sends each rank a batch of its own from a stream, but with sp_size="
+            f"{sharing} the ranks of an sp group share one batch; leave out --streaming, or "
+            f"--sp-size"
+        )
+    sampler.tp_size = sharing
+    sampler.total_samples = len(loader.dataset) // sampler.world_size
 
 
 def _running() -> _Framework | None:

@@ -183,6 +183,15 @@ def is_specialised(instance: Any) -> bool:
     return hasattr(type(instance), "_hf_moe_ep_rows")
 
 
+def runs_wrapper_first(instance: Any, name: str) -> bool:
+    """Return True if a call of the method `name` of a specialised object runs our wrapper first.
+
+    It is False if the object or a subclass of the stock class has a method of its own.
+    """
+    owner = next(kind for kind in type(instance).__mro__ if name in vars(kind))
+    return name not in vars(instance) and "_hf_moe_ep_rows" in vars(owner)
+
+
 def _create_subclass(kind: type, stock: type, rows: tuple[Wrap, ...]) -> type:
     """Create the subclass for `specialise`, with the name of `kind`, which logs and files show."""
     attributes: dict[str, Any] = {"_hf_moe_ep_rows": rows}

@@ -192,6 +192,26 @@ def _shard_and_step(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.O
     return model, optimizer
 
 
+def create_muon(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    optimizer = _run(page, number, model=tiny())["optimizer"]
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+
+
+def train_by_muon(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs, launched():
+        rows = [{name: column[row] for name, column in inputs.items()} for row in range(8)]
+        model = patch(tiny(dtype=torch.float32), ep_size=2)
+        args = ONE_STEP(output_dir="out", save_strategy="no")
+        names = _run(page, number, model=model, args=args, data=rows * 4)
+        assert names["trainer"].state.global_step == 1
+
+
+def group_parameters(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    optimizer = _run(page, number, model=patch(tiny()))["optimizer"]
+    decays = [(group["use_muon"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert decays == [(False, 0.0), (True, 0.1), (False, 0.1)]
+
+
 def print_expert_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs, mock.patch("builtins.print") as printed:
         model, _ = _shard_and_step(inputs)
@@ -280,6 +300,9 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/sequence.md", 0): shard_sequences,
     ("docs/pictures.md", 0): train_on_images,
     ("docs/lora.md", 0): train_qlora,
+    ("docs/muon.md", 0): create_muon,
+    ("docs/muon.md", 1): train_by_muon,
+    ("docs/muon.md", 2): group_parameters,
     ("docs/balance.md", 0): print_expert_load,
     ("docs/balance.md", 1): balance_load,
     ("docs/trainers.md", 0): load_in_transformers_sharding,

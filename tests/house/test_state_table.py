@@ -27,6 +27,7 @@ FILLED = {
     ("compiled/subclasses.py", "copy"): "a copy of a function, made for one compilation",
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the copy",
+    ("sharding/whole_experts.py", "probe"): "a module made to ask FSDP2 for a layout",
     ("vision/positions.py", "bare"): "an instance without weights, made for a collator",
     ("planner/extrapolate.py", "text"): "of a copy of a config",
     ("planner/step.py", "state"): "of a model that the plan built",

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from support import parity
 from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL
 from support.parity import Case
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_moe_ep import apply_ep_fsdp2, expert_load
+from hf_moe_ep import apply_ep_fsdp2, expert_load, patch
+from hf_moe_ep.moe import layer as moe_layer
 from hf_moe_ep.moe import padding
 from hf_moe_ep.moe.padding import find_real_tokens
 from hf_moe_ep.state import patched_state
@@ -69,6 +71,7 @@ def _checkpointing(use_reentrant: bool) -> Any:
 
 
 RIGHT = Case("on the right", 2, 2, micro_batches=_batches)
+FUSED = {"fused_loss": True}
 NODES = {"dispatcher": "hierarchical", "node_size": 2}
 CASES = [
     RIGHT,
@@ -81,6 +84,7 @@ CASES = [
         micro_batches=partial(_batches, left=True, first_label=True),
     ),
     RIGHT.with_(name="sp", sp=2),
+    RIGHT.with_(name="ep 1, checkpoint", ep=1, config=FUSED, prepare=_checkpointing(False)),
 ]
 MORE_CASES = [
     RIGHT.with_(name="reentrant checkpoint", prepare=_checkpointing(True)),
@@ -89,6 +93,10 @@ MORE_CASES = [
         name="own reentrant checkpoint", prepare=partial(_own_checkpoint, use_reentrant=True)
     ),
     RIGHT.with_(name="sp, checkpoint", sp=2, prepare=_checkpointing(False)),
+    RIGHT.with_(name="ep 1, sp, reentrant", ep=1, sp=2, prepare=_checkpointing(True)),
+    RIGHT.with_(name="ep 1, own checkpoint", ep=1, config=FUSED).with_(
+        prepare=partial(_own_checkpoint, use_reentrant=False)
+    ),
 ]
 CASES_ON_NODES = [RIGHT.with_(name="2 nodes", world=4, ep=4, config=NODES)]
 
@@ -150,9 +158,10 @@ def bytes_and_load_without_padding(rank: int, world: int) -> None:
         alone += _run(model, {name: x[row : row + 1, :length] for name, x in inputs.items()})[0]
     assert without == alone
     assert 0.5 < without / everything < 0.7, (without, everything)
-    # Without expert parallelism the experts compute all tokens, and all are counted.
-    single = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=1)
-    assert torch.equal(_run(single, inputs)[1], full_load)
+    # Without expert parallelism the outputs at padding tokens are those of stock, if they are seen.
+    for fused_loss, want in ((True, load), (False, full_load)):
+        single = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=1, fused_loss=fused_loss)
+        assert torch.equal(_run(single, inputs)[1], want)
 
 
 def all_tokens_where_a_loss_may_read_them(rank: int, world: int) -> None:
@@ -203,6 +212,59 @@ TWO_RANKS = on_ranks(
 )
 def test_on_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+@contextmanager
+def _rows_of_experts() -> Iterator[list[int]]:
+    """Yield a list with the number of rows of each call of the experts."""
+    rows, stock = [], moe_layer.run_experts
+
+    def counted(experts: Any, compute: Any, rows_RH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(len(rows_RH))
+        return stock(experts, compute, rows_RH, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(moe_layer, "run_experts", counted)
+        yield rows
+
+
+OWN = {"own": False, "own reentrant": True}
+
+
+@pytest.mark.parametrize("checkpoints", [None, "non-reentrant", "reentrant", *OWN])
+def test_one_process_computes_no_padding(checkpoints: str | None) -> None:
+    """A recompute computes the tokens of the first run. A checkpoint that this package does not
+    know computes all tokens twice.
+    """
+    model = patch(tiny(num_hidden_layers=LAYERS), **FUSED)
+    stock = tiny(num_hidden_layers=LAYERS)
+    inputs = _padded(stock, 0)
+    if checkpoints in OWN:
+        _own_checkpoint(model, use_reentrant=OWN[checkpoints])
+    elif checkpoints is not None:
+        parity.checkpointing(model, use_reentrant=checkpoints == "reentrant")
+    with _rows_of_experts() as rows:
+        model(**inputs).loss.backward()
+    stock(**inputs).loss.backward()
+    parity.assert_same_gradients("padding", model, stock, lambda _: FP64_MODEL)
+    computed = 80 if checkpoints in OWN else 80 - 31
+    assert rows == [computed] * (LAYERS if checkpoints is None else 2 * LAYERS)
+    assert expert_load(model).counts.sum(1).tolist() == [computed * TOP_K] * LAYERS
+    assert patched_state(model).real_tokens is None
+    with _rows_of_experts() as rows:
+        model(**{name: x for name, x in inputs.items() if name != "labels"})
+        model(**inputs, output_hidden_states=True)
+        model.eval()(**inputs)
+        patch(model.train(), fused_loss=False)(**inputs)
+    assert rows == [80] * 4 * LAYERS
+
+
+def test_a_batch_without_padding_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(tiny(num_hidden_layers=LAYERS), **FUSED)
+    monkeypatch.setattr(torch.Tensor, "index_copy", None)
+    with _rows_of_experts() as rows:
+        model(**batch(model, 4, 20)).loss.backward()
+    assert rows == [80] * LAYERS
 
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])

@@ -57,3 +57,16 @@ def test_a_matrix_expanded_from_one_number_can_be_joined() -> None:
         joined = join_columns(torch.zeros(rows, 16).bfloat16(), torch.ones(()).expand(rows, 3))
         _, right = split_columns(joined, 16, 3, torch.float32)
         assert torch.equal(right, torch.ones(rows, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [7, 16])
+def test_casts_while_joining_equal_casts_before(dtype: torch.dtype, hidden: int) -> None:
+    rows, weights = torch.randn(5, hidden), torch.rand(5, 3).bfloat16()
+    ids = torch.tensor([[0, 255, 257]]).expand(5, 3)
+    wide = torch.float32
+    got = join_columns(rows, weights, ids, dtype=dtype, right_dtype=wide)
+    want = join_columns(rows.to(dtype), weights.to(wide), ids.to(wide))
+    assert got.shape == want.shape and got.dtype == dtype
+    for ours, theirs in zip(*(split_columns(x, hidden, 6, wide) for x in (got, want))):
+        assert torch.equal(ours, theirs)

@@ -24,7 +24,7 @@ from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.planner.config import find_config, meta_model, published_configs
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.state import STATE, quantised_matrices
 
 H = 32
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -122,10 +122,27 @@ def gathered_bytes(stage: Iterable[nn.Module]) -> int:
     units = [module for module in modules if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
-    size = count_bytes(p for part in stage for p in part.parameters())
+    whole = {id(p) for p in whole_weights(modules)}
+    size = count_bytes(p for part in stage for p in part.parameters() if id(p) not in whole)
     for unit in units:
         unit.reshard()
     return size
+
+
+def whole_weights(modules: Iterable[nn.Module]) -> list[DTensor]:
+    """Return the expert weights that FSDP2 does not hold."""
+    layers = [(module, vars(module).get(STATE)) for module in modules]
+    return [
+        getattr(module, name)
+        for module, layer in layers
+        for name in getattr(layer, "whole_weights", ())
+    ]
+
+
+def cast_bytes(layer: nn.Module) -> int:
+    """Return the bytes of the copies in bf16 that a layer makes of its experts' fp32 masters."""
+    masters = [p for p in whole_weights(layer.modules()) if p.dtype == torch.float32]
+    return sum(2 * p.to_local().numel() for p in masters)
 
 
 def most_gathered_bytes(model: Any, case: Case) -> int:
@@ -134,14 +151,16 @@ def most_gathered_bytes(model: Any, case: Case) -> int:
     Two neighbours of the embedding, the layers, and the final norm with the head are gathered at a
     time; in a vision tower, two neighbouring blocks and the tower's parameters outside of blocks.
     """
+    cast = 0 if case.options.get("dtype") == torch.float32 else max(map(cast_bytes, _layers(model)))
     inner = model.get_base_model() if case.lora is not None else model
     text = getattr(inner.model, "language_model", inner.model)
     layers = [[layer] for layer in text.layers]
     embedding, tail = [text.embed_tokens], [text.norm, inner.lm_head]
     if not case.parallel.get("reshard_after_forward", True):
-        return gathered_bytes([model])
+        return gathered_bytes([model]) + cast
     if case.model.get("tie_word_embeddings"):
-        return gathered_bytes([text.embed_tokens, text.norm]) + sum(map(gathered_bytes, layers))
+        tied = gathered_bytes([text.embed_tokens, text.norm])
+        return tied + sum(map(gathered_bytes, layers)) + cast
     stages = [*map(gathered_bytes, (embedding, *layers, tail))]
     pairs = [a + b for a, b in pairwise(stages)]
     if hasattr(inner.model, "visual"):
@@ -149,7 +168,11 @@ def most_gathered_bytes(model: Any, case: Case) -> int:
         blocks = [gathered_bytes([block]) for block in tower.blocks]
         outside_blocks = gathered_bytes([tower]) - sum(blocks)
         pairs += [outside_blocks + a + b for a, b in pairwise(blocks)]
-    return max(pairs)
+    return max(pairs) + cast
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
 def train_one_step(case: Case) -> dict[str, int]:

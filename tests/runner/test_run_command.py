@@ -57,6 +57,7 @@ VALUES = {
     "deepep_num_sms": "20",
     "max_tokens_per_rank": "4096",
     "recompute_activations": "true",
+    "fused_loss": "auto",
     "gather_logits": "true",
     "bias_update_rate": "0.001",
     "aux_loss_per_layer": "true",

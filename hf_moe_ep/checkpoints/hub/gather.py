@@ -46,6 +46,7 @@ from hf_moe_ep.checkpoints.storage.boxes import (
     whole_box,
 )
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import is_first, on_first
 from hf_moe_ep.upstream.adapters import adapter_names
@@ -84,7 +85,7 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
         gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
-    return pack_factors(model, full)
+    return as_stock(model, pack_factors(model, full))
 
 
 @torch.no_grad()

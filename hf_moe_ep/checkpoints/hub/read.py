@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.architectures import find_block, find_plan
 from hf_moe_ep.checkpoints.hub.fp8 import join_scales, join_stacked_scales
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
@@ -32,6 +32,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
     same_values,
 )
+from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import differing, gather, is_first, together
 from hf_moe_ep.state import patched_state
@@ -59,6 +60,7 @@ def described_model(
     `find_dtype` is called if the config names no dtype.
     """
     model = empty_model(folder, None, find_dtype, {})
+    stack_experts(model, find_block(model))
     return model, find_plan(model)
 
 

@@ -178,7 +178,8 @@ class AllToAllExchange:
         token_of_row_N: the token of each row that is sent or stays, in the order of the module
             docstring; int32.
         slots_TJ: the rows of each token, see `ops/permute.py`; int32.
-        local_id_E: the number of each expert on this rank; L for experts of other ranks.
+        local_id_E: the number of each expert on this rank; L for experts of other ranks, and for
+            one more id, E, which means "no expert".
         send_counts, recv_counts: the numbers of rows to and from each rank of the ep group; 0 for
             this rank.
         num_own: the number of rows that stay on this rank.
@@ -349,11 +350,11 @@ def order_rows(sends_DT: Tensor, rank: int, num_slots: int, constants: Constants
     end_Y = sends_DT.flatten().cumsum(0)
     num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
     row_DT = torch.where(sends_DT, end_Y.view(num_ranks, num_tokens) - 1, num_rows)
-    token_DT = constants.numbers(num_tokens, row_DT.device).expand_as(row_DT)
-    token_X = token_DT.new_zeros(num_tokens * num_slots + 1)
-    token_X.scatter_(0, row_DT.flatten(), token_DT.flatten())
-    slots_TJ = row_DT.t().to(torch.int32)
+    token_Y = constants.tokens_of_cells(num_ranks, num_tokens, row_DT.device)
+    token_X = token_Y.new_zeros(num_tokens * num_slots + 1)
+    token_X.scatter_(0, row_DT.flatten(), token_Y)
+    slots_TJ = row_DT.t().to(torch.int32, memory_format=torch.contiguous_format)
     if num_slots < num_ranks:
         # Cells that are not rows have the largest number, so they are sorted to the end.
-        slots_TJ = slots_TJ.sort(1).values[:, :num_slots]
-    return Order(token_X, slots_TJ.contiguous())
+        slots_TJ = slots_TJ.sort(1).values[:, :num_slots].contiguous()
+    return Order(token_X, slots_TJ)

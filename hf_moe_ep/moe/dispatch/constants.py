@@ -13,6 +13,7 @@ class Constants:
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
+        self._cells_of: Hashable = None
 
     def numbers(self, count: int, device: torch.device) -> Tensor:
         """Return the int32 numbers from 0 to `count` - 1.
@@ -24,13 +25,29 @@ class Constants:
             numbers = self._tensors[device] = torch.arange(count, dtype=torch.int32, device=device)
         return numbers[:count]
 
+    def tokens_of_cells(self, num_ranks: int, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the token of each cell of a [D, T] table, flattened, as int32.
+
+        Only the table of the last batch is kept, because all layers of a step have the same sizes.
+        """
+        key, name = (num_ranks, num_tokens, device), "cells"
+        if self._cells_of != key:
+            numbers = self.numbers(num_tokens, device)
+            self._tensors[name] = numbers.expand(num_ranks, -1).flatten()
+            self._cells_of = key
+        return self._tensors[name]
+
     def number_experts(
         self, num_experts: int, num_local: int, rank: int, device: torch.device
     ) -> Tensor:
-        """Number the experts of `rank` from 0, and give all other experts the number L."""
+        """Number the experts of `rank` from 0, and give all other experts the number L.
+
+        The result has one more element, for the id `num_experts`, which means "no expert": a token
+        may choose experts and "no expert" (`moe/stacked.py`).
+        """
         key = (num_experts, num_local, rank, device)
         if key not in self._tensors:
-            local_id_E = torch.full((num_experts,), num_local, device=device)
+            local_id_E = torch.full((num_experts + 1,), num_local, device=device)
             first = rank * num_local
             local_id_E[first : first + num_local] = torch.arange(num_local, device=device)
             self._tensors[key] = local_id_E

@@ -43,6 +43,8 @@ FP32_EVERYWHERE: dict[str, str] = {
     "gemma4_text": "norms, queries, keys and values",
     "hy_v4": "hyper-connections and indexer",
     "inkling2": "residual stream and experts",
+    "inkling2_loop": "residual stream and experts",
+    "inkling2_loop_text": "residual stream and experts",
     "inkling2_text": "residual stream and experts",
     "kolibri1": "router's logits",
     "muse_spark": "norms",

@@ -1,0 +1,251 @@
+"""Register the hooks that compute the loss in chunks (`ParallelConfig.fused_loss`).
+
+A forward of a causal LM with labels calls its head and then its loss function. For such a forward,
+`LossBegins` replaces both functions of the model, and `LossEnds` restores them:
+
+    head             returns a copy of its input, the hidden states, instead of logits
+    loss function    gets these hidden states as its logits, and computes head and loss in chunks
+    outputs.logits   None
+
+The head is still called as a module: FSDP2 gathers its parameters before the call, and gathers
+them again in backward when the gradient of the hidden states arrives. The unit of the head is not
+resharded after its forward, so the loss function can use the parameters. The code of the model's
+forward is read first (`upstream/causal_loss.py`): if it uses the logits for anything else, or if
+the model has another loss function, the forward runs as in stock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.loss.chunks import HeadLoss
+from hf_moe_ep.state import ModelState, Ours, WasAbsent
+from hf_moe_ep.upstream.causal_loss import is_causal_loss, other_use_of_logits
+from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head, output_head
+from hf_moe_ep.upstream.modules import name_of_child
+
+_logger = logging.getLogger("hf_moe_ep")
+
+# A chunk has half as many tokens as the hidden size: its logits, and what autograd makes of them,
+# then need about as much memory as the sum of the gradients of the head's weight. Smaller chunks
+# would mostly read and write that sum.
+_TOKENS_PER_HIDDEN = 0.5
+_SMALLEST_CHUNK = 256
+
+
+def check(parts: Parts, state: ModelState) -> None:
+    """Raise ValueError if `fused_loss=True` is not possible for this model."""
+    if state.config.fused_loss is not True:
+        return
+    reason = _why_not(parts)
+    if reason:
+        raise ValueError(
+            f"fused_loss=True computes the loss without logits, which {type(parts.root).__name__} "
+            f"({parts.plan.model_type}) does not allow: {reason}; leave fused_loss out"
+        )
+
+
+def attach(parts: Parts, state: ModelState) -> None:
+    """Register the hooks on the causal LM, if its loss can be computed in chunks."""
+    if state.config.fused_loss is False or parts.causal_lm is None:
+        return
+    reason = _why_not(parts)
+    if reason:
+        _logger.info(
+            "the loss of %s is computed from whole logits: %s", type(parts.root).__name__, reason
+        )
+        return
+    begins = LossBegins(state)
+    parts.causal_lm.register_forward_pre_hook(begins, with_kwargs=True)
+    parts.causal_lm.register_forward_hook(LossEnds(begins), always_call=True)
+
+
+def _why_not(parts: Parts) -> str:
+    """Return the reason why the loss of a model cannot be computed in chunks, or ""."""
+    if parts.causal_lm is None:
+        return "it has no language modelling head"
+    name = name_of_child(parts.causal_lm, parts.head)
+    if name is None:
+        return "its head is not a child of the model that computes the loss"
+    if not is_causal_loss(parts.causal_lm.loss_function):
+        return "its loss function is not transformers' ForCausalLMLoss"
+    other = other_use_of_logits(parts.causal_lm, name)
+    return f"its forward uses the logits in `{other}`" if other else ""
+
+
+class LossBegins(Ours):
+    """Pre-forward hook of the causal LM: decides if the loss of this forward is fused."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+        self.forward: _Forward | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the forward: in a copy of the model no forward is running."""
+        return vars(self) | {"forward": None}
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and self._nobody_reads_logits(model):
+            self._begin(model, args, kwargs)
+
+    def _nobody_reads_logits(self, model: nn.Module) -> bool:
+        state, config = self.state, self.state.config
+        if state.gather_logits or config.gather_logits:
+            return False
+        if state.meshes is not None and state.meshes.sp_size > 1:
+            return True  # a forward with labels returns no logits in any case
+        return state.only_loss_is_read or (config.fused_loss is True and model.training)
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.end()
+        given = bind_forward(model, args, kwargs)
+        keep = given.get("logits_to_keep", 0)
+        if given.get("labels") is None or is_fused_head(given) or given.get("return_dict") is False:
+            return
+        if isinstance(keep, Tensor) or keep:
+            return
+        # Adapters may have wrapped the head since `patch`, and Liger may have replaced the forward.
+        head = output_head(model)
+        name = name_of_child(model, head)
+        if head is None or name is None or other_use_of_logits(model, name):
+            return
+        forward = _Forward(model, head, self.state)
+        if forward.replace_functions():
+            self.forward = forward
+            self.state.loss_is_fused = True
+
+    def end(self) -> _Forward | None:
+        """Restore the functions of the model; return the forward that has ended, or None."""
+        forward, self.forward = self.forward, None
+        if forward is not None:
+            self.state.loss_is_fused = False
+            forward.restore_functions()
+        return forward
+
+
+class LossEnds(Ours):
+    """Forward hook of the causal LM: restores its functions, and removes the hidden states."""
+
+    def __init__(self, begins: LossBegins) -> None:
+        self.begins = begins
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.begins.forward is None:
+            return None
+        forward = self.begins.end()
+        assert forward is not None
+        if not forward.is_fused or output is None:  # the output of a forward that raised an error
+            return None
+        return replace(output, logits=None)
+
+
+class _Forward:
+    """One forward whose loss is computed in chunks.
+
+    Attributes:
+        is_fused: True if the head has returned hidden states instead of logits.
+    """
+
+    def __init__(self, model: Any, head: Any, state: ModelState) -> None:
+        self.model, self.head, self.state = model, head, state
+        self.stock_head: Callable[[Tensor], Tensor] = head.forward
+        self.stock_loss: Callable[..., Tensor] = model.loss_function
+        self.is_fused = False
+        self._dtype = torch.float32
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace_functions(self) -> bool:
+        """Replace head and loss function; return False if the loss is not transformers' own."""
+        loss: Any = self.stock_loss
+        if is_causal_loss(loss):
+            ours: Any = self.compute_loss
+        elif isinstance(loss, partial) and len(loss.args) == 1 and is_causal_loss(loss.args[0]):
+            # The loss of slices (sp_size > 1) or of packed documents calls the stock loss.
+            self.stock_loss = loss.args[0]
+            ours = partial(loss.func, self.compute_loss)
+        else:
+            return False
+        self._set(self.head, "forward", self.keep_hidden)
+        self._set(self.model, "_loss_function", ours)
+        return True
+
+    def restore_functions(self) -> None:
+        """Restore what `replace_functions` has replaced."""
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is WasAbsent:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+    def _set(self, module: Any, name: str, value: Any) -> None:
+        self._before.append((module, name, vars(module).get(name, WasAbsent)))
+        setattr(module, name, value)
+
+    def keep_hidden(self, hidden_BSH: Tensor) -> Tensor:
+        """Return the hidden states instead of logits. Replaces the head's forward."""
+        policy = self.state.policy
+        output_dtype = None if policy is None else policy.output_dtype
+        if output_dtype is not None and output_dtype.itemsize < hidden_BSH.dtype.itemsize:
+            return self.stock_head(hidden_BSH)  # FSDP2 would round the hidden states
+        self.is_fused, self._dtype = True, hidden_BSH.dtype
+        # FSDP2 warns about an output that is a view.
+        return hidden_BSH.clone()
+
+    def compute_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute transformers' ForCausalLMLoss, with hidden states (B, S, H) as `logits`."""
+        if not self.is_fused:
+            return self.stock_loss(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        hidden_TH = logits.to(self._dtype).flatten(0, -2)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        labels_T = shift_labels.reshape(-1).to(hidden_TH.device)
+        if len(labels_T) != len(hidden_TH):
+            raise ValueError(
+                f"the model has computed {len(hidden_TH)} tokens, but was given "
+                f"{len(labels_T)} labels"
+            )
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels_T != ignore_index).sum()
+        return HeadLoss(
+            self.stock_head,
+            self._gather_head,
+            tuple(p for p in self.head.parameters() if p.requires_grad),
+            labels_T,
+            vocab_size,
+            ignore_index,
+            torch.as_tensor(num_items_in_batch, device=hidden_TH.device),
+            max(_SMALLEST_CHUNK, int(_TOKENS_PER_HIDDEN * hidden_TH.shape[1])),
+        ).compute(hidden_TH)
+
+    def _gather_head(self) -> None:
+        if isinstance(self.head, FSDPModule):
+            self.head.unshard()

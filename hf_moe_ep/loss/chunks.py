@@ -1,0 +1,167 @@
+"""Compute head and cross-entropy for some tokens at a time.
+
+A head with a vocabulary of 152k makes logits of 9.3 GiB for 8192 tokens in bf16 and in fp32, which
+transformers' loss needs both, and backward needs as much again. Here only the logits of one chunk
+of tokens exist at any time:
+
+    for each chunk    logits of the chunk, their cross-entropy, and its gradients with respect to
+                      the chunk's hidden states and to the head's parameters
+    at the end        the sum of the losses; backward multiplies the stored gradients
+
+The operators of a chunk are those of stock: the head's own forward, `float()`, and
+`cross_entropy`. The gradient of a weight is a sum over chunks, which is added up in fp32 and then
+rounded once, because n roundings to bf16 would make the error of stock about sqrt(n) times larger.
+
+`torch.nn.functional.linear_cross_entropy` also works in chunks, but it rounds the loss to the dtype
+of its input and has a larger error of the weight's gradient in bf16
+(`benchmarks/results/around-experts-cpu.md`). It takes a weight instead of a module, which adapters
+and quantised heads need, and does not exist in torch 2.11.
+
+In fp16 the gradients of a chunk cannot be computed in forward: GradScaler multiplies the loss by a
+number that only backward knows, so that small gradients do not become 0. Backward computes the
+chunks of an fp16 head a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hf_moe_ep.ops.dtypes import compute_dtype
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The head of one forward, and the labels of all tokens.
+
+    Attributes:
+        head: computes logits (t, V) from hidden states (t, H).
+        gather: all-gathers the parameters of the head if FSDP2 has resharded them.
+        parameters: the trainable parameters of the head.
+        labels_T: the label of each token.
+        vocab_size: V, as the model passes it to its loss function.
+        ignore_index: the label of tokens that are left out.
+        divisor: a scalar tensor by which the sum of all losses is divided.
+        chunk_size: the number of tokens of a chunk.
+    """
+
+    head: Callable[[Tensor], Tensor]
+    gather: Callable[[], None]
+    parameters: tuple[Tensor, ...]
+    labels_T: Tensor
+    vocab_size: int
+    ignore_index: int
+    divisor: Tensor
+    chunk_size: int
+
+    def compute(self, hidden_TH: Tensor) -> Tensor:
+        """Return the sum of the losses of all tokens, divided by `divisor`."""
+        inputs = (hidden_TH, *self.parameters)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            loss: Tensor = _ChunkedLoss.apply(self, *inputs)
+            return loss
+        return self.run_chunks(hidden_TH, (), None)[0]
+
+    def run_chunks(
+        self, hidden_TH: Tensor, wanted: Sequence[bool], grad: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the loss, and its gradients multiplied by `grad`; without `grad` the loss only.
+
+        `wanted` says for the hidden states and for each parameter whether its gradient is needed.
+        """
+        total: Tensor | None = None
+        hidden_grads: list[Tensor] = []
+        sums: list[Tensor | None] = [None] * len(self.parameters)
+        for rows, labels in zip(
+            hidden_TH.detach().split(self.chunk_size), self.labels_T.split(self.chunk_size)
+        ):
+            with torch.set_grad_enabled(grad is not None):
+                rows.requires_grad_(grad is not None and wanted[0])
+                loss = functional.cross_entropy(
+                    self.head(rows).float().view(-1, self.vocab_size),
+                    labels,
+                    ignore_index=self.ignore_index,
+                    reduction="sum",
+                )
+            total = loss.detach() if total is None else total + loss.detach()
+            if grad is not None:
+                inputs = [x for x, want in zip((rows, *self.parameters), wanted) if want]
+                scale = (grad / self.divisor).to(loss.dtype)
+                grads = list(torch.autograd.grad(loss, inputs, scale, allow_unused=True))
+                if wanted[0]:
+                    hidden_grads.append(grads.pop(0))
+                _add(sums, wanted[1:], grads)
+            del loss
+        assert total is not None
+        all_grads: list[Tensor | None] = [torch.cat(hidden_grads) if hidden_grads else None]
+        for parameter, summed in zip(self.parameters, sums):
+            all_grads.append(None if summed is None else summed.to(parameter.dtype))
+        return total / self.divisor, all_grads
+
+
+def _add(sums: list[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
+    """Add the gradients of one chunk to `sums`, which are at least fp32 from the second one on."""
+    positions = [index for index, want in enumerate(wanted) if want]
+    for index, grad in zip(positions, grads, strict=True):
+        old = sums[index]
+        if grad is None or old is None:
+            sums[index] = old if grad is None else grad
+        else:
+            wide = torch.promote_types(old.dtype, torch.float32)
+            sums[index] = old.to(wide).add_(grad)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss of a `HeadLoss` as a function of hidden states and parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, head: HeadLoss, hidden_TH: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.head = head
+        ctx.dtype = compute_dtype(hidden_TH)
+        if ctx.dtype == torch.float16:
+            device = hidden_TH.device.type
+            is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            ctx.autocast = torch.autocast(device, dtype, enabled=is_cast)
+            ctx.random_state = _random_state(hidden_TH.device)
+            ctx.save_for_backward(hidden_TH)
+            return head.run_chunks(hidden_TH, (), None)[0]
+        one = torch.ones((), dtype=torch.float32, device=hidden_TH.device)
+        loss, grads = head.run_chunks(hidden_TH, ctx.needs_input_grad[1:], one)
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.dtype != torch.float16:
+            return None, *(None if x is None else x * grad for x in ctx.saved_tensors)
+        (hidden_TH,) = ctx.saved_tensors
+        ctx.head.gather()
+        # The dropout of an adapter must drop the same numbers again.
+        with _repeated(ctx.random_state, hidden_TH.device), ctx.autocast:
+            _, grads = ctx.head.run_chunks(hidden_TH, ctx.needs_input_grad[1:], grad)
+        return None, *grads
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of the CPU's random generator and of the device's, if it is a GPU."""
+    on_device = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return torch.get_rng_state(), *on_device
+
+
+@contextmanager
+def _repeated(state: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
+    """Let the random generators repeat their numbers from `state` on inside of this context."""
+    on_cpu, *on_device = state
+    with torch.random.fork_rng(devices=[device] if on_device else []):
+        torch.set_rng_state(on_cpu)
+        for device_state in on_device:
+            torch.cuda.set_rng_state(device_state, device)
+        yield

@@ -1,0 +1,99 @@
+"""Keep expert weights out of FSDP2 where a rank holds its experts whole.
+
+With ep_size equal to the number of ranks, the mesh axis ep_fsdp has one rank: no weight of an
+expert is sharded, and no gradient is reduced. FSDP2 would still copy the weights, four times per
+step, and their gradients. Here they are plain parameters: DTensors of the mesh and placements that
+FSDP2 would give them, so checkpoints, clipping and optimizers see no difference.
+
+    bytes per weight and step,       FSDP2                            here
+    fp32 masters, bf16 compute
+    forward                          cast 4 + 2, copy 2 + 2           cast 4 + 2
+    backward                         the same                         the same
+    gradient                         cast 2 + 4, division 4 + 4,      cast 2 + 4
+                                     copy 4 + 4
+    sum of 9                         42                               18
+
+Backward casts the weights again, so no copy in the compute dtype is kept between forward and
+backward. If the dtypes agree, or for frozen weights, nothing is copied at all.
+
+FSDP2 keeps its work where it has some: with several replicas (HSDP), with CPU offload, and for
+adapters, which are small. So it does for experts_backend="eager", whose stock code needs plain
+tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.values import ParameterEntries
+from hf_moe_ep.state import ModelState
+
+
+def can_stay_whole(state: ModelState, meshes: Meshes, options: ShardOptions) -> bool:
+    """Return True if FSDP2 would have nothing to gather and to reduce for expert weights."""
+    return (
+        meshes.ep_size > 1
+        and meshes.ep_fsdp_size == 1
+        and meshes.world_size == meshes.ep_size
+        and state.config.experts_backend != "eager"
+        and not isinstance(options.offload_policy, CPUOffloadPolicy)
+    )
+
+
+def keep_whole(
+    experts: nn.Module, entries: ParameterEntries, state: ModelState, meshes: Meshes
+) -> dict[nn.Parameter, str]:
+    """Replace the stacked weights of an experts module by their final parameters.
+
+    `entries` has the materialized parameters. The factors of adapters are left to FSDP2.
+
+    Returns:
+        The new parameters, which FSDP2 has to ignore, with their names.
+    """
+    new_parameters = {}
+    for module in experts.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            entry = entries.get(parameter)
+            if entry is None or entry.stack is not None or not entry.over_ep:
+                continue
+            dim = 1 if state.config.expert_shard_dim == 1 and parameter.ndim > 1 else 0
+            new = _as_sharded(parameter, *_layout_of_fsdp2(meshes, dim))
+            setattr(module, name, new)
+            new_parameters[new] = name
+    return new_parameters
+
+
+def _as_sharded(
+    parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[object, ...]
+) -> nn.Parameter:
+    value = parameter.data
+    assert isinstance(value, DTensor)
+    sharded = DTensor.from_local(
+        value.to_local(),
+        mesh,
+        placements,  # type: ignore[arg-type]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _layout_of_fsdp2(meshes: Meshes, dim: int) -> tuple[DeviceMesh, tuple[object, ...]]:
+    """Return the mesh and the placements that FSDP2 gives a weight whose dim 0 is split over ep.
+
+    They depend on the version of torch, so FSDP2 shards a matrix of one element per rank.
+    """
+    probe = nn.Module()
+    local = torch.zeros(1, 1, device=meshes.device)
+    probe.weight = nn.Parameter(DTensor.from_local(local, meshes.ep, [Shard(0)], run_check=False))
+    fully_shard(probe, mesh=meshes.ep_fsdp, shard_placement_fn=lambda _: Shard(dim))
+    weight = probe.weight
+    assert isinstance(weight, DTensor)
+    return weight.device_mesh, tuple(weight.placements)

@@ -1,0 +1,114 @@
+"""How the forward of a causal language model uses its head and its loss function.
+
+Most forwards in transformers/models/*/modeling_*.py compute
+
+    logits = self.lm_head(hidden_states)
+    loss = self.loss_function(logits=logits, labels=labels, vocab_size=..., **kwargs)
+
+and return `logits=logits`. A few scale or cap the logits in between. `other_use_of_logits` tells
+them apart by reading the code of the forward. The loss function is `ForCausalLMLoss` of
+transformers/loss/loss_utils.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_moe_ep.upstream.replaced_forwards import forward_functions
+
+_LOSS = "loss_function"
+
+
+def is_causal_loss(function: Any) -> bool:
+    """Return True for transformers' loss of causal language models."""
+    return function is ForCausalLMLoss
+
+
+def other_use_of_logits(model: nn.Module, head_name: str) -> str:
+    """Return the statement in which the model's forward uses logits for more than the loss.
+
+    The result is "" if the forward passes the output of `self.<head_name>` only to its loss
+    function and into its output. If the forward cannot be read or does not have this shape, the
+    result describes that.
+    """
+    *_, innermost = forward_functions(model)
+    return _other_use(innermost, head_name)
+
+
+@cache
+def _other_use(forward: Callable[..., Any], head_name: str) -> str:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return "its source cannot be read"
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _is_attribute_of_self(node.func, head_name)
+    ]
+    if len(calls) != 1:
+        return f"it calls self.{head_name} {len(calls)} times"
+    for node in ast.walk(tree):
+        is_other = _is_attribute_of_self(node, head_name) and node is not calls[0].func
+        if is_other and not _reads_dtype_of_weight(node, parents):
+            return _text(node, parents)
+    if len(calls[0].args) != 1 or calls[0].keywords:
+        return _text(calls[0], parents)
+    value: ast.AST = calls[0]
+    if _is_method_call(parents[value], "float"):
+        value = parents[parents[value]]
+    statement = parents[value]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if len(targets) != 1 or not isinstance(targets[0], ast.Name):
+        return _text(value, parents)
+    return _other_use_of_name(targets[0], tree, parents)
+
+
+def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    """Return the statement that uses a variable for more than the loss and the output, or ""."""
+    reaches_loss = False
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name) or node.id != target.id or node is target:
+            continue
+        holder = parents[node]
+        in_output = isinstance(holder, ast.keyword) and holder.arg == target.id
+        call = parents[holder] if isinstance(holder, ast.keyword) else holder
+        if not isinstance(call, ast.Call) or node is call.func:
+            return _text(node, parents)
+        if _is_attribute_of_self(call.func, _LOSS):
+            reaches_loss = True
+        elif not (in_output and isinstance(parents[call], ast.Return)):
+            return _text(node, parents)
+    return "" if reaches_loss else f"it does not pass {target.id} to self.{_LOSS}"
+
+
+def _is_attribute_of_self(node: ast.AST, name: str) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr != name:
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _is_method_call(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == name
+
+
+def _reads_dtype_of_weight(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    weight = parents[node]
+    return _is_method_call(weight, "weight") and _is_method_call(parents[weight], "dtype")
+
+
+def _text(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    """Return the statement that contains a node as one line."""
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    first_line, *_ = ast.unparse(node).splitlines()
+    return first_line
