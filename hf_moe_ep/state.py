@@ -22,6 +22,7 @@ the row above.
     sharding/shard.py | whole_weights weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
+    moe/dispatch/chunks.py | num_chunks dispatcher | from the first forward in training on
     placement/move.py | placement | positions of the experts, from the first balance_experts on
     placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
     placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order
@@ -30,6 +31,7 @@ the row above.
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
     moe/padding.py | real_tokens | the tokens that experts compute, during a forward
     moe/recompute.py | real_tokens | the same, during a checkpointed function
+    moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
@@ -131,7 +133,7 @@ the row above.
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    planner/fake.py | setattr | functions that need real ranks or memory, during a plan
+    planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted
     upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
     -- threads --
@@ -207,6 +209,8 @@ class ModelState:
     encoders: list[Any] = field(default_factory=list)
     # Set by sharding with ep_size > 1.
     dispatcher: Dispatcher | None = None
+    # With dispatch_chunks="auto": the number that the first forward in training has chosen.
+    num_chunks: int | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
     # True if `compile_layers` has compiled the layers (compiled/layers.py).
@@ -397,6 +401,7 @@ class MoELayer:
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
+        shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
         chooses_none: True if expert ids may also be the number of experts, which means "no expert".
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
@@ -411,6 +416,7 @@ class MoELayer:
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
+    shared: Any = None
     chooses_none: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 
