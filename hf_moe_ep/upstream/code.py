@@ -8,7 +8,7 @@ GradientCheckpointingLayer (transformers/modeling_layers.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -29,7 +29,7 @@ def calls(module: nn.Module, name: str) -> bool:
 def forward_arguments(module: nn.Module) -> frozenset[str]:
     """Return the names of the arguments of a module's forward."""
     kind: Any = type(module)
-    return _arguments(kind)
+    return _arguments(inspect.unwrap(kind.forward))
 
 
 def takes_argument(module: nn.Module, name: str) -> bool:
@@ -54,8 +54,8 @@ def is_checkpointed_layer(module: nn.Module) -> bool:
 
 
 @cache
-def _arguments(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(inspect.unwrap(kind.forward)).parameters)
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 @cache
