@@ -38,7 +38,7 @@ from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
 from hf_moe_ep.ranks.collectives import Transfer
-from hf_moe_ep.state import STATE
+from hf_moe_ep.state import STATE, RoutingSession
 
 LAYERS = 2
 WATCHED = {**EXCHANGES, "item": (Tensor, "item")}
@@ -379,6 +379,7 @@ def test_other_experts_in_a_recompute_stop_a_gpu_with_a_message() -> None:
 
 def test_topk_inside_a_nested_checkpoint_is_not_replayed() -> None:
     state = getattr(patch(tiny()), STATE)
+    state.routing = RoutingSession()  # without one, a model with ep_size 1 stores no expert ids
     ids = torch.tensor([[0, 1], [2, 3]])
     scores = torch.eye(2, 8)
     chosen = []
