@@ -83,7 +83,7 @@ test-newest: .venv-newest/.done
 # Two trainers at a time, as above. xargs ends with an error if one of them does.
 test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
 	@$(call timed,printf '%s\n' $(TRAINERS) | PYTHONPATH=tests/support/trainers_on_cpu \
-		xargs -P 2 -I NAME .venv-trainers/NAME/bin/python -m pytest tests/runner/test_NAME.py)
+		xargs -P 2 -I NAME env .venv-trainers/NAME/bin/python -m pytest tests/runner/test_NAME.py)
 
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
 architectures: .venv/.done

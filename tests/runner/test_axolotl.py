@@ -207,7 +207,7 @@ def stock_lora(folder: Path) -> Path:
 def merge(config: str, folder: Path) -> dict[str, Any]:
     """Run axolotl merge-lora, and return the tensors of the merged model."""
     output = config.removesuffix(".yaml")
-    command = ["axolotl", "merge-lora", config, f"--lora_model_dir={output}"]
+    command = ["axolotl", "merge-lora", config, f"--lora-model-dir={output}"]
     run_stock(command, folder, "merge.txt", PYTHONPATH=ON_CPU)
     return saved_tensors(folder / output / "merged")
 
