@@ -22,6 +22,7 @@ the row above.
     sharding/shard.py | whole_weights weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
+    moe/dispatch/chunks.py | num_chunks dispatcher | from the first forward in training on
     placement/move.py | placement | positions of the experts, from the first balance_experts on
     placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
     placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order
@@ -30,6 +31,7 @@ the row above.
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
     moe/padding.py | real_tokens | the tokens that experts compute, during a forward
     moe/recompute.py | real_tokens | the same, during a checkpointed function
+    moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
@@ -50,6 +52,10 @@ the row above.
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
+    patch.py | extra | references to the tensors of files that the class ignores
+    apply.py | extra | the same
+    checkpoints/hub/extra.py | extra | the same, after a save over these files
+    checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
@@ -106,6 +112,7 @@ the row above.
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
+    integrations/engines.py | _hf_moe_ep_sent setattr | of TRL's objects that sent extra tensors
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
@@ -131,7 +138,7 @@ the row above.
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    planner/fake.py | setattr | functions that need real ranks or memory, during a plan
+    planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted
     upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
     -- threads --
@@ -207,6 +214,8 @@ class ModelState:
     encoders: list[Any] = field(default_factory=list)
     # Set by sharding with ep_size > 1.
     dispatcher: Dispatcher | None = None
+    # With dispatch_chunks="auto": the number that the first forward in training has chosen.
+    num_chunks: int | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
     # True if `compile_layers` has compiled the layers (compiled/layers.py).
@@ -233,6 +242,9 @@ class ModelState:
     optimizers_in_order: list[Any] | None = None
     # The parameters that are read when the model is sharded (checkpoints/hub/unread.py), or None.
     unread: Any = None
+    # Where the files lie that hold the extra tensors, which the model's class ignores
+    # (checkpoints/hub/extra.py), on rank 0; None if the checkpoint has none.
+    extra: Any = None
     # True if a Trainer prints a report of the model and logs its tokens per second.
     is_reported: bool = False
     # True if LoRA adapters also adapt the experts, whatever their config targets.
@@ -397,6 +409,7 @@ class MoELayer:
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
+        shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
         chooses_none: True if expert ids may also be the number of experts, which means "no expert".
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
@@ -411,6 +424,7 @@ class MoELayer:
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
+    shared: Any = None
     chooses_none: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_moe_ep.moe.shared_experts import SharedExperts
 from hf_moe_ep.upstream.compiler import is_decorator_of_layers
 
 # The attribute of our subclasses that holds the class of stock.
@@ -76,8 +77,9 @@ def inner_forward(kind: type) -> Callable[..., Any]:
 
 
 def check_class_forward(name: str, module: nn.Module) -> None:
-    """Raise ValueError if the forward of `module` is not that of its class."""
-    if "forward" in vars(module):
+    """Raise ValueError if the forward of `module` is neither that of its class nor ours."""
+    forward = vars(module).get("forward")
+    if forward is not None and not isinstance(getattr(forward, "__self__", None), SharedExperts):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced by another library, so "
             f"it cannot be compiled; leave out this replacement, or leave out compile_layers"

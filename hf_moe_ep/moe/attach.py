@@ -6,6 +6,7 @@ the root                gets pre-forward hooks: `KeepForwards` restores or refus
                         forwards, `ForwardGuard` refuses a model that needs sharding but is not
                         sharded, and `ForwardBegins` (with the forward hook `ForwardEnds`) decides
                         whether the tokens of a forward are counted
+shared experts          run while results are sent back, with ep_size > 1 (`shared_experts.py`)
 the causal LM           gets the hooks that find padding tokens (`padding.py`), and the hooks of the
                         aux loss over all ranks (`aux_loss.py`)
 """
@@ -27,6 +28,7 @@ from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, record_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.moe.padding import attach_padding
 from hf_moe_ep.moe.routers_alone import find_routers
+from hf_moe_ep.moe.shared_experts import attach_shared_experts
 from hf_moe_ep.moe.stacked import BlockBegins, BlockEnds, StackedExperts
 from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
@@ -77,6 +79,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     parts.root.register_forward_pre_hook(ForwardGuard(state))
     parts.root.register_forward_pre_hook(ForwardBegins(state))
     parts.root.register_forward_hook(ForwardEnds(state))
+    attach_shared_experts(parts.root, state)
     attach_padding(parts, state)
     attach_aux_loss(parts, state)
 

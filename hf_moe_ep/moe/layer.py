@@ -13,7 +13,8 @@ go straight into them. With ep each rank has E / ep_size of the experts:
     combine    the results are sent back and added up, one row per token
 
 The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is sent while the experts
-compute the previous chunk.
+compute the previous chunk. Shared experts are computed while the last results are sent back
+(`shared_experts.py`).
 
 This legend of shapes holds for the whole package. Its letters are suffixes of names: `x_TH` has the
 shape [T, H].
@@ -45,6 +46,7 @@ from torch import Tensor, nn
 from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
+from hf_moe_ep.moe.dispatch.chunks import AUTO, apply_choice, choose_at_first_forward
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
@@ -75,6 +77,7 @@ class ForwardGuard(Ours):
     @torch.compiler.disable
     def _begin_forward(self, module: nn.Module) -> None:
         self.state.forward_number += 1
+        apply_choice(self.state)
         if module.training:
             self._checkpoints.look(module)
 
@@ -157,6 +160,8 @@ def _ep_forward(
     state.dispatcher.prepare(tokens)
     with hide_operators():
         exchanges = _finish_plan(layer, planning, expert_ids_TK)
+        if planning is not None:
+            _choose_chunks(experts, layer, tokens)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
@@ -177,9 +182,26 @@ def _ep_forward(
                 weights=weights,
             )
             chunks.send(chunk, out_RH)
+        if layer.shared is not None:
+            layer.shared.run()
     if weights is not None and weights.masters is not None:
         weights.masters.forget()
     return chunks.finish()
+
+
+def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
+    """Choose the number of chunks in the first forward in training, with dispatch_chunks="auto"."""
+    state, meshes = layer.model, layer.model.meshes
+    undecided = state.config.dispatch_chunks == AUTO and state.num_chunks is None
+    # A reentrant checkpoint first runs without gradients. All ranks have compared these conditions.
+    leads_to_backward = torch.is_grad_enabled() or state.frame is not None
+    if not (undecided and experts.training and leads_to_backward):
+        return
+    assert meshes is not None and layer.compute is not None
+    with torch.no_grad():
+        weights = local_weights(experts, layer.compute, tokens.x_TH)
+    where = _make_header(layer, True, tokens)
+    choose_at_first_forward(layer, meshes.ep.get_group(), tokens, weights, where)
 
 
 def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
