@@ -6,7 +6,7 @@
 A mixer is a module that mixes the tokens of a sequence without transformers' attention interface.
 Every model has one decoder layer, whose mixer is measured in three ways:
 
-    stock      the unpatched model computes the whole sequence, in each of the 4 processes
+    stock      the unpatched model computes the whole sequence
     gathered   sp_size 4, and the mixer gets whole sequences (sequence/gather.py)
     divided    sp_size 4, and the mixer is divided as in training: its keys are gathered
                (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py)
@@ -19,16 +19,18 @@ The figures of a rank:
                    and that are alive at one time
     sent           bytes that the rank sends in the forward of the mixer, counted when torch
                    dispatches the collectives
-    seconds        forward and backward of the whole model, until the slowest rank is done
+    seconds        forward and backward of the whole model, on four real ranks, until the slowest
+                   rank is done; with --steps 0 they are not measured
 
-Recurrences and convolutions run in plain PyTorch here, because their kernels need a GPU.
+Bytes are those of rank 1 of a group of 4 whose other ranks do not exist: its collectives return
+tensors of the right sizes without meaningful values. Recurrences and convolutions run in plain
+PyTorch here, because their kernels need a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 import weakref
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,6 +52,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.architectures import find_parts, find_plan
+from hf_moe_ep.sequence import split
+from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
 WAYS = ("stock", "gathered", "divided")
@@ -126,7 +131,6 @@ class Measured:
     activations: int
     peak: int
     sent: int
-    seconds: list[float]
 
 
 def build(kind: Kind, sizes: Sizes) -> nn.Module:
@@ -225,7 +229,8 @@ class MixerWatch:
             self.peak, self.sent = self._peak.peak, self._sent.sent
 
 
-def measure_rank(rank: int, kind: Kind, way: str, sizes: Sizes) -> Measured:
+def prepare_step(kind: Kind, way: str, sizes: Sizes) -> tuple[MixerWatch, Callable[[], None]]:
+    """Build a model; return what watches its mixer, and a function that runs a step."""
     model = build(kind, sizes)
     (mixers,) = find_parts(model).mixers
     ((_, mixer),) = mixers.items()
@@ -239,9 +244,24 @@ def measure_rank(rank: int, kind: Kind, way: str, sizes: Sizes) -> Measured:
         model(**batch).loss.backward()
         model.zero_grad()
 
-    watch.measures = True
+    return watch, step
+
+
+def measure_bytes(kind: Kind, way: str, sizes: Sizes) -> Measured:
+    """Count the bytes of rank 1 of 4, in this process alone."""
+    # There are no other ranks whose batches could be compared.
+    alone = mock.patch.object(split, "check_same_batch", lambda *args: None)
+    with fake_group(1, WORLD), alone:
+        watch, step = prepare_step(kind, way, sizes)
+        watch.measures = True
+        step()
+    return Measured(watch.activations, watch.peak, watch.sent)
+
+
+def measure_seconds(rank: int, kind: Kind, way: str, sizes: Sizes) -> list[float]:
+    """Time the steps of four ranks, after one step to warm up."""
+    _, step = prepare_step(kind, way, sizes)
     step()
-    watch.measures = False
     seconds = []
     for _ in range(sizes.steps):
         dist.barrier()
@@ -249,61 +269,62 @@ def measure_rank(rank: int, kind: Kind, way: str, sizes: Sizes) -> Measured:
         step()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    return Measured(watch.activations, watch.peak, watch.sent, seconds)
+    return seconds
 
 
-def report(sizes: Sizes, found: dict[str, dict[str, list[Measured]]], about: list[str]) -> str:
+def report(
+    sizes: Sizes,
+    found: dict[str, dict[str, Measured]],
+    seconds: dict[str, dict[str, list[float]]],
+    about: list[str],
+) -> str:
     mib = 2**20
     lines = [
         "# One layer of each kind of mixer, on 4 ranks that share a sequence\n",
         *about,
-        f"- one decoder layer, hidden {sizes.hidden}, a sequence of {sizes.seq} tokens, fp32, "
-        f"{WORLD} gloo ranks of one thread each, {sizes.steps} steps\n",
+        f"- one decoder layer, hidden {sizes.hidden}, a sequence of {sizes.seq} tokens, fp32\n",
         "| mixer | of | way | activations, MiB | of stock's | peak, MiB | of stock's "
         "| sent, KiB | s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, ways in found.items():
-        stock = ways["stock"][0]
-        for way, ranks in ways.items():
-            activations = [rank.activations for rank in ranks]
-            peaks = [rank.peak for rank in ranks]
+        stock = ways["stock"]
+        for way, figures in ways.items():
+            timed = seconds.get(name, {}).get(way)
             cells = [
-                spread([x / mib for x in activations]),
-                f"{max(activations) / stock.activations:.2f}",
-                spread([x / mib for x in peaks]),
-                f"{max(peaks) / stock.peak:.2f}",
-                f"{statistics.median(rank.sent for rank in ranks) / 1024:.0f}",
-                spread(ranks[0].seconds),
+                f"{figures.activations / mib:.1f}",
+                f"{figures.activations / stock.activations:.2f}",
+                f"{figures.peak / mib:.1f}",
+                f"{figures.peak / stock.peak:.2f}",
+                f"{figures.sent / 1024:.0f}",
+                spread(timed) if timed else "-",
             ]
             lines.append(f"| {name} | `{KINDS[name].model_type}` | {way} | {' | '.join(cells)} |")
-    lines.append(
-        "\nMedian (min .. max), over ranks for bytes and over steps for seconds; shares are those "
-        "of the rank with most. Every figure is explained at the top of `benchmarks/mixers.py`."
-    )
+    lines.append("\nEvery figure is explained at the top of `benchmarks/mixers.py`.")
     return "\n".join(lines) + "\n"
-
-
-def measure(
-    sizes: Sizes, run: Callable[..., list[Any]] = spawn
-) -> dict[str, dict[str, list[Measured]]]:
-    options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
-    return {
-        name: {way: run(measure_rank, WORLD, kind, way, sizes, **options) for way in WAYS}
-        for name, kind in KINDS.items()
-    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--write", type=Path, help="folder for mixers-cpu.md")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
-    found = measure(sizes)
-    text = report(sizes, found, setting("benchmarks/mixers.py", load_before, WORLD))
+    torch.set_num_threads(1)
+    kinds = {name: KINDS[name] for name in args.kinds}
+    found = {
+        name: {way: measure_bytes(kind, way, sizes) for way in WAYS} for name, kind in kinds.items()
+    }
+    seconds: dict[str, dict[str, list[float]]] = {}
+    if sizes.steps:
+        options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
+        for name, kind in kinds.items():
+            ways = {w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in WAYS}
+            seconds[name] = {way: by_rank[0] for way, by_rank in ways.items()}
+    text = report(sizes, found, seconds, setting("benchmarks/mixers.py", load_before, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

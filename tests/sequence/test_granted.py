@@ -56,6 +56,13 @@ def padded_left(model: nn.Module, seed: int) -> Batch:
     return micro
 
 
+def unpadded(model: nn.Module, seed: int) -> Batch:
+    """Return two rows of 11 tokens without a mask, which stock code then may not build either."""
+    micro = batch(model, 2, 11, seed=seed)
+    del micro["attention_mask"]
+    return micro
+
+
 def packed(model: nn.Module, seed: int) -> Batch:
     """Pack documents of 9, 3 and 7 tokens in one row; position_ids restart at 0 in each. Two
     documents are longer than a window of 5, and one continues on the next rank.
@@ -181,6 +188,11 @@ PACKED = [
     # Stock mixes packed documents there; see test_mixers.py.
     if name not in MIXERS and name not in NUMBERS_TOKENS_OF_ROWS
 ]
+UNPADDED = [
+    Check(f"{name}, unpadded", 2, partial(equals_stock, name, make=unpadded), slow=True)
+    for name in GRANTED
+    if name in MIXERS
+]
 PADDED_LEFT = [
     Check(
         f"{name}, padded left", 2, partial(equals_stock, name, make=padded_left), slow=True
@@ -237,6 +249,11 @@ def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_equals_stock(found: Found, claim: Check) -> None:
     """Layers are recomputed in backward with the same slices as in forward."""
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", [check.as_parameter() for check in UNPADDED])
+def test_without_a_mask(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
