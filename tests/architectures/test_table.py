@@ -102,9 +102,9 @@ def test_new_results_are_merged_into_the_data() -> None:
     }
     assert json.loads(table.as_text(data)) == data
     page = table.page(data)
-    assert "| `jamba` | not tested | not tested | no (2) | - | not tested | not tested |" in page
+    assert "| `jamba` | not tested | not tested | no (3) | - | not tested | not tested |" in page
     assert "| `mixtral` | yes | yes | not tested | - | not tested | not tested |" in page
-    assert "\n2. a \\| b\n" in page
+    assert "\n3. a \\| b\n" in page
 
 
 def test_a_type_that_cannot_be_patched_is_refused_in_all_columns() -> None:

@@ -60,9 +60,8 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "inkling_audio": {"n_mel_bins": 5, "mel_vocab_size": 7},
     "llama4_vision_model": {
         "intermediate_size": 64,  # 16 values of each of 2 x 2 patches
-        "vision_output_dim": 28,
-        "projector_input_dim": 28,
-        "projector_output_dim": 28,
+        **_same(TEXT_HIDDEN_SIZE, "vision_output_dim"),
+        **_same(TEXT_HIDDEN_SIZE, "projector_input_dim", "projector_output_dim"),
     },
     "muse_spark_audio": {
         "patch_sizes": [4, 3],
