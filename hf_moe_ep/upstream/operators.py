@@ -64,9 +64,9 @@ _OVERWRITE = {
     "uniform_",
     "zero_",
 }
-# The kind of each collective, and the index of the argument that `payload_of` counts.
 # The operators with which FSDP2 copies into and out of its communication buffers.
 _COPIES_OF_FSDP = ("split_with_sizes_copy", "_chunk_cat")
+# The kind of each collective, and the index of the argument that `payload_of` counts.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
