@@ -80,11 +80,10 @@ test-oldest: .venv-oldest/.done
 test-newest: .venv-newest/.done
 	@$(call timed,.venv-newest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
 
+# Two trainers at a time, as above. xargs ends with an error if one of them does.
 test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
-	@$(call timed,code=0; for name in $(TRAINERS); do \
-		PYTHONPATH=tests/support/trainers_on_cpu \
-			.venv-trainers/$$name/bin/python -m pytest tests/runner/test_$$name.py || code=1; \
-	done; (exit $$code))
+	@$(call timed,printf '%s\n' $(TRAINERS) | PYTHONPATH=tests/support/trainers_on_cpu \
+		xargs -P 2 -I NAME .venv-trainers/NAME/bin/python -m pytest tests/runner/test_NAME.py)
 
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
 architectures: .venv/.done

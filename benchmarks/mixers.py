@@ -65,7 +65,9 @@ class Kind:
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
 KINDS = {
     "delta net": Kind("qwen3_next", {"layer_types": ["linear_attention"]}),
-    "KDA": Kind("kimi_linear", {"layer_types": ["linear_attention"]}),
+    "KDA": Kind(
+        "kimi_linear", {"layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"]}
+    ),
     "Mamba-2": Kind("granitemoehybrid", {"layer_types": ["linear_attention"]}),
     "Mamba-1": Kind("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "short convolution": Kind("lfm2_moe", {"layer_types": ["conv"]}),

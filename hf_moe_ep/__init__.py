@@ -21,6 +21,7 @@ from hf_moe_ep.version import __version__
 if TYPE_CHECKING:
     from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
     from hf_moe_ep.checkpoints.hub.save import save_pretrained
+    from hf_moe_ep.checkpoints.hub.sync_token import SyncToken
     from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
     from hf_moe_ep.checkpoints.newest import newest_checkpoint
     from hf_moe_ep.checkpoints.training.load import load_checkpoint
@@ -55,6 +56,7 @@ _DEFINED_IN = {
     "ReplayReport": "routing.report",
     "Routes": "routing.routes",
     "RoutingReplay": "routing.replay",
+    "SyncToken": "checkpoints.hub.sync_token",
     "WeightSource": "plan",
     "apply_ep_fsdp2": "apply",
     "balance_experts": "placement.balance",
@@ -88,6 +90,7 @@ __all__ = [
     "ReplayReport",
     "Routes",
     "RoutingReplay",
+    "SyncToken",
     "WeightSource",
     "__version__",
     "apply_ep_fsdp2",

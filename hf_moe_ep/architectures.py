@@ -308,14 +308,18 @@ def _check_weights(name: str, experts: nn.Module, plan: ModelPlan, config: Any) 
 def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     """Return the number of experts per token: `top_k` of a router, or a field of the text config.
 
+    An MoE block may have `top_k` instead of its router.
+
     Raises:
-        ValueError: no router has a `top_k`, and the config has no such field.
+        ValueError: no router or block has a `top_k`, and the config has no such field.
     """
-    for name, module in model.named_modules():
-        if plan.router and matches(plan.router, stock_name(name)):
-            top_k = getattr(module, "top_k", None)
-            if isinstance(top_k, int):
-                return top_k
+    named = {stock_name(name): module for name, module in model.named_modules()}
+    routers = [name for name in named if plan.router and matches(plan.router, name)]
+    blocks = [name.rpartition(".")[0] for name in named if matches(plan.experts, name)]
+    for name in (*routers, *blocks):
+        top_k = getattr(named[name], "top_k", None)
+        if isinstance(top_k, int):
+            return top_k
     for field_name in _TOP_K:
         if isinstance(getattr(config, field_name, None), int):
             return int(getattr(config, field_name))

@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_moe_ep.architectures import Parts, find_block, find_parts
+from hf_moe_ep.checkpoints.hub.extra import find_extra
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
@@ -142,7 +143,10 @@ def patch(
         state.adapts_experts = old_state.adapts_experts
         state.is_reported = old_state.is_reported
         state.unread, old_state.unread = old_state.unread, None
+        state.extra = old_state.extra
         _detach(model, old_state)
+    else:
+        state.extra = find_extra(model, state.plan)
     for _, attach in FEATURES:
         attach(parts, state)
     setattr(parts.root, STATE, state)

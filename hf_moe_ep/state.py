@@ -52,6 +52,10 @@ the row above.
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
+    patch.py | extra | references to the tensors of files that the class ignores
+    apply.py | extra | the same
+    checkpoints/hub/extra.py | extra | the same, after a save over these files
+    checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
@@ -108,6 +112,7 @@ the row above.
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
+    integrations/engines.py | _hf_moe_ep_sent setattr | of TRL's objects that sent extra tensors
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
@@ -237,6 +242,9 @@ class ModelState:
     optimizers_in_order: list[Any] | None = None
     # The parameters that are read when the model is sharded (checkpoints/hub/unread.py), or None.
     unread: Any = None
+    # Where the files lie that hold the extra tensors, which the model's class ignores
+    # (checkpoints/hub/extra.py), on rank 0; None if the checkpoint has none.
+    extra: Any = None
     # True if a Trainer prints a report of the model and logs its tokens per second.
     is_reported: bool = False
     # True if LoRA adapters also adapt the experts, whatever their config targets.

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ from hf_moe_ep.compiled.subclasses import (
 )
 from hf_moe_ep.moe.counting import reserve_counts
 from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.plan import as_pattern, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
@@ -123,6 +124,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     towers = {} if vision is None else _select(modules, vision.blocks)
     attention = {} if vision is None else _select(modules, vision.attention)
     blocks, shared = _find_blocks(modules, layers, state)
+    check_described(modules.values(), plan.model_type)
     for name, module in (layers | towers | attention | shared).items():
         check_class_forward(name, module)
     for name, (module, _) in blocks.items():
@@ -145,6 +147,17 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
         root.register_forward_pre_hook(begin, with_kwargs=True)
     state.layers_are_compiled = True
     return root
+
+
+def check_described(modules: Iterable[nn.Module], model_type: str) -> None:
+    """Raise ValueError if the forward of an MoE block is part of a plan (`MoEBlock.forward`)."""
+    for module in modules:
+        if isinstance(module, StackedExperts) and module.description.forward is not None:
+            raise ValueError(
+                f"compile_layers cannot compile {model_type}: its plan has a forward for its MoE "
+                f"blocks ({type(module.block).__name__}) that is not the forward of their class; "
+                f"leave out compile_layers"
+            )
 
 
 @dataclass

@@ -13,7 +13,7 @@ only PyTorch:
     TRAINER      when transformers.trainer is imported                4
     ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
-    TRL          when the module of each row is imported              4
+    TRL          when the module of each row is imported              6
     AXOLOTL      when the module of the row is imported               1
 
 Such a function is replaced for the whole process. Its wrapper first checks if it was given a
@@ -466,6 +466,20 @@ FRAMEWORK_METHODS = (
             "gives the ranks of an sp group the same samples, which ms-swift splits itself",
         ),
     ),
+    *_build_rows(
+        "swift.trainers.seq2seq_trainer:Seq2SeqTrainer",
+        features.TRAINER_SLICES,
+        (
+            "compute_loss",
+            shared_batches.compute_loss_of_process,
+            "averages over data ranks, where ms-swift averages over processes",
+        ),
+    ),
+    *_build_rows(
+        "swift.rlhf_trainers.dpo_trainer:DPOTrainer",
+        features.EXPERT_LOAD,
+        ("log", log_expert_load, "ms-swift calls the function of the Trainer's class directly"),
+    ),
 )
 # Object: a patched model.
 MODEL_METHODS = _build_rows(
@@ -563,6 +577,16 @@ TRL = (
         features.ENGINES,
         ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),
         ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
+    ),
+    *_build_rows(
+        "trl.experimental.async_grpo.async_grpo_trainer",
+        features.ENGINES,
+        ("_iter_vllm_named_params", engines.list_params, "lists hub names for a server"),
+    ),
+    *_build_rows(
+        "trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer",
+        features.ENGINES,
+        ("_sync_weight_merged", engines.sync_merged, "sends merged tensors under hub names"),
     ),
 )
 

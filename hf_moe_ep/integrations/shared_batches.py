@@ -39,7 +39,11 @@ from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.trainers import split_over_data_ranks
+from hf_moe_ep.upstream.trainers import (
+    check_reads_no_logits,
+    multiplies_by_processes,
+    split_over_data_ranks,
+)
 from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepared_loaders
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
@@ -71,7 +75,8 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     """Let the ranks of an sp group share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions.
+        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions, or
+            which reads the logits of whole sequences.
     """
     if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
         raise ValueError(
@@ -79,6 +84,8 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
             f"sp_size={state.config.sp_size} the ranks of an sp group share one batch; patch with "
             f"sp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
+    if state.config.sp_size not in (None, 1):
+        check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
 
@@ -272,6 +279,26 @@ def compute_loss(
         return original(self, model, inputs, return_outputs, *args, **kwargs)
     finally:
         state.only_loss_is_read = before
+
+
+def compute_loss_of_process(
+    original: Original,
+    self: transformers.Trainer,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Wrap ms-swift's `compute_loss`: divide by the number of processes that share a batch.
+
+    It multiplies a loss per token of all ranks by the number of processes, because gradients are
+    averaged over processes. The Trainer multiplies by the number of data ranks instead.
+    """
+    result = original(self, model, inputs, return_outputs, num_items_in_batch)
+    size = sharing(self.accelerator)
+    if size == 1 or not multiplies_by_processes(self, num_items_in_batch):
+        return result
+    return (result[0] / size, *result[1:]) if return_outputs else result / size
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:

@@ -53,8 +53,13 @@ class Architecture:
     granted: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return dicts and lists that json can write."""
-        return asdict(self)
+        """Return dicts and lists that json can write. A function becomes its qualified name."""
+        result = asdict(self)
+        block = self.plan.block
+        if block is not None and block.forward is not None:
+            forward = block.forward
+            result["plan"]["block"]["forward"] = f"{forward.__module__}.{forward.__qualname__}"
+        return result
 
 
 def look_at(shape: str) -> Architecture:

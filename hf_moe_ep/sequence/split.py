@@ -36,6 +36,7 @@ from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache, is_fused_head
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
+from hf_moe_ep.upstream.trainers import how_to_keep_all_logits
 
 
 class SplitSequence(Ours):
@@ -65,8 +66,8 @@ class SplitSequence(Ours):
         if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with sp_size="
-                f"{meshes.sp_size} a forward in training or with labels is split; leave "
-                f"logits_to_keep out"
+                f"{meshes.sp_size} a forward in training or with labels is split; "
+                f"{how_to_keep_all_logits()}"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]

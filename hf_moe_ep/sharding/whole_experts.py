@@ -5,14 +5,13 @@ expert is sharded, and no gradient is reduced. FSDP2 would still copy the weight
 step, and their gradients. Here they are plain parameters: DTensors of the mesh and placements that
 FSDP2 would give them, so checkpoints, clipping and optimizers see no difference.
 
-    bytes per weight and step,       FSDP2                            here
-    fp32 masters, bf16 compute
-    forward                          cast 4 + 2, copy 2 + 2           cast 4 + 2
-    backward                         the same                         the same
-    gradient                         cast 2 + 4, division 4 + 4,      cast 2 + 4
-                                     copy 4 + 4
-    sum of 9                         42                               18
+    fp32 masters, bf16 compute       FSDP2 (torch 2.13)               here
+    forward                          cast to bf16, copy               cast to bf16
+    backward                         cast to bf16, copy               cast to bf16
+    gradient                         cast to fp32, division, copy     cast to fp32
+    bytes per weight                 44                               18
 
+The bytes are counted in `benchmarks/results/around-experts-cpu.md`, for each micro-batch.
 Backward casts the weights again, so no copy in the compute dtype is kept between forward and
 backward. If the dtypes agree, or for frozen weights, nothing is copied at all.
 

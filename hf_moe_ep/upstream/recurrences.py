@@ -98,9 +98,11 @@ def has_convolution(module: nn.Module) -> bool:
 
     `forward_with` cannot copy a forward that has defaults of keyword-only arguments. A forward that
     was replaced on the instance, such as by a kernel for the whole module, is not that of the file.
+    The weights of the convolution must be those of a child, whose width is known.
     """
     is_stock = "forward" not in vars(module) and not _stock_forward(module).__kwdefaults__
-    return is_stock and CONVOLUTION in _called(module)
+    has_weights = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return is_stock and has_weights and CONVOLUTION in _called(module)
 
 
 def convolution_width(module: nn.Module) -> int:

@@ -46,6 +46,19 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_a_type_outside_of_the_experts_interface(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan has the description of its MoE blocks, and the block says how many are chosen."""
+    printed = _run_with_json(capsys, _write_config(tmp_path, "dbrx"))
+    block = printed["plan"]["block"]
+    assert block["forward"] == "hf_moe_ep.model_patches.dbrx._forward"
+    assert block["weights"]["down_proj"]["parts"] == ["experts.mlp.w2"]
+    assert (printed["num_experts"], printed["experts_per_token"]) == (8, 3)
+    assert printed["granted"]["ep"] == "yes"
+    assert "cannot have adapters" in printed["granted"]["lora"]
+
+
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
     """State space models are divided by heads, so no sequence is gathered."""
     printed = _run_with_json(capsys, "jamba")

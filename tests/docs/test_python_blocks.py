@@ -28,7 +28,7 @@ from support.words import text, tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, patch
+from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, hub_tensors, patch
 
 BLOCKS = {
     (block.page, block.number): block
@@ -266,6 +266,25 @@ def read_engine_arrays(page: str, number: int, rank: int, world: int, folder: st
     assert (ids[0, :2] == -1).all() and (ids[:, 6] == -1).all()
 
 
+def send_to_an_engine(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The engine ends with the weights of the step before the last one, and 2 of 100 steps run."""
+    model, held, counts = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2), {}, []
+
+    def load_weights(weights: list[tuple[str, torch.Tensor]]) -> None:
+        held.update((key, tensor.clone()) for key, tensor in weights)
+        counts.append(len(weights))
+
+    def train_one_step(model: Any, optimizer: Any, step: int) -> None:
+        with torch.no_grad():
+            model.model.norm.weight.add_(step)
+
+    names = {"model": model, "optimizer": None, "train_one_step": train_one_step}
+    with mock.patch.dict(SMALLER, {"range(100)": "range(2)"}):
+        _run(page, number, engine=SimpleNamespace(load_weights=load_weights), **names)
+    assert len(counts) == len(held) + 1, "the second sync sends the norm alone"
+    assert all(torch.equal(held[key], tensor) for key, tensor in hub_tensors(model))
+
+
 def print_replaced_functions(page: str, number: int, rank: int, world: int, folder: str) -> None:
     """The forkserver has imported the Trainer, so patch() replaces its functions too."""
     patch(tiny())
@@ -297,6 +316,7 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/training.md", 0): run_accelerate_loop,
     ("docs/training.md", 1): run_own_loop,
     ("docs/checkpoints.md", 0): resume_from_checkpoints,
+    ("docs/engines.md", 0): send_to_an_engine,
     ("docs/sequence.md", 0): shard_sequences,
     ("docs/pictures.md", 0): train_on_images,
     ("docs/lora.md", 0): train_qlora,

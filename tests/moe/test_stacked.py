@@ -200,6 +200,11 @@ def test_a_refused_model_is_unchanged() -> None:
     assert_equal(model.state_dict(), listed().state_dict())
 
 
+def test_compiled_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile_layers cannot compile qwen3_moe: its plan has"):
+        patch(listed(), plan=PLAN, compile_layers="aot_eager")
+
+
 def test_without_a_description_the_error_names_the_notebook() -> None:
     with pytest.raises(ValueError, match=r"ModelPlan\(block=MoEBlock\(...\)\).*6_new_architecture"):
         patch(listed())

@@ -194,7 +194,7 @@ def write(folder: Path, output: str, **changes: Any) -> str:
 def stock(folder: Path, output: str, command: str = "sft", **changes: Any) -> Path:
     """Train in one process, without hf_moe_ep and without FSDP. Return the output folder."""
     file = write(folder, output, fsdp=None, **changes)
-    run_stock(["swift", command, file], folder, PYTHONPATH=ON_CPU)
+    run_stock(["swift", command, file], folder, f"{output}.txt", PYTHONPATH=ON_CPU)
     return folder / output
 
 
@@ -219,7 +219,8 @@ def ours(
     file = write(folder, output, **sizes, **changes)
     variables = {"NPROC_PER_NODE": str(RANKS), "PYTHONPATH": ON_CPU}
     options = ["--sp-size", str(sp_size)] if sp_size > 1 else []
-    printed = run_ours(["swift", command, file], folder, *options, **variables)
+    words = ["swift", command, file]
+    printed = run_ours(words, folder, *options, output=f"{output}.txt", **variables)
     assert printed.count(f"hf-moe-ep run: patched {model_class} (--ep-size 2") == models
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
     log = training_log(folder / output)
@@ -246,6 +247,13 @@ def test_fsdp2_with_evaluation_and_resume(folder: Path, stock_sft: Path) -> None
     assert_same_log(training_log(resumed), training_log(stock_sft))
 
 
+def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 1 ") as error:
+        ours(folder, "ddp", fsdp=None)
+    assert "never sharded: every process would train alone" in str(error.value)
+    assert "ms-swift: Add --fsdp fsdp2 to the command" in str(error.value)
+
+
 def test_lora_and_export(folder: Path) -> None:
     want = stock(folder, "stock_lora", **LORA)
     got = ours(folder, "lora", fsdp=FULL_STATE_DICT, **LORA)
@@ -267,7 +275,7 @@ def test_pretraining_with_sequence_parallelism(folder: Path) -> None:
 
     ms-swift also replaces torch's function of gradient checkpointing.
     """
-    data = {"dataset": "texts.jsonl", "gradient_checkpointing": True}
+    data = {"dataset": "texts.jsonl", "gradient_checkpointing": True, "use_logits_to_keep": False}
     want = stock(folder, "stock_pt", "pt", **data)
     got = ours(folder, "pt", "pt", sp_size=2, fsdp=FULL_STATE_DICT, **data)
     assert_same_log(training_log(got), training_log(want))

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.architectures import batch
+from support.architectures import MODEL_TYPES, batch
 from support.architectures.steps import (
     assert_same_grads,
     build,
@@ -23,9 +23,9 @@ from support.fp64 import FP64
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
-from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep import apply_ep_fsdp2, describe, patch
 from hf_moe_ep.sequence import slices, ulysses
-from hf_moe_ep.upstream.recurrences import RECURRENCES
+from hf_moe_ep.upstream.recurrences import RECURRENCES, has_recurrence
 
 _NAMES = inspect.unwrap(stock_file.Qwen3NextGatedDeltaNet.forward).__code__.co_names
 RECURRENCE = next((name for name in RECURRENCES if name in _NAMES), "")
@@ -168,6 +168,7 @@ BYTES: dict[str, Any] = {
         "jamba": _mamba_1,
         "lfm2_moe": _short_convolution,
     }.items()
+    if name in MODEL_TYPES
 }
 SIZES: dict[str, Any] = {
     "heads that 2 does not divide": partial(
@@ -182,3 +183,16 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize("claim", on_ranks(2, kernels_get_heads_and_flags, SIZES, BYTES, skip=SKIP))
 def test_recurrence(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+@pytest.mark.skipif(bool(SKIP), reason=SKIP)
+def test_a_mixer_whose_forward_was_replaced_gets_whole_sequences() -> None:
+    """A kernel for a whole mixer replaces its forward, and cannot be run for some heads."""
+    model: Any = build("qwen3_next")
+    mixer = model.model.layers[0].linear_attn
+    assert has_recurrence(mixer)
+    mixer.forward = lambda hidden_states, **kwargs: hidden_states
+    assert not has_recurrence(mixer)
+    report = describe(patch(model, sp_size=2))
+    assert "gathered for model.layers.*.linear_attn" in report
+    assert "heads split in model.layers.*.linear_attn" in report

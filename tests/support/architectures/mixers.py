@@ -1,7 +1,7 @@
 """The modules of decoder layers that mix tokens outside of the attention interface (`MIXERS`).
 
-22 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
-have a type of their own for the text model, so these are 28 model types. test_refused.py compares
+25 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
+have a type of their own for the text model, so these are 32 model types. test_refused.py compares
 this table with the behaviour of the modules and with the derived plans.
 """
 

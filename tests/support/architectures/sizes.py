@@ -201,7 +201,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "rel_extent": 7,
         "log_scaling_n_floor": 4,
         "conv_kernel_size": 3,
-        "n_layers_per_attn_res_block": 2,
+        "n_layers_per_attn_res_block": 1,
         "loop_layer_index_start": 2,
         "loop_layer_index_end": 4,
         "loop_num_passes": 2,

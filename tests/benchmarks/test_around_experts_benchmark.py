@@ -1,0 +1,52 @@
+"""benchmarks/around_experts.py: its counters by hand, and its figures on two ranks."""
+
+import around_experts as bench
+import pytest
+import torch
+from torch import nn
+
+
+def test_work_counts_launches_and_bytes_of_large_tensors() -> None:
+    """A copy of 8 numbers in fp32 reads and writes 32 bytes each; a view launches nothing."""
+    large, small = torch.ones(8), torch.ones(4)
+    with bench.Work(large=8) as work:
+        large.view(2, 4).clone()
+        small.clone()
+    assert (work.launches, work.copied, work.sent) == (2, 64, 0)
+
+
+def test_only_in_counts_inside_of_a_module() -> None:
+    module, x = nn.ReLU(), torch.ones(4)
+    with bench.Work(large=1) as work, bench.only_in([module], work):
+        x.clone()
+        module(x)
+    assert work.launches == 1 and work.is_counting
+
+
+def test_errors_of_losses_compare_with_fp64() -> None:
+    figures = bench.errors_of_losses(tokens=64, hidden=16, vocab=300)
+    stock = figures["error of the weight, bf16, stock"]
+    chunks = figures["error of the weight, bf16, in chunks of 16 tokens"]
+    assert 1e-3 < stock < 1e-2 and chunks < 2 * stock
+    assert figures["error of the loss, bf16, in chunks of 16 tokens"] < 1e-3
+
+
+def test_a_table_has_both_columns() -> None:
+    table = bench.report({"a": 5.0, "b": 0.25}, {"a": 7.0})
+    assert table.splitlines()[2:] == ["| a | 7 | 5 |", "| b | - | 0.25 |"]
+
+
+@pytest.mark.slow
+def test_figures_of_a_step_and_of_the_optimizer() -> None:
+    """Five collectives per layer; 40 % of the tokens are padding, so 40 % fewer rows are sent."""
+    (figures, _) = bench.spawn(bench.on_two_ranks, 2, timeout=200.0)
+    assert figures["collectives of the ep group per layer, bf16"] == 5
+    everything = figures["bytes sent per token and layer, autocast"]
+    padded = figures["bytes sent per token and layer, autocast, 40 % padding"]
+    assert 0.5 < padded / everything < 0.7
+    assert figures["bytes copied per expert weight and micro-batch"] == 18
+    calls = bench.optimizer_calls()
+    fused = [value for name, value in calls.items() if "fused=True" in name]
+    clip = [value for name, value in calls.items() if "clip" in name]
+    assert len(fused) == len(clip) == 2 and max(fused) <= 4 and max(clip) <= 30
+    assert len(bench.host_milliseconds(rounds=2)) == 3
