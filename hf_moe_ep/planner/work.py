@@ -50,6 +50,7 @@ from hf_moe_ep.upstream.operators import (
     count_flops,
     group_of,
     is_made_of_others,
+    is_of_fsdp,
     moved_bytes,
     operator_name,
     payload_of,
@@ -268,13 +269,18 @@ class WorkCounter(OperatorMode):
             operator = _describe_operator(func, args, flops, nbytes)
             if self._is_on_host(args):
                 operator = replace(operator, kind=ON_HOST)
-            if not self._is_fused(operator, tensors_in((args, kwargs)), tensors_in(out)):
+            if not self._is_fused(func, operator, tensors_in((args, kwargs)), tensors_in(out)):
                 self.note(operator, func, args)
         return out
 
-    def _is_fused(self, operator: Operator, reads: list[Tensor], writes: list[Tensor]) -> bool:
-        """Return True if a kernel of a compiled layer contains the operator."""
-        if self.fusion is None:
+    def _is_fused(
+        self, func: Any, operator: Operator, reads: list[Tensor], writes: list[Tensor]
+    ) -> bool:
+        """Return True if a kernel of a compiled layer contains the operator.
+
+        FSDP2 prefetches parameters while backward runs a node of a layer.
+        """
+        if self.fusion is None or is_of_fsdp(func):
             return False
         return self.fusion.see(self._stretch, operator, reads, writes)
 

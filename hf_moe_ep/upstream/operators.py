@@ -64,6 +64,8 @@ _OVERWRITE = {
     "uniform_",
     "zero_",
 }
+# The operators with which FSDP2 copies into and out of its communication buffers.
+_COPIES_OF_FSDP = ("split_with_sizes_copy", "_chunk_cat")
 # The kind of each collective, and the index of the argument that `payload_of` counts.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
@@ -145,6 +147,12 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if name in _OVERWRITE:
         return written + _size(read) - _size(changed)
     return written + _size(read)
+
+
+def is_of_fsdp(operator: Any) -> bool:
+    """Return True if only FSDP2 (and optimizers) call an operator, not the forward of a layer."""
+    name = operator_name(operator)
+    return operator.namespace == "fsdp" or name.startswith("_foreach") or name in _COPIES_OF_FSDP
 
 
 def collective_of(operator: Any) -> str | None:
