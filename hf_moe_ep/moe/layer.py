@@ -75,7 +75,9 @@ class ForwardGuard(Ours):
     def _begin_forward(self, module: nn.Module) -> None:
         self.state.forward_number += 1
         if module.training:
-            self._checkpoints.look(module)
+            meshes = self.state.meshes
+            dispatches = meshes is not None and meshes.ep_size > 1
+            self._checkpoints.look(module, dispatches=dispatches)
 
 
 def moe_forward(

@@ -237,13 +237,15 @@ class CheckpointWatch:
         self._steps: list[Step] = []
 
     @torch.compiler.disable
-    def look(self, root: nn.Module) -> None:
-        """Wrap every checkpointing function that is not wrapped yet."""
+    def look(self, root: nn.Module, *, dispatches: bool = True) -> None:
+        """Wrap every checkpointing function that is not wrapped yet.
+
+        If the layers dispatch tokens, warn of layers that torch.compile will not compile.
+        """
         unchanged = (own_child(parent, name) is child for parent, name, child in self._steps)
         if not (self._steps and all(unchanged)):
             self._steps = _steps_to_experts(root)
         for module in (root, *(step.child for step in self._steps)):
-            dispatches = self._state.meshes is not None and self._state.meshes.ep_size > 1
             if dispatches and is_compiled(module) and getattr(module, _IS_ON, False):
                 warnings.warn(
                     f"{type(module).__name__} was compiled as a whole, and torch.compile does not "
