@@ -1,7 +1,8 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo demo-vision test test-full test-oldest test-newest architectures docs lint fmt gpu gpu-rehearsal bench clean
+.PHONY: demo demo-vision test test-full test-oldest test-newest test-trainers architectures \
+	docs lint fmt gpu gpu-rehearsal bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -40,6 +41,27 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && \
 	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '$(EXTRAS)'
 	touch $@
 
+# Other projects' trainers: an environment each, with the trainer's own versions of everything. The
+# tests are those of tests/runner/test_NAME.py. The folder in PYTHONPATH says what they need on CPUs.
+TRAINERS := axolotl ms_swift llama_factory
+NEEDS_axolotl := axolotl==0.19.0
+# ms-swift names neither msgspec, which it imports for reinforcement learning, nor the packages
+# that it needs for pictures.
+NEEDS_ms_swift := ms-swift==4.6.0 msgspec qwen_vl_utils decord torchvision==0.28.0
+# LLaMA-Factory pins an older Transformers than hf_moe_ep needs, so it is installed without its
+# pins. torchvision and torchaudio are left out, because an index has CUDA builds of them only.
+NEEDS_llama_factory := transformers==5.24.0 accelerate==1.15.0 peft==0.20.0 trl==0.24.0 \
+	datasets==4.0.0 'av<=16.0.0' einops fire matplotlib omegaconf pandas pydantic scipy \
+	sentencepiece tiktoken 'tyro<0.9.0'
+WITHOUT_PINS_llama_factory := llamafactory==0.9.5
+
+.venv-trainers/%/.done: setup.cfg pyproject.toml
+	python3 -m venv $(@D)
+	$(@D)/bin/python $(PIP) torch==2.13.0
+	$(@D)/bin/python $(PIP) torch==2.13.0 pytest $(NEEDS_$*)
+	$(@D)/bin/python $(PIP) --no-deps -e . $(WITHOUT_PINS_$*)
+	touch $@
+
 demo: .venv/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_demo.sh
 
@@ -57,6 +79,11 @@ test-oldest: .venv-oldest/.done
 
 test-newest: .venv-newest/.done
 	@$(call timed,.venv-newest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+
+# Two trainers at a time, as above. xargs ends with an error if one of them does.
+test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
+	@$(call timed,printf '%s\n' $(TRAINERS) | PYTHONPATH=tests/support/trainers_on_cpu \
+		xargs -P 2 -I NAME .venv-trainers/NAME/bin/python -m pytest tests/runner/test_NAME.py)
 
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
 architectures: .venv/.done
@@ -95,4 +122,4 @@ bench: .venv/.done
 		$(BIN)/python $$script; done
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-oldest .venv-newest .venv-trainers out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

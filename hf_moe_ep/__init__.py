@@ -21,6 +21,7 @@ from hf_moe_ep.version import __version__
 if TYPE_CHECKING:
     from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
     from hf_moe_ep.checkpoints.hub.save import save_pretrained
+    from hf_moe_ep.checkpoints.hub.sync_token import SyncToken
     from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
     from hf_moe_ep.checkpoints.newest import newest_checkpoint
     from hf_moe_ep.checkpoints.training.load import load_checkpoint
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
     from hf_moe_ep.describe import describe
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
+    from hf_moe_ep.optim.muon import Muon
     from hf_moe_ep.patch import patch, unpatch
     from hf_moe_ep.placement.balance import balance_experts
     from hf_moe_ep.placement.hub_order import experts_in_hub_order
-    from hf_moe_ep.plan import ModelPlan
+    from hf_moe_ep.plan import ModelPlan, MoEBlock, WeightSource
     from hf_moe_ep.routing.bias import update_router_bias
     from hf_moe_ep.routing.load import ExpertLoad, expert_load
     from hf_moe_ep.routing.replay import RoutingReplay
@@ -46,12 +48,16 @@ if TYPE_CHECKING:
 _DEFINED_IN = {
     "ExpertLoad": "routing.load",
     "ExpertLoadCallback": "integrations.expert_load",
+    "MoEBlock": "plan",
     "ModelPlan": "plan",
+    "Muon": "optim.muon",
     "ParallelConfig": "config",
     "PositionCollator": "vision.positions",
     "ReplayReport": "routing.report",
     "Routes": "routing.routes",
     "RoutingReplay": "routing.replay",
+    "SyncToken": "checkpoints.hub.sync_token",
+    "WeightSource": "plan",
     "apply_ep_fsdp2": "apply",
     "balance_experts": "placement.balance",
     "clip_grad_norm_": "sharding.clip",
@@ -76,12 +82,16 @@ _DEFINED_IN = {
 __all__ = [
     "ExpertLoad",
     "ExpertLoadCallback",
+    "MoEBlock",
     "ModelPlan",
+    "Muon",
     "ParallelConfig",
     "PositionCollator",
     "ReplayReport",
     "Routes",
     "RoutingReplay",
+    "SyncToken",
+    "WeightSource",
     "__version__",
     "apply_ep_fsdp2",
     "balance_experts",

@@ -13,7 +13,7 @@ of these calls. With `from_pretrained` such a script needs less memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from hf_moe_ep.checkpoints.hub.extra import check_patterns, refer_to
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import ParallelConfig, launched_local_rank
@@ -50,6 +51,7 @@ def apply_ep_fsdp2(
     weights: str | os.PathLike[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    ignore_unexpected: Sequence[str] = (),
     **overrides: Any,
 ) -> nn.Module:
     """Shard a model over all ranks of the default process group, in place, and return it.
@@ -66,6 +68,9 @@ def apply_ep_fsdp2(
         mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If this
             dtype is bf16 or fp16, master weights and gradient reduction use fp32.
         offload_policy: FSDP2's policy. None keeps the parameters on the device.
+        ignore_unexpected: regular expressions. Tensors of `weights` that do not belong to the model
+            raise an error unless the model's class ignores them or a pattern is found in their
+            keys. Ignored tensors are not loaded; saved checkpoints have them again.
 
     Raises:
         ValueError: there is no process group; the sizes do not fit the number of ranks; ranks have
@@ -77,6 +82,12 @@ def apply_ep_fsdp2(
     device = default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
+        patterns = check_patterns(ignore_unexpected)
+        if patterns and weights is None:
+            raise ValueError(
+                "ignore_unexpected= is for the checkpoint that weights= names; a model that is "
+                "loaded already carries on what its class ignores"
+            )
         state = _patch_if_needed(model, config, overrides)
         _check_group("apply_ep_fsdp2")
         empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
@@ -89,10 +100,11 @@ def apply_ep_fsdp2(
     state, options, empty_names = together("apply_ep_fsdp2", prepare)
     if weights is None:
         return shard_and_read(model, state, options, device)
-    stored_weights = find_weights(model, weights, state.plan, empty_names)
+    found = find_weights(model, weights, state.plan, empty_names, ignore_unexpected)
+    state.extra = refer_to(model, Path(weights), found.extra)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
-    load_weights(model, stored_weights, torch.device("cpu") if offloaded else device)
+    load_weights(model, found.stored, torch.device("cpu") if offloaded else device)
     return model
 
 
@@ -152,6 +164,7 @@ def from_pretrained(
     peft_config: Any = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    ignore_unexpected: Sequence[str] = (),
     **options: Any,
 ) -> nn.Module:
     """Load a model in shards: each rank reads only its own shards.
@@ -170,6 +183,7 @@ def from_pretrained(
             model that stock's from_pretrained has loaded.
         mp_policy: as in `apply_ep_fsdp2`.
         offload_policy: as in `apply_ep_fsdp2`.
+        ignore_unexpected: as in `apply_ep_fsdp2`, for keys that the model's class does not ignore.
         options: as in transformers' `from_pretrained`: `dtype` (default: the checkpoint's dtype),
             `attn_implementation`, `revision`, `token`, `cache_dir`, ..., and fields of the model's
             config.
@@ -209,6 +223,7 @@ def from_pretrained(
         weights=folder,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
+        ignore_unexpected=ignore_unexpected,
         **overrides,
     )
 

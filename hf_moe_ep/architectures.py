@@ -32,11 +32,16 @@ from hf_moe_ep.derive import (
     is_mixer,
     takes_chosen_tokens,
 )
-from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_HEADS
-from hf_moe_ep.plan import ModelPlan, as_pattern, matches
+from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_MIXERS
+from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
-from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
+from hf_moe_ep.upstream.models import (
+    input_embedding,
+    output_head,
+    text_config,
+    token_classifier,
+)
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
@@ -95,6 +100,7 @@ class Parts:
             or that take the tokens which the indexer of an earlier layer has chosen.
         final_norm: the norm in front of the head; empty if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
+        classifier: the model if it classifies tokens; None if it does not.
         tied: True if head and embedding share a parameter.
         tower: a vision tower whose blocks are FSDP2 units; None if the model has no such tower.
         encoders: the encoders of a model whose `tower` is None; None if there are no encoders.
@@ -112,6 +118,7 @@ class Parts:
     embedding: nn.Module | None
     head: nn.Module | None
     causal_lm: Any
+    classifier: Any
     tied: bool
     tower: Tower | None
     encoders: Encoders | None
@@ -143,22 +150,38 @@ class Differences:
             origin=self.origin,
             sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
             gathers_keys=plan.model_type in GATHERS_KEYS,
-            splits_heads=plan.model_type in SPLITS_HEADS,
+            splits_mixers=plan.model_type in SPLITS_MIXERS,
             **self.fields,
         )
 
 
 def differences(model_type: str) -> Differences:
     """Return the changes of an architecture's file in `model_patches`, or none without a file."""
-    name = f"hf_moe_ep.model_patches.{model_type}"
-    if not model_type.isidentifier() or importlib.util.find_spec(name) is None:
+    file_name = model_type.replace("-", "_")
+    name = f"hf_moe_ep.model_patches.{file_name}"
+    if not file_name.isidentifier() or importlib.util.find_spec(name) is None:
         return Differences()
     file = importlib.import_module(name)
     return Differences(
-        f"derived, with model_patches/{model_type}.py",
+        f"derived, with model_patches/{file_name}.py",
         getattr(file, "DIFFERS", {}),
         getattr(file, "REFUSED", ""),
     )
+
+
+def find_block(model: nn.Module, given: ModelPlan | None = None) -> MoEBlock | None:
+    """Return the description of MoE blocks outside of transformers' experts interface, or None.
+
+    It is a field of the `given` plan, or of the architecture's file in `model_patches`.
+    """
+    if given is not None:
+        return given.block
+    block: MoEBlock | None = differences(_model_type(model)).fields.get("block")
+    return block
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
@@ -173,11 +196,12 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
             why.
     """
     named = named or _Named(model)
-    model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
+    model_type = _model_type(model)
     changes = differences(model_type)
     if changes.refused:
         raise ValueError(
-            f"{type(model).__name__} ({model_type}) cannot be patched: {changes.refused}"
+            f"{type(model).__name__} ({model_type}) cannot be patched: {changes.refused} "
+            f"(notebooks/6_new_architecture.ipynb shows what can be patched)"
         )
     inner = without_adapters(model)
     prefix = next((name for name, module in model.named_modules() if module is inner), "")
@@ -187,7 +211,8 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
         for name, module in named.stock.items()
         if name.startswith(start) and name != start.rstrip(".")
     }
-    plan = derive_plan(inner, {"": named.stock.get(prefix, inner)} | modules)
+    num_layers = changes.fields.get("num_layers", ModelPlan.num_layers)
+    plan = derive_plan(inner, {"": named.stock.get(prefix, inner)} | modules, num_layers)
     return changes.apply_to(plan)
 
 
@@ -225,6 +250,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
+        classifier=token_classifier(without_adapters(model)),
         # One shared parameter makes them tied: PEFT's modules_to_save adds an untied copy to a
         # tied head.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
@@ -245,11 +271,11 @@ def _check_given_plan(model: nn.Module, named: _Named, plan: ModelPlan, config: 
                 f"{named.nearest(pattern)}; correct ModelPlan({part}=...){optional}"
             )
     layers = named.matching(plan.layers)
-    expected = getattr(config, "num_hidden_layers", len(layers))
+    expected = getattr(config, plan.num_layers, len(layers))
     if len(layers) != expected:
         raise ValueError(
             f"layers='{plan.layers}' of the plan matches {len(layers)} modules of this {kind}, but "
-            f"its config says num_hidden_layers = {expected}; write a pattern that matches only "
+            f"its config says {plan.num_layers} = {expected}; write a pattern that matches only "
             f"the decoder layers, for example with ModelPlan(prefix=...)"
         )
     for name, experts in _find_experts(model, named, plan).items():
@@ -282,14 +308,18 @@ def _check_weights(name: str, experts: nn.Module, plan: ModelPlan, config: Any) 
 def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     """Return the number of experts per token: `top_k` of a router, or a field of the text config.
 
+    An MoE block may have `top_k` instead of its router.
+
     Raises:
-        ValueError: no router has a `top_k`, and the config has no such field.
+        ValueError: no router or block has a `top_k`, and the config has no such field.
     """
-    for name, module in model.named_modules():
-        if plan.router and matches(plan.router, stock_name(name)):
-            top_k = getattr(module, "top_k", None)
-            if isinstance(top_k, int):
-                return top_k
+    named = {stock_name(name): module for name, module in model.named_modules()}
+    routers = [name for name in named if plan.router and matches(plan.router, name)]
+    blocks = [name.rpartition(".")[0] for name in named if matches(plan.experts, name)]
+    for name in (*routers, *blocks):
+        top_k = getattr(named[name], "top_k", None)
+        if isinstance(top_k, int):
+            return top_k
     for field_name in _TOP_K:
         if isinstance(getattr(config, field_name, None), int):
             return int(getattr(config, field_name))
@@ -369,7 +399,7 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
     """Return, for each decoder layer, the direct children that need whole sequences, by name."""
     layers = named.matching(plan.layers)
     by_layer: dict[str, dict[str, nn.Module]] = {name: {} for name in layers}
-    if plan.mixers:
+    if plan.mixers or plan.whole_sequences:
         depth = layers[0].count(".") + 1
         for name, module in named.stock.items():
             components = name.split(".")
@@ -382,8 +412,12 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
 def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
     """Return True if a module in a layer is a mixer, or takes the tokens that an indexer chose.
 
+    The result is also True for a module of `ModelPlan.whole_sequences`.
+
     A module whose name matches a derived pattern may be attention, or may not mix tokens.
     """
+    if any(matches(pattern, name) for pattern in plan.whole_sequences):
+        return True
     if any(matches(pattern, name) for pattern in plan.mixers):
         return plan.origin == "given" or is_mixer(module)
     return takes_chosen_tokens(module)

@@ -70,7 +70,9 @@ class ParallelConfig:
             even. None: DeepEP's default.
         dispatch_chunks: the number of chunks into which the tokens of a MoE layer are split, so
             that one chunk is transferred while another one is computed. Each chunk costs kernel
-            launches and one more message. 1: transfers and experts do not overlap.
+            launches and one more message. 1: transfers and experts do not overlap. "auto": the
+            first forward of a training run measures the link and the experts, and the number with
+            which a layer takes least time is used from the second forward on.
         max_tokens_per_rank: the largest number of rows that a rank may receive in one MoE layer. A
             token is one row, however many of its experts are on that rank. If a rank would receive
             more, all ranks of the ep group raise an error before they allocate memory. None: no
@@ -115,7 +117,7 @@ class ParallelConfig:
     experts_double_quant: bool = False
     dispatcher: str = "all_to_all"
     node_size: int | None = None
-    dispatch_chunks: int = 1
+    dispatch_chunks: int | str = 1
     deepep_num_sms: int | None = None
     max_tokens_per_rank: int | None = None
     recompute_activations: bool = False
@@ -138,7 +140,10 @@ class ParallelConfig:
             "deepep_num_sms",
         ):
             _check_size(name, getattr(self, name))
-        _check_size("dispatch_chunks", self.dispatch_chunks, may_be_none=False)
+        if isinstance(self.dispatch_chunks, str):
+            check_choice("dispatch_chunks", self.dispatch_chunks, ("auto", 1, 2, 4))
+        else:
+            _check_size("dispatch_chunks", self.dispatch_chunks, may_be_none=False)
         for name in (
             "aux_loss_per_layer",
             "ep_outside",

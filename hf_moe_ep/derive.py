@@ -57,6 +57,8 @@ _SEQUENCE_ARGUMENTS = (
 )
 # An argument with the tokens that the indexer of an earlier layer has chosen for each token.
 _CHOSEN_TOKENS = "prev_topk_indices"
+# Methods of a cache, and of its layers, to which indexers and compressors pass their keys.
+_UPDATES_OF_INDEXERS = ("update_indexer", "update_index", "store_compression_weights")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Fields of configs that hold the number of experts per layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -64,18 +66,24 @@ _ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _REMEDY = "name the right module with patch(model, plan=ModelPlan(...))"
 
 
-def derive_plan(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> ModelPlan:
+def derive_plan(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module] | None = None,
+    num_layers: str = ModelPlan.num_layers,
+) -> ModelPlan:
     """Derive the plan of a model that is not sharded.
 
     Args:
         model: stock, or wrapped by PEFT, torch.compile or activation checkpointing.
         modules: the modules by their stock names, without wrappers. None: `model.named_modules()`.
+        num_layers: the field of the text config that holds the number of decoder layers.
 
     Raises:
         ValueError: the model has no stacked experts; several modules fit one part of the plan; the
             config expects another number of layers or experts. The message has the fix.
     """
-    return _Derivation(model, dict(model.named_modules()) if modules is None else modules).plan()
+    named = dict(model.named_modules()) if modules is None else modules
+    return _Derivation(model, named, num_layers).plan()
 
 
 def count_stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
@@ -99,8 +107,8 @@ class _Derivation:
     the name of the module that owns this list.
     """
 
-    def __init__(self, model: Any, modules: Mapping[str, nn.Module]) -> None:
-        self.model, self.modules = model, modules
+    def __init__(self, model: Any, modules: Mapping[str, nn.Module], num_layers: str) -> None:
+        self.model, self.modules, self.num_layers = model, modules, num_layers
         self.kind = type(model).__name__
         self.config = getattr(model, "config", None)
 
@@ -147,8 +155,8 @@ class _Derivation:
             f"none of its modules uses transformers' experts interface "
             f"(use_experts_implementation)"
             + (f"; it has {', '.join(similar)}" if similar else "")
-            + ". Only stacked experts behind that interface can be split over ranks; a model with "
-            "other experts can be trained with FSDP2 alone, without hf_moe_ep"
+            + ". Describe its MoE blocks in a plan, with ModelPlan(block=MoEBlock(...)), as in "
+            "notebooks/6_new_architecture.ipynb; or train it with FSDP2 alone, without hf_moe_ep"
         )
 
     def _check_number_of_layers(self, stack: str, experts: Collection[str]) -> None:
@@ -158,7 +166,7 @@ class _Derivation:
         config = text_config(self.config)
         layers = len(self._children(stack))
         with_experts = len({name[len(stack) + 1 :].partition(".")[0] for name in experts})
-        expected_layers = getattr(config, "num_hidden_layers", layers)
+        expected_layers = getattr(config, self.num_layers, layers)
         patterns = set(map(as_pattern, experts))
         without_interface = [
             n for n in self.modules if as_pattern(n) in patterns and n not in experts
@@ -504,15 +512,15 @@ def takes_chosen_tokens(module: nn.Module) -> bool:
 def gathers_by_cache(module: nn.Module) -> bool:
     """Return True if a module needs whole sequences only for the keys that it passes to a cache.
 
-    Such a module is attention with an indexer. Its code calls `update` and `update_indexer` of the
-    cache, and no other method, so it mixes tokens nowhere else.
+    Such a module is attention with an indexer or a compressor. Its code calls only those methods
+    of the cache that `GatheringCache` has, so it mixes tokens nowhere else.
     """
     if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
     if any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules()):
         return False
-    has_indexer = any(calls(inner, "update_indexer") for inner in module.modules())
-    others = cache_methods() - {"update", "update_indexer"}
+    has_indexer = any(calls(m, name) for m in module.modules() for name in _UPDATES_OF_INDEXERS)
+    others = cache_methods() - {"update", "update_indexer", "layers", "get_seq_length"}
     calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
     return (has_indexer or takes_chosen_tokens(module)) and not calls_others
 

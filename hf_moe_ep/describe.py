@@ -131,6 +131,7 @@ _NOT_DIVIDED = {
     "not": "gathered for {}; the computation and activations of these modules are not divided",
     "queries": "keys gathered for {}; the keys and values of these modules are not divided",
     "heads": "heads split in {}; everything is divided",
+    "halo": "tokens of the previous rank sent for {}; everything is divided",
 }
 
 

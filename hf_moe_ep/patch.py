@@ -42,7 +42,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_moe_ep.architectures import Parts, find_parts
+from hf_moe_ep.architectures import Parts, find_block, find_parts
+from hf_moe_ep.checkpoints.hub.extra import find_extra
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
@@ -56,6 +57,7 @@ from hf_moe_ep.integrations.install import install
 from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
+from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
@@ -141,7 +143,10 @@ def patch(
         state.adapts_experts = old_state.adapts_experts
         state.is_reported = old_state.is_reported
         state.unread, old_state.unread = old_state.unread, None
-        unpatch(model)
+        state.extra = old_state.extra
+        _detach(model, old_state)
+    else:
+        state.extra = find_extra(model, state.plan)
     for _, attach in FEATURES:
         attach(parts, state)
     setattr(parts.root, STATE, state)
@@ -153,11 +158,22 @@ def patch(
 def _check(
     model: nn.Module, config: ParallelConfig, plan: ModelPlan | None
 ) -> tuple[Parts, ModelState]:
-    """Find the parts of a model and run all checks of `patch`, without changing the model."""
-    parts = find_parts(model, plan)
-    state = ModelState(config, parts.plan, parts.num_experts)
-    for check, _ in FEATURES:
-        check(parts, state)
+    """Find the parts of a model, and run all checks of `patch`.
+
+    If the experts do not use transformers' experts interface, modules that use it are put in their
+    places (`moe/stacked.py`). If a check fails, the model is unchanged.
+    """
+    was_patched = hasattr(model, STATE)
+    stack_experts(model, find_block(model, plan))
+    try:
+        parts = find_parts(model, plan)
+        state = ModelState(config, parts.plan, parts.num_experts)
+        for check, _ in FEATURES:
+            check(parts, state)
+    except BaseException:
+        if not was_patched:
+            unstack_experts(model)
+        raise
     return parts, state
 
 
@@ -170,6 +186,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     """
     config = resolve_config(config, {})
     parts, _ = _check(model, config, None)
+    unstack_experts(model)
     world_size = world_size_of_launch()
     if world_size > 1:
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
@@ -197,6 +214,13 @@ def unpatch(model: nn.Module) -> nn.Module:
             "apply_ep_fsdp2 or accelerator.prepare"
         )
     read_whole(model)
+    _detach(model, state)
+    unstack_experts(model)
+    return model
+
+
+def _detach(model: nn.Module, state: ModelState) -> None:
+    """Undo what the features have attached."""
     moe.detach(model)
     restore_classes(model)
     for module in model.modules():
@@ -206,7 +230,6 @@ def unpatch(model: nn.Module) -> nn.Module:
     state.restore()
     for module in model.modules():
         vars(module).pop(STATE, None)
-    return model
 
 
 def check_unsharded(model: nn.Module) -> None:

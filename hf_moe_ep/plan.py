@@ -8,9 +8,10 @@ PEFT, `base_model.model.model.layers.3.mlp.experts`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,74 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class WeightSource:
+    """The parameters of a stock MoE block that together hold one stacked weight, [E, out, in].
+
+    Attributes:
+        parts: the names of the parameters in the block. If a name contains "{}", the block has one
+            parameter for each expert, and "{}" stands for the number of the expert. Otherwise a
+            parameter has all experts. The weight is the concatenation of the parts along `out`.
+        flat: True if a parameter has the experts one below the other, [E * out, in].
+        transposed: True if a parameter (of one expert, if it is stacked or flat) is [in, out].
+
+    With 2 experts, F = 3 and H = 5, gate_up_proj [2, 6, 5] can be held as
+
+        WeightSource(("experts.{}.gate.weight", "experts.{}.up.weight"))    four parameters [3, 5]
+        WeightSource(("experts.w1", "experts.v1"), flat=True)               two parameters [6, 5]
+        WeightSource(("experts.w13",), transposed=True)                     one parameter [2, 5, 6]
+    """
+
+    parts: tuple[str, ...]
+    flat: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """An MoE block whose experts do not use transformers' experts interface.
+
+    `patch` puts an experts module with stacked weights into each such block, and `unpatch` restores
+    the stock block. Checkpoints in the hub's layout keep the stock names, shapes and bytes.
+
+    All names are relative to the block. A name of an attribute may have several components, for
+    example "experts.act_fn".
+
+    Attributes:
+        name: the pattern of the blocks. A module that matches but has none of the parameters of
+            `weights` is a dense layer, and is left as it is.
+        weights: where the stock block holds each stacked weight: "gate_up_proj" (or "up_proj", if
+            the experts have no gate) and "down_proj".
+        experts: the name of the experts module. If the stock block has a module of this name, it is
+            replaced.
+        num_experts: the attribute that holds the number of experts. If a parameter holds more
+            experts, the last ones are unused: they are kept and saved, and their gradient is zero.
+        transposed: True if the stacked weights are [E, in, out].
+        activation: the attribute that holds the activation function of the experts.
+        gate: the attribute that holds the gate, a function from the pre-activations [A, 2F] of A
+            rows to [A, F]; empty if it is `activation(first half) * second half`.
+        forward: the forward of the block, a function of the block and of the arguments of the stock
+            forward. It must call the experts module with hidden states [T, H], and with the ids and
+            the routing weights of each token's experts, both [T, K]. None if the stock forward does
+            this already.
+        weights_inputs: True if the routing weight of an expert multiplies the input of the expert,
+            and not its output.
+        identity_experts: the attribute that holds the number of experts that return their input.
+            Their ids follow those of the other experts; empty if there are none.
+    """
+
+    name: str
+    weights: Mapping[str, WeightSource]
+    experts: str = "experts"
+    num_experts: str = "experts.num_experts"
+    transposed: bool = False
+    activation: str = "experts.act_fn"
+    gate: str = ""
+    forward: Callable[..., Any] | None = None
+    weights_inputs: bool = False
+    identity_experts: str = ""
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """The description of one architecture.
 
@@ -70,13 +139,16 @@ class ModelPlan:
             unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.
+        whole_sequences: the modules in decoder layers that call the attention interface, but also
+            number the tokens of their input, so with sp_size > 1 they must get whole sequences.
         sequence_parallel: True if sp_size > 1 was tested against stock.
         gathers_keys: True if attention with an indexer was tested with `GatheringCache`: with
             sp_size > 1 only its keys are gathered. Otherwise it gets whole sequences.
-        splits_heads: True if delta nets were tested with a recurrence that is split by heads.
-            Otherwise they get whole sequences.
+        splits_mixers: True if mixers with a causal convolution were tested with slices of the
+            sequence: a recurrence is split by heads. Otherwise they get whole sequences.
         num_experts: the name of the text config's field that holds the number of experts per
             layer; None if there is no such field.
+        num_layers: the name of the text config's field that holds the number of decoder layers.
         expert_weights: the parameters of an experts module that are stacked over experts (dim 0).
         stored: the layout of these parameters in hub checkpoints, by name. A parameter that is not
             listed has the same layout as in memory.
@@ -87,6 +159,8 @@ class ModelPlan:
         encoders: the modules outside of the decoder that compute embeddings of pictures or sound:
             towers and projectors. Each module is one FSDP2 unit, which is all-gathered as a whole
             if any rank has input for the module.
+        block: an MoE block whose experts do not use transformers' experts interface; None if they
+            use it.
         origin: "given" for a plan that the user wrote, "derived" for a plan from derive.py. If a
             file of `model_patches/` changed a derived plan, the file's name is added. `describe`
             prints the origin.
@@ -100,15 +174,18 @@ class ModelPlan:
     attention: str = "layers.*.self_attn"
     final_norm: str = "norm"
     mixers: tuple[str, ...] = ()
+    whole_sequences: tuple[str, ...] = ()
     sequence_parallel: bool = False
     gathers_keys: bool = False
-    splits_heads: bool = False
+    splits_mixers: bool = False
     num_experts: str | None = "num_experts"
+    num_layers: str = "num_hidden_layers"
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     stored: Mapping[str, Stored] = field(default_factory=dict)
     aux_loss_coef: str | None = None
     vision: VisionPlan | None = None
     encoders: tuple[str, ...] = ()
+    block: MoEBlock | None = None
     origin: str = "given"
 
     def __post_init__(self, prefix: str) -> None:

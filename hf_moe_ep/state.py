@@ -22,6 +22,7 @@ the row above.
     sharding/shard.py | whole_weights weights_dtype | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
+    moe/dispatch/chunks.py | num_chunks dispatcher | from the first forward in training on
     placement/move.py | placement | positions of the experts, from the first balance_experts on
     placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
     placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order
@@ -30,12 +31,17 @@ the row above.
     moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
     moe/padding.py | real_tokens | the tokens that experts compute, during a forward
     moe/recompute.py | real_tokens | the same, during a checkpointed function
+    moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
     compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
+    compiled/layers.py | is_checked | if the graphs of a kind of layer exist
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
+    moe/attach.py | chooses_none in_described_block | of layers and models with described blocks
+    moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
+    moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
@@ -46,6 +52,10 @@ the row above.
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
+    patch.py | extra | references to the tensors of files that the class ignores
+    apply.py | extra | the same
+    checkpoints/hub/extra.py | extra | the same, after a save over these files
+    checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
@@ -79,7 +89,7 @@ the row above.
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
-    runner/hook.py | _warn_once propagate name | warnings so far; the log of `hf-moe-ep run`
+    runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
@@ -99,13 +109,15 @@ the row above.
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
-    integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
+    integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
+    integrations/engines.py | _hf_moe_ep_sent setattr | of TRL's objects that sent extra tensors
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
+    upstream/trainers.py | tp_size total_samples | of the sampler of a loader of ms-swift
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
@@ -126,7 +138,7 @@ the row above.
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    planner/fake.py | setattr | functions that need real ranks or memory, during a plan
+    planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted
     upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
     -- threads --
@@ -202,6 +214,8 @@ class ModelState:
     encoders: list[Any] = field(default_factory=list)
     # Set by sharding with ep_size > 1.
     dispatcher: Dispatcher | None = None
+    # With dispatch_chunks="auto": the number that the first forward in training has chosen.
+    num_chunks: int | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
     # True if `compile_layers` has compiled the layers (compiled/layers.py).
@@ -228,6 +242,9 @@ class ModelState:
     optimizers_in_order: list[Any] | None = None
     # The parameters that are read when the model is sharded (checkpoints/hub/unread.py), or None.
     unread: Any = None
+    # Where the files lie that hold the extra tensors, which the model's class ignores
+    # (checkpoints/hub/extra.py), on rank 0; None if the checkpoint has none.
+    extra: Any = None
     # True if a Trainer prints a report of the model and logs its tokens per second.
     is_reported: bool = False
     # True if LoRA adapters also adapt the experts, whatever their config targets.
@@ -241,6 +258,9 @@ class ModelState:
     meshes_beside: Meshes | None = None
     # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
+    # True while an MoE block runs that a plan describes (`ModelPlan.block`), and False while other
+    # modules of its model run; None if no plan describes the blocks.
+    in_described_block: bool | None = None
     # The forwards that other packages must not replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
     # (module, attribute, old value); the value is `WasAbsent` if there was no such attribute.
@@ -324,6 +344,10 @@ class Compute:
             raise an error; otherwise PyTorch computes them.
         recompute: True if backward recomputes the pre-activations.
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
+        weights_inputs: True if the routing weight of an expert multiplies its input, and not its
+            output.
+        turns_factors: True if PEFT takes the transposed matrices for matrices [out, in]. Its factor
+            lora_A then is the transpose of what would be lora_B, and vice versa.
     """
 
     formula: ExpertFormula
@@ -333,6 +357,8 @@ class Compute:
     required: bool
     recompute: bool
     quantisation: Quantisation | None = None
+    weights_inputs: bool = False
+    turns_factors: bool = False
 
     @property
     def parameters(self) -> tuple[str, str]:
@@ -383,6 +409,8 @@ class MoELayer:
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
+        shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
+        chooses_none: True if expert ids may also be the number of experts, which means "no expert".
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
     """
@@ -396,6 +424,8 @@ class MoELayer:
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
+    shared: Any = None
+    chooses_none: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ SEQUENCE_PARALLEL = frozenset(
         "bailing_hybrid",
         "beam",
         "cohere2_moe",
+        "dbrx",
         "deepseek_ocr2",
         "deepseek_v2",
         "deepseek_v3",
@@ -45,13 +46,23 @@ SEQUENCE_PARALLEL = frozenset(
         "hunyuan_v1_moe",
         "hy_v3",
         "hy_v4",
+        "hy_v4_vl",
+        "inkling2",
+        "inkling2_loop",
+        "inkling2_loop_text",
+        "inkling2_text",
         "inkling_mm_model",
         "inkling_text",
         "jamba",
+        "jetmoe",
         "kimi_linear",
         "kolibri1",
         "laguna",
+        "lara_mini",
         "lfm2_moe",
+        "llama4",
+        "llama4_text",
+        "longcat_flash",
         "mellum",
         "mimo_v2_flash",
         "minimax",
@@ -64,6 +75,7 @@ SEQUENCE_PARALLEL = frozenset(
         "muse_spark",
         "nemotron_h",
         "olmoe",
+        "openai_privacy_filter",
         "phimoe",
         "qwen2_moe",
         "qwen3_5_moe",
@@ -75,6 +87,7 @@ SEQUENCE_PARALLEL = frozenset(
         "qwen4_exp",
         "qwen4_exp_text",
         "solar_open",
+        "step3p7",
         "unlimited_ocr",
         "zaya",
     }
@@ -86,21 +99,38 @@ GATHERS_KEYS = frozenset(
     {
         "axk2",
         "deepseek_v32",
+        "deepseek_v4",
         "dots3_note",
         "dots3_note_text",
+        "glm5_next",
         "glm_moe_dsa",
         "hy_v4",
+        "hy_v4_vl",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
         "mistral_large4",
     }
 )
 
-# Architectures whose delta nets are split by heads with sp_size > 1 (sequence/delta_nets.py). This
+# Architectures whose delta nets, state space models and short convolutions keep their slice of the
+# sequence with sp_size > 1, except in a recurrence over some heads (sequence/recurrences.py). This
 # was tested against stock.
-SPLITS_HEADS = frozenset(
+SPLITS_MIXERS = frozenset(
     {
         "bailing_hybrid",
         "glm5_next",
+        "granitemoehybrid",
+        "inkling2",
+        "inkling2_loop",
+        "inkling2_loop_text",
+        "inkling2_text",
+        "inkling_mm_model",
+        "inkling_text",
+        "jamba",
         "kimi_linear",
+        "lara_mini",
+        "lfm2_moe",
+        "nemotron_h",
         "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_next",

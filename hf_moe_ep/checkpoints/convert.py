@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
+from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import described_model
 from hf_moe_ep.checkpoints.hub.write import (
@@ -47,6 +48,7 @@ from hf_moe_ep.checkpoints.storage.boxes import Box, whole
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
+from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
 from hf_moe_ep.upstream.hub import progress_bar
 
@@ -66,6 +68,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     check_hashes: bool = True,
+    extra_tensors: bool = True,
 ) -> int:
     """Write the model of a training checkpoint in the hub's layout; return its size in bytes.
 
@@ -78,11 +81,13 @@ def convert(
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         check_hashes: before the files are converted, compare them with the hashes in the manifest
             of `source`; so each file is read twice. A source without a manifest is not checked.
+        extra_tensors: copy the tensors that the model's class ignores from the checkpoint that the
+            run had loaded. `source` remembers where they lie.
 
     Raises:
         ValueError: `source` is no training checkpoint, is damaged, holds only adapters, or does not
-            fit the config; `target` is not empty or lies inside `source`; the disk has too little
-            free space.
+            fit the config; `target` is not empty or lies inside `source`; the files of the extra
+            tensors are gone or have changed; the disk has too little free space.
     """
     folder, out = Path(source), Path(target).resolve()
     check_can_appear(out)
@@ -111,6 +116,9 @@ def convert(
         lambda name, _: _read_slabs(reader, metadata, name),
     )
     _check_fits(folder, model, metadata)
+    extra = read_extra(folder / EXTRA) if extra_tensors else None
+    own_keys = {key for group in groups for key in group.shapes}
+    groups += copy_groups(find_to_copy(extra, own_keys, reads=check_hashes))
     small_files = [
         file for file in config_folder.iterdir() if file.is_file() and describes_model(file)
     ]
@@ -237,6 +245,6 @@ def _read_slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Bo
 
 def describes_model(file: Path) -> bool:
     """Return True for a file that holds neither weights nor the state of a training run."""
-    names = (manifest.MANIFEST, manifest.STARTED, STATE, "trainer_state.json", INDEX)
+    names = (manifest.MANIFEST, manifest.STARTED, STATE, EXTRA, "trainer_state.json", INDEX)
     is_of_run = file.name in names or file.name.startswith(("random-", "rng_state", "adapter_"))
     return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run

@@ -21,7 +21,8 @@ dtypes and rounding are those of `merge_and_unload()` and `save_pretrained()` on
 A slab is a smaller matrix than the parameter, and a BLAS library chooses its algorithm by the
 shape, so the products in B A may be summed in another order than in PEFT. In fp32 this changes the
 last bits of a value; in bf16 about one value in a thousand is rounded to its other neighbour.
-Tensors that the adapter does not change are copied bit for bit.
+Tensors that the adapter does not change are copied bit for bit, and so are tensors of the base that
+the model's class ignores.
 
 The process needs memory for one slab, its product, and the factors of one parameter. Quantised
 weights are not supported, nor are adapters that are not a product of two factors.
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from filecmp import cmp
 from functools import partial
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.convert import check_room, describes_model, list_leftovers
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
+from hf_moe_ep.checkpoints.hub.extra import check_patterns, copy_groups
 from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
@@ -106,6 +108,7 @@ def merge_adapter(
     target: str | os.PathLike[str],
     *,
     max_bytes: int = _SLAB_BYTES,
+    ignore_unexpected: Sequence[str] = (),
 ) -> Merged:
     """Write a model with a LoRA adapter merged into it, in the hub's layout.
 
@@ -118,6 +121,8 @@ def merge_adapter(
         max_bytes: the size of a slab, the part of a parameter that is merged at a time. A slab has
             at least one expert of a stack, or one row of a matrix. With a bf16 base the process
             needs about five times this memory, because products and sums are in fp32.
+        ignore_unexpected: regular expressions. Tensors of the base that do not belong to the model
+            are copied if the model's class ignores them or a pattern is found in their keys.
 
     Raises:
         ValueError: a folder is missing; the adapter belongs to another base, or is not a product of
@@ -135,7 +140,9 @@ def merge_adapter(
     config = read_lora_config(adapter_folder)
     adapter_tensors = _read_adapter(adapter_folder)
     model, plan = described_model(folder, partial(dtype_of_weights, folder))
-    stored, num_in_base = _find_base(model, folder, plan), len(distinct_tensors(model))
+    patterns = check_patterns(ignore_unexpected)
+    stored, extra = _find_base(model, folder, plan, patterns)
+    num_in_base = len(distinct_tensors(model))
     try:
         model = attach_without_values(model, config)
         trained = _match_adapter(model, adapter_tensors)
@@ -158,9 +165,10 @@ def merge_adapter(
             lambda _, tensor: tensor.dtype,
             lambda _, tensor: merging.slabs(tensor),
         )
+        groups += copy_groups(extra)
         size = sum(group.num_bytes for group in groups)
         check_room(out, size + sum(path.stat().st_size for path in small_files))
-        files = _assign_files(groups, stored.values())
+        files = _assign_files(groups, stored.values(), extra)
         with whole_folder(out) as new_folder:
             what = f"merging into {target}"
             write_checkpoint(new_folder, list(files.values()), names=list(files), what=what)
@@ -210,11 +218,18 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
     return {key: tensors[name] for key, name in with_prefix(tensors).items()}
 
 
-def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, StoredParameter]:
-    """Return {id of a parameter or buffer: where the base's folder stores its values}."""
+def _find_base(
+    model: nn.Module, folder: Path, plan: ModelPlan, ignore_unexpected: Sequence[str]
+) -> tuple[dict[int, StoredParameter], dict[str, FileTensor]]:
+    """Find where the base's folder stores its tensors.
+
+    Returns {id of a parameter or buffer: where it is stored}, and the tensors that do not belong to
+    the model.
+    """
     tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
-    weights = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
-    return {id(tensors[name]): stored for name, stored in weights.items()}
+    names = [name for name, _ in model.named_parameters()]
+    weights = find_weights(model, folder, plan, names, ignore_unexpected)
+    return {id(tensors[name]): stored for name, stored in weights.stored.items()}, weights.extra
 
 
 def _match_adapter(
@@ -284,10 +299,13 @@ class _Merging:
 
 
 def _assign_files(
-    groups: Iterable[TensorGroup], in_base: Iterable[StoredParameter]
+    groups: Iterable[TensorGroup],
+    in_base: Iterable[StoredParameter],
+    extra: Mapping[str, FileTensor],
 ) -> dict[str, list[TensorGroup]]:
     """Assign each group to the file in which the base stores the first tensor of the group."""
     file_of = {piece.key: tensor.file.name for stored in in_base for piece, tensor in stored.pieces}
+    file_of |= {key: tensor.file.name for key, tensor in extra.items()}
     files: dict[str, list[TensorGroup]] = {}
     name = next(iter(file_of.values()))
     for group in groups:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
+from hf_moe_ep.checkpoints.hub.extra import check_patterns, find_to_copy
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
 from hf_moe_ep.checkpoints.hub.write import HASHES
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index
+from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.upstream.hub import progress_bar
 
@@ -29,26 +32,41 @@ class Found:
     facts: dict[str, str]
 
 
-def verify(folder: str | os.PathLike[str]) -> Found:
+def verify(folder: str | os.PathLike[str], *, ignore_unexpected: Sequence[str] = ()) -> Found:
     """Read every file of a checkpoint and compare it with its hash, header and config.
+
+    If a training checkpoint refers to tensors in other files, which the model's class ignores,
+    these are read and compared, too.
+
+    Args:
+        ignore_unexpected: regular expressions. Tensors that do not belong to the model are an error
+            unless the model's class ignores them or a pattern is found in their keys.
 
     Raises:
         ValueError: files or tensors are missing, truncated, changed or misshapen; the error names
             them.
     """
+    patterns = check_patterns(ignore_unexpected)
     path = _checkpoint_folder(folder)
     if manifest.is_ours(path):
         files = manifest.read(path)["files"]
         size = sum(entry["size"] for entry in files.values())
         with progress_bar(size, f"reading {path}", True) as progress:
             manifest.check(path, on_read=progress.update)
-        return Found("complete", {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"})
+        facts = {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"}
+        if (extra := read_extra(path / EXTRA)) is not None:
+            find_to_copy(extra, ())
+            facts["ignored tensors"] = f"{len(extra)} in {extra.folder}, all hashes right"
+        return Found("complete", facts)
     tensors = read_index(path)
     facts = {"tensors": f"{len(tensors)}, files as long as their headers say"}
     if (path / CONFIG).is_file():
         model, plan = described_model(path)
-        find_weights(model, path, plan, [name for name, _ in model.named_parameters()])
+        names = [name for name, _ in model.named_parameters()]
+        weights = find_weights(model, path, plan, names, patterns)
         facts["shapes"] = f"those of {type(model).__name__}"
+        if weights.extra:
+            facts["ignored tensors"] = f"{len(weights.extra)}, such as {min(weights.extra)}"
     hashes: dict[str, str] = {}
     if (path / INDEX).is_file():
         index = json.loads((path / INDEX).read_text("utf-8"))

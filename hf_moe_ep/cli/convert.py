@@ -46,6 +46,12 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="skip the comparison of the checkpoint's files with the hashes in its manifest",
     )
+    parser.add_argument(
+        "--no-extra-tensors",
+        action="store_true",
+        help="do not copy tensors that the model's class ignores (layers for multi-token "
+        "prediction) from the checkpoint that the run had loaded",
+    )
     parser.set_defaults(run=run)
 
 
@@ -58,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
         max_shard_size=options.max_shard_size,
         check_hashes=not options.no_check_hashes,
+        extra_tensors=not options.no_extra_tensors,
     )
     print(f"{options.target}: {size:,} bytes of tensors")
     return 0

@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from hf_moe_ep.checkpoints.merge import merge_adapter
+from hf_moe_ep.cli.printing import add_ignore_unexpected
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,12 +27,18 @@ def add_parser(subparsers: Any) -> None:
         "adapter", help="folder with adapter_config.json and adapter_model.safetensors"
     )
     parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    add_ignore_unexpected(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Merge the adapter, and print the size of the model and notes for its user."""
-    result = merge_adapter(options.base, options.adapter, options.target)
+    result = merge_adapter(
+        options.base,
+        options.adapter,
+        options.target,
+        ignore_unexpected=options.ignore_unexpected,
+    )
     print(
         f"{options.target}: {result.changed} of {result.parameters} parameters changed, "
         f"{result.bytes:,} bytes of tensors in {result.files} files"

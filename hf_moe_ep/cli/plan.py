@@ -27,6 +27,7 @@ from hf_moe_ep.planner.hardware import (
 )
 from hf_moe_ep.planner.held import OPTIMIZERS
 from hf_moe_ep.planner.search import NODE, Asked, Found, Layout, Planned, find_layouts
+from hf_moe_ep.planner.seconds import StepTime
 from hf_moe_ep.planner.step import NOT_COUNTED
 from hf_moe_ep.planner.work import PURPOSES
 
@@ -105,6 +106,11 @@ def add_parser(subparsers: Any) -> None:
     add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
     add(
+        "--compile-layers",
+        action="store_true",
+        help="compile the decoder layers (patch(model, compile_layers=True))",
+    )
+    add(
         "--offload",
         action="store_true",
         help="keep parameters and optimizer state on the host",
@@ -149,6 +155,7 @@ def run(options: argparse.Namespace) -> int:
             f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
         )
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
+    extra |= {"compile_layers": True} if options.compile_layers else {}
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
     request = Asked(
@@ -340,11 +347,20 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.time is not None:
+        lines.append(f"Its step: {_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
+
+
+def _shares(time: StepTime) -> str:
+    """Return the share of each part in the time of a step, the largest first."""
+    parts = sorted(time.parts.items(), key=lambda item: -item[1])
+    shares = [(part, f"{seconds / time.seconds:.0%}") for part, seconds in parts]
+    return ", ".join(f"{_PART_NAMES.get(part, part)} {share}" for part, share in shares)
 
 
 # Explanations of the table's columns.

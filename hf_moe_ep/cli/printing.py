@@ -1,10 +1,23 @@
-"""`print_found` prints a checkpoint for `hf-moe-ep inspect` and `hf-moe-ep verify`."""
+"""What several commands share: an option, and the description of a checkpoint."""
 
 from __future__ import annotations
 
+import argparse
 from datetime import datetime, timezone
 
 from hf_moe_ep.checkpoints.verify import Found
+
+
+def add_ignore_unexpected(parser: argparse.ArgumentParser) -> None:
+    """Add the option for tensors that the model's class does not declare as ignored."""
+    parser.add_argument(
+        "--ignore-unexpected",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="accept tensors that do not belong to the model if REGEX is found in their keys; may "
+        "be repeated. Tensors that the model's class ignores are always accepted",
+    )
 
 
 def print_found(folder: str, checkpoint: Found) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_moe_ep.checkpoints.verify import verify
-from hf_moe_ep.cli.printing import print_found
+from hf_moe_ep.cli.printing import add_ignore_unexpected, print_found
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,12 +21,13 @@ def add_parser(subparsers: Any) -> None:
         "hashes in the manifest, the headers and the config.",
     )
     parser.add_argument("folder", help="folder of a model or of a training checkpoint")
+    add_ignore_unexpected(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was checked. Damage is raised as a ValueError."""
-    checkpoint = verify(options.folder)
+    checkpoint = verify(options.folder, ignore_unexpected=options.ignore_unexpected)
     if checkpoint.facts.get("hashes") == "none are known":
         checkpoint = replace(checkpoint, what="headers only, contents were not checked")
     print_found(options.folder, checkpoint)

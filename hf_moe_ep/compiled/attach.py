@@ -9,16 +9,17 @@ from __future__ import annotations
 from functools import partial
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.compiled.layers import compile_model, compile_parts
+from hf_moe_ep.compiled.layers import check_described, compile_model, compile_parts
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.state import ModelState
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise ValueError if the arguments for torch.compile are wrong."""
+    """Raise ValueError if arguments for torch.compile are wrong, or layers cannot be compiled."""
     kwargs = state.config.compile_kwargs
     if kwargs is not None:
         check_compile_kwargs(kwargs)
+        check_described(parts.experts.values(), parts.plan.model_type)
 
 
 def attach(parts: Parts, state: ModelState) -> None:

@@ -12,6 +12,7 @@ cannot be traced. It is left out of the graphs as a whole, with its router:
     block of a vision tower         compiled, without its attention
     MoE block                       not traced; with ep_size 1 traced, if nothing prevents it
     shared experts in such a block  compiled by themselves
+    mixers (delta nets, Mamba)      not traced
     the rest of the model           not compiled
 
 All layers of one kind share their graphs: layers of the same class whose children are of the same
@@ -25,20 +26,29 @@ backward calls the compiled function as well, and the hooks of FSDP2 stay outsid
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.compiled.options import check_compile_kwargs
-from hf_moe_ep.compiled.subclasses import check_class_forward, inner_forward, override_forward
+from hf_moe_ep.compiled.subclasses import (
+    check_class_forward,
+    inner_forward,
+    override_forward,
+    run_without_tracing,
+)
 from hf_moe_ep.moe.counting import reserve_counts
 from hf_moe_ep.moe.recompute import Frame
-from hf_moe_ep.plan import matches
+from hf_moe_ep.moe.stacked import StackedExperts
+from hf_moe_ep.plan import as_pattern, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
@@ -47,10 +57,12 @@ from hf_moe_ep.upstream.captured_outputs import (
     without_collector,
 )
 from hf_moe_ep.upstream.code import takes_argument
-from hf_moe_ep.upstream.compiler import is_compile_error
+from hf_moe_ep.upstream.compiler import has_given_up, is_compile_error
 from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import has_hooks, own_children
+
+_logger = logging.getLogger("hf_moe_ep")
 
 # The attribute of a compiled module that holds the result of torch.compile.
 COMPILED = "_hf_moe_ep_compiled"
@@ -112,17 +124,20 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     towers = {} if vision is None else _select(modules, vision.blocks)
     attention = {} if vision is None else _select(modules, vision.attention)
     blocks, shared = _find_blocks(modules, layers, state)
+    check_described(modules.values(), plan.model_type)
     for name, module in (layers | towers | attention | shared).items():
         check_class_forward(name, module)
     for name, (module, _) in blocks.items():
         check_class_forward(name, module)
-    functions: dict[Any, Callable[..., Any]] = {}
+    kinds: dict[Any, _Kind] = {}
     for name, module in (layers | towers | shared).items():
-        kind = (type(module), *(type(child) for child in module.children()))
-        if kind not in functions:
-            functions[kind] = torch.compile(inner_forward(type(module)), **options)
-        setattr(module, COMPILED, partial(_call_compiled, functions[kind], state, name))
+        key = (type(module), *(type(child) for child in module.children()))
+        if key not in kinds:
+            forward = inner_forward(type(module))
+            kinds[key] = _Kind(torch.compile(forward, **options), forward)
+        setattr(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
     if not state.layers_are_compiled:
+        _leave_out_mixers(root)
         override_forward((layers | towers | shared).values(), _run_layer)
         override_forward(attention.values(), _run_without_tracing)
         for module, layer in blocks.values():
@@ -132,6 +147,50 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
         root.register_forward_pre_hook(begin, with_kwargs=True)
     state.layers_are_compiled = True
     return root
+
+
+def check_described(modules: Iterable[nn.Module], model_type: str) -> None:
+    """Raise ValueError if the forward of an MoE block is part of a plan (`MoEBlock.forward`)."""
+    for module in modules:
+        if isinstance(module, StackedExperts) and module.description.forward is not None:
+            raise ValueError(
+                f"compile_layers cannot compile {model_type}: its plan has a forward for its MoE "
+                f"blocks ({type(module.block).__name__}) that is not the forward of their class; "
+                f"leave out compile_layers"
+            )
+
+
+@dataclass
+class _Kind:
+    """The function that all layers of one kind share.
+
+    Attributes:
+        compiled: the result of torch.compile for `forward`.
+        is_checked: True once torch.compile is known to have traced `forward`.
+    """
+
+    compiled: Callable[..., Any]
+    forward: Callable[..., Any]
+    is_checked: bool = False
+
+
+def _leave_out_mixers(root: nn.Module) -> None:
+    """Let torch.compile call mixers without tracing them.
+
+    A mixer runs kernels that torch.compile cannot trace, or a loop over the blocks of a sequence,
+    which would make new graphs for each length.
+    """
+    mixers: dict[nn.Module, str] = {}
+    for of_layer in find_parts(root).mixers:
+        mixers |= {module: name for name, module in of_layer.items()}
+    run_without_tracing(mixers)
+    if mixers:
+        kinds = {f"{as_pattern(name)} ({type(module).__name__})" for module, name in mixers.items()}
+        _logger.info(
+            "compiled layers call %s without tracing, because torch.compile cannot trace the "
+            "kernels of a mixer, and would compile its loop over a sequence for each length",
+            ", ".join(sorted(kinds)),
+        )
 
 
 class BeginForward(Ours):
@@ -237,7 +296,7 @@ def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 
 
 def _call_compiled(
-    function: Callable[..., Any],
+    kind: _Kind,
     state: ModelState,
     name: str,
     module: nn.Module,
@@ -249,7 +308,7 @@ def _call_compiled(
         state.blocks_are_traced = False
     try:
         with without_collector():
-            return function(module, *args, **kwargs)
+            output = kind.compiled(module, *args, **kwargs)
     except Exception as error:
         if not is_compile_error(error):
             raise
@@ -257,6 +316,15 @@ def _call_compiled(
             f"torch.compile failed in {name} ({type(module).__name__}): {error}; train without "
             f"compile_layers (for the Trainer: without torch_compile), or choose another backend"
         ) from error
+    if not kind.is_checked:
+        if has_given_up(kind.compiled, kind.forward):
+            raise RuntimeError(
+                f"torch.compile has made no graph of {name} ({type(module).__name__}), so the "
+                f"layer runs uncompiled (TORCH_LOGS=graph_breaks says why); train without "
+                f"compile_layers (for the Trainer: without torch_compile)"
+            )
+        kind.is_checked = True
+    return output
 
 
 @torch.compiler.disable

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
+from hf_moe_ep.moe.shared_experts import SharedExperts
 from hf_moe_ep.upstream.compiler import is_decorator_of_layers
 
 # The attribute of our subclasses that holds the class of stock.
@@ -31,6 +33,17 @@ def override_forward(modules: Iterable[nn.Module], run: Callable[..., Any]) -> N
         kind = type(module)
         if kind not in subclasses:
             subclasses[kind] = _create_subclass(kind, run)
+        module.__class__ = subclasses[kind]
+
+
+def run_without_tracing(modules: Iterable[nn.Module]) -> None:
+    """Make torch.compile call every module as a whole, with its hooks, and trace none of them."""
+    subclasses: dict[type, type] = {}
+    for module in modules:
+        kind: Any = type(module)
+        if kind not in subclasses:
+            call = torch.compiler.disable(kind.__call__)
+            subclasses[kind] = _subclass_of(kind, {"__call__": call})
         module.__class__ = subclasses[kind]
 
 
@@ -64,8 +77,9 @@ def inner_forward(kind: type) -> Callable[..., Any]:
 
 
 def check_class_forward(name: str, module: nn.Module) -> None:
-    """Raise ValueError if the forward of `module` is not that of its class."""
-    if "forward" in vars(module):
+    """Raise ValueError if the forward of `module` is neither that of its class nor ours."""
+    forward = vars(module).get("forward")
+    if forward is not None and not isinstance(getattr(forward, "__self__", None), SharedExperts):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced by another library, so "
             f"it cannot be compiled; leave out this replacement, or leave out compile_layers"
@@ -79,10 +93,13 @@ def _create_subclass(kind: Any, run: Callable[..., Any]) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(stock, self, *args, **kwargs)
 
+    return _subclass_of(kind, {"forward": forward})
+
+
+def _subclass_of(kind: Any, attributes: dict[str, Any]) -> type:
     names = ("__module__", "__qualname__", "__doc__")
-    attributes = {name: getattr(kind, name) for name in names}
-    attributes |= {"forward": forward, _STOCK_CLASS: kind}
-    return type(kind.__name__, (kind,), attributes)
+    same = {name: getattr(kind, name) for name in names}
+    return type(kind.__name__, (kind,), same | attributes | {_STOCK_CLASS: kind})
 
 
 def _is_ours(function: Any) -> bool:

@@ -45,8 +45,9 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
+from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.integrations.saving import check_bases, write_bases
+from hf_moe_ep.integrations.saving import check_bases, restore_all_extra, write_bases, write_extra
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
@@ -59,7 +60,7 @@ _FOLDERS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 _FILES = re.compile(
     r"(pytorch_model(_fsdp)?|model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(_rank\d+)?"
     r"\.(bin|safetensors)|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
-    rf"|{Path(BASE).stem}(_\d+)?\.json|{re.escape(manifest.STARTED)}"
+    rf"|({Path(BASE).stem}|{Path(EXTRA).stem})(_\d+)?\.json|{re.escape(manifest.STARTED)}"
 )
 # Files that each rank writes for itself. An earlier save may have had more ranks than this one.
 _FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
@@ -98,6 +99,7 @@ def save_state(
 
     def save() -> Any:
         write_bases(prepared_models(self), folder)
+        write_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
     with _all_experts_in_hub_order(self), planned_by_each(), _no_automatic_names(self):
@@ -132,6 +134,7 @@ def load_state(
     check_resumable(folder, verifiable)
     with loading_values(folder), _all_experts_in_hub_order(self):
         check_bases(prepared_models(self), folder)
+        restore_all_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
 

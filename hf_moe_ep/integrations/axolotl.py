@@ -59,7 +59,7 @@ class ExpertParallel(BasePlugin):
         return f"{__name__}.{Arguments.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuse options that compute or split the experts otherwise.
+        """Refuse options that compute, split or store the experts otherwise.
 
         Raises:
             ValueError: such an option is set; the message names it.
@@ -74,6 +74,11 @@ class ExpertParallel(BasePlugin):
             raise ValueError(
                 f"experts_implementation: {cfg.experts_implementation} would replace the experts "
                 f"of hf_moe_ep; leave it out, with use_scattermoe and use_sonicmoe"
+            )
+        if cfg.quantize_moe_experts:
+            raise ValueError(
+                "quantize_moe_experts: true stores the experts in a layout that hf_moe_ep cannot "
+                "split over ranks; leave it out, and write hf_moe_ep: {experts_dtype: nf4}"
             )
         # axolotl's kernel plugin sets "eager" if none of its kernels is on.
         cfg.experts_implementation = None

@@ -1,22 +1,32 @@
-"""Send the weights of a patched model from TRL to a generation engine (vLLM).
+"""Send the weights of a patched model from TRL to a generation engine.
 
 Stock TRL gathers one parameter at a time and sends it under its transformers name. Transformers
 stacks the experts of a layer in one parameter, which vLLM's loaders of MoE models cannot read. With
 PEFT, TRL first merges the adapters into the model, which a sharded model refuses. The wrappers send
-the tensors of `hub_tensors` instead, with the adapters merged into copies, whether the engine runs
-in a server or in the same process.
+the tensors of `hub_tensors` instead, with the adapters merged into copies.
+
+    seam of TRL                       engine
+    VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)
+    AsyncGRPOTrainer.weight_transfer  any object with TRL's WeightTransferProtocol; TRL's own sends
+                                      to a server of vLLM
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
+from hf_moe_ep.checkpoints.hub.tensors import HubTensors, TensorInfo, hub_tensors
 from hf_moe_ep.state import find_state
+
+# Marks an object of TRL that has sent the extra tensors.
+_SENT = "_hf_moe_ep_sent"
 
 
 def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple[str, Tensor]]:
@@ -24,7 +34,20 @@ def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple
     if find_state(self.model) is None:
         params: Iterator[tuple[str, Tensor]] = original(self)
         return params
-    return hub_tensors(self.model, merge_adapters=True)
+    return _stream(self, self.model)
+
+
+def _stream(sync: Any, model: Any) -> HubTensors:
+    """Stream the weights of a model for an object of TRL.
+
+    Extra tensors (checkpoints/hub/extra.py) do not change, so only the first sync sends them.
+    """
+    first = not getattr(sync, _SENT, False)
+    return hub_tensors(model, merge_adapters=True, extra_tensors=first)
+
+
+def _dtype_name(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
 
 
 def sync_weights(original: Callable[..., None], self: Any) -> None:
@@ -33,13 +56,78 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
         original(self)
         return
     try:
+        if self.mode == "server":
+            # Stock would gather every tensor once only to learn its shape.
+            self._weight_metadata = [
+                (info.key, _dtype_name(info), list(info.shape))
+                for info in _stream(self, self.model).metadata()
+            ]
         original(self)
+        setattr(self, _SENT, True)
     except Exception as error:
         # When the iterator of hub_tensors is deleted, it makes the other ranks raise. The traceback
         # keeps the iterator alive in its stack frames, so these frames are cleared.
         for raised in _with_causes(error):
             traceback.clear_frames(raised.__traceback__)
         raise
+
+
+def list_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Wrap `_iter_vllm_named_params`: yield hub names, and tensors that only have a shape.
+
+    Rank 0 alone calls this for the list of tensors that a server is to receive.
+    """
+    if find_state(model) is None:
+        params: Iterator[tuple[str, Tensor]] = original(model)
+        return params
+    infos = hub_tensors(model, merge_adapters=True).metadata_of_rank()
+    return ((info.key, torch.empty(info.shape, dtype=info.dtype, device="meta")) for info in infos)
+
+
+def sync_merged(original: Callable[..., Any], self: Any, t0: float) -> tuple[float, float, float]:
+    """Wrap `AsyncGRPOTrainer._sync_weight_merged`: send the tensors of `hub_tensors`.
+
+    Returns the times at which the engine was paused, all ranks had arrived, and the weights had
+    been sent, as stock does.
+    """
+    model = self.accelerator.unwrap_model(self.model)
+    if find_state(model) is None:
+        times: tuple[float, float, float] = original(self, t0)
+        return times
+    transfer = self.weight_transfer if self.accelerator.is_main_process else None
+    if transfer:
+        transfer.pause()
+    paused = time.time()
+    self.accelerator.wait_for_everyone()
+    arrived = time.time()
+    # Closing the stream after an error makes the other ranks raise, too.
+    with contextlib.closing(_stream(self, model)) as stream:
+        infos = stream.metadata()
+        if transfer:
+            _announce(transfer, infos)
+            transfer.send_weights(stream)
+        else:
+            for _ in stream:
+                pass
+    setattr(self, _SENT, True)
+    sent = time.time()
+    self.accelerator.wait_for_everyone()
+    if self.accelerator.is_main_process:
+        if transfer:
+            transfer.resume()
+        self.model_version += 1
+        if self.rollout_worker:
+            self.rollout_worker.update_model_version(self.model_version)
+    return paused, arrived, sent
+
+
+def _announce(transfer: Any, infos: list[TensorInfo]) -> None:
+    """Tell TRL's own client which tensors follow; it has stored the list of the first sync."""
+    announced = getattr(transfer, "_weight_update_info", None)
+    if isinstance(announced, dict):
+        announced["names"] = [info.key for info in infos]
+        announced["dtype_names"] = [_dtype_name(info) for info in infos]
+        announced["shapes"] = [list(info.shape) for info in infos]
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

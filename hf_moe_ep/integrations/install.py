@@ -1,4 +1,4 @@
-"""Wrap functions of Accelerate, transformers, PEFT and TRL: the table of all wrappers.
+"""Wrap functions of Accelerate, transformers, PEFT and trainers: the table of all wrappers.
 
 The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
 and `patch` only sets methods of its model, such as `save_pretrained`. The functions of a group are
@@ -13,7 +13,8 @@ only PyTorch:
     TRAINER      when transformers.trainer is imported                4
     ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
-    TRL          when the module of each row is imported              4
+    TRL          when the module of each row is imported              6
+    AXOLOTL      when the module of the row is imported               1
 
 Such a function is replaced for the whole process. Its wrapper first checks if it was given a
 patched model. If not, it calls the stock function and does nothing else. With a patched model it
@@ -84,6 +85,9 @@ def prepare_objects(
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
             continue
+        # A training framework may have replaced the function that shards since the model was
+        # patched (axolotl/monkeypatch/accelerate/fsdp2.py).
+        wrap_process(ACCELERATE)
         specialise(self, Accelerator, ACCELERATOR_METHODS)
         wrap_adapters(model, state)
         if state.config.experts_dtype is not None:
@@ -173,7 +177,7 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
     wrap_process(ROTATION)
     if state.config.experts_dtype is not None:
         wrap_process(QUANTISED)
-    for row in REFERENCE_LOG_PROBS:
+    for row in FRAMEWORK_METHODS:
         owner = getattr(sys.modules.get(row.module), row.target.split(":")[1].split(".")[0], None)
         if owner is not None and isinstance(trainer, owner) and row.name not in vars(trainer):
             setattr(trainer, row.name, bind_wrapper(trainer, row))
@@ -449,10 +453,33 @@ _OWN_REFERENCE = (
     references.shard_own_reference,
     "shards a policy with adapters that serves as its own reference before training",
 )
-# Object: a trainer of TRL with a patched policy.
-REFERENCE_LOG_PROBS = (
+# Object: a trainer of TRL or of ms-swift with a patched model.
+FRAMEWORK_METHODS = (
     *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
     *_build_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows(
+        "swift.trainers.mixin:DataLoaderMixin",
+        features.TRAINER_SLICES,
+        (
+            "get_train_dataloader",
+            shared_batches.get_train_dataloader,
+            "gives the ranks of an sp group the same samples, which ms-swift splits itself",
+        ),
+    ),
+    *_build_rows(
+        "swift.trainers.seq2seq_trainer:Seq2SeqTrainer",
+        features.TRAINER_SLICES,
+        (
+            "compute_loss",
+            shared_batches.compute_loss_of_process,
+            "averages over data ranks, where ms-swift averages over processes",
+        ),
+    ),
+    *_build_rows(
+        "swift.rlhf_trainers.dpo_trainer:DPOTrainer",
+        features.EXPERT_LOAD,
+        ("log", log_expert_load, "ms-swift calls the function of the Trainer's class directly"),
+    ),
 )
 # Object: a patched model.
 MODEL_METHODS = _build_rows(
@@ -551,15 +578,37 @@ TRL = (
         ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),
         ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
     ),
+    *_build_rows(
+        "trl.experimental.async_grpo.async_grpo_trainer",
+        features.ENGINES,
+        ("_iter_vllm_named_params", engines.list_params, "lists hub names for a server"),
+    ),
+    *_build_rows(
+        "trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer",
+        features.ENGINES,
+        ("_sync_weight_merged", engines.sync_merged, "sends merged tensors under hub names"),
+    ),
 )
 
+# Process: installed when its module is imported.
+AXOLOTL = _build_rows(
+    "axolotl.integrations.expert_parallel.shard",
+    features.ADAPTER_FILES,
+    (
+        "save_fsdp2_lora_adapter",
+        saving.save_gathered_adapter,
+        "packs the adapters of experts as PEFT does",
+    ),
+)
+
+SLOW_TO_IMPORT = ("trl", "swift", "axolotl")
 # PROCESS: rows whose targets are replaced for the process. OBJECTS: rows set on single objects.
-PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL)
+PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL, *AXOLOTL)
 OBJECTS = (
     *ACCELERATOR_METHODS,
     OPTIMIZER_STEP,
     *TRAINER_METHODS,
-    *REFERENCE_LOG_PROBS,
+    *FRAMEWORK_METHODS,
     *MODEL_METHODS,
     *ADAPTER_METHODS,
 )
@@ -582,8 +631,9 @@ def install(model: nn.Module, state: ModelState) -> None:
         call_when_accelerator_is_imported(wrap_accelerate)
     call_when_imported("transformers.trainer", _wrap_trainer)
     call_when_imported("peft.peft_model", _wrap_peft)
-    for module_name in {row.module for row in TRL}:
-        rows = [row for row in TRL if row.module == module_name]
+    frameworks = (*TRL, *AXOLOTL)
+    for module_name in {row.module for row in frameworks}:
+        rows = [row for row in frameworks if row.module == module_name]
         call_when_imported(module_name, partial(wrap_process, rows))
 
 
@@ -640,12 +690,12 @@ class WrapReport(NamedTuple):
 def wraps() -> list[WrapReport]:
     """Look up every target of the table in the installed versions, without replacing any.
 
-    TRL's rows are left out, because TRL is slow to import.
+    The rows of training frameworks are left out, because these packages are slow to import.
     """
     reports = []
     replaced = in_force()
     for row in (*PROCESS, *OBJECTS):
-        if row.package == "trl":
+        if row.package in SLOW_TO_IMPORT:
             continue
         error = ""
         if row.is_installed:

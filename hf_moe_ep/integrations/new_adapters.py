@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.lora import computed
+from hf_moe_ep.moe.stacked import check_adapters
 from hf_moe_ep.ranks.together import rank_of_launch
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapter_files import why_values_are_needed
@@ -49,6 +50,7 @@ def inject_adapter(
     config = self.peft_config[adapter_name]
     if state.adapts_experts:
         _target_experts(config, state)
+    check_adapters(model, getattr(config, "target_parameters", None))
     if state.unread is not None and (why := why_values_are_needed(config)):
         if rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because %s needs its weights", why)

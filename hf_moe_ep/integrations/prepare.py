@@ -122,6 +122,9 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
 
     Yields the keyword arguments for torch.compile with which the user configured Accelerate or the
     Trainer. None: the user asked for no compilation, or the model will not be sharded.
+
+    `dynamic=False` is left out: `accelerate launch` passes it whenever the user does not ask for
+    dynamic shapes, and every length of sequences would then be compiled.
     """
     plugin = accelerator.state.dynamo_plugin
     backend = plugin.backend
@@ -129,6 +132,8 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
         yield None
         return
     kwargs = {name: value for name, value in plugin.to_kwargs().items() if name != "disable"}
+    if kwargs.get("dynamic") is False:
+        del kwargs["dynamic"]
     plugin.backend = DynamoBackend.NO
     try:
         yield None if plugin.disable else kwargs
@@ -270,7 +275,9 @@ def _check_loss(model: Any) -> None:
 
 
 # What does the same for a patched model.
-_REMEDIES = dict.fromkeys(("cp_size", "sp_size"), ", and use sp_size of hf_moe_ep")
+_REMEDIES = dict.fromkeys(("cp_size", "sp_size"), ", and use sp_size of hf_moe_ep") | {
+    "ep_size": ", and use ep_size of hf_moe_ep"
+}
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
@@ -278,7 +285,7 @@ def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) 
     check_sequence_parallelism()
     if parallelism is None:
         return
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name in ("tp_size", "cp_size", "sp_size", "ep_size"):  # ep_size: axolotl adds it
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
                 f"{option_of_size(name)}={getattr(parallelism, name)}, which does not combine with "

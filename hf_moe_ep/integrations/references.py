@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.architectures import find_block, find_parts
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
+from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.units import reshard
@@ -110,8 +111,11 @@ def _check_same_architecture(
         reference_sizes = (str(model_type), 0, 0)
         if model_type == policy.plan.model_type:
             given_plan = policy.plan if policy.plan.origin == "given" else None
-            parts = find_parts(model, given_plan)
-            reference_sizes = (parts.plan.model_type, parts.num_experts, len(parts.experts))
+            if (block := find_block(model, given_plan)) is not None:
+                reference_sizes = (model_type, *count_blocks(model, block))
+            else:
+                parts = find_parts(model, given_plan)
+                reference_sizes = (parts.plan.model_type, parts.num_experts, len(parts.experts))
     policy_sizes = (policy.plan.model_type, policy.num_experts, len(policy.moe_layers))
     remedy = "pass the checkpoint that the policy was loaded from, or no reference"
     if reference_sizes[0] != policy_sizes[0]:

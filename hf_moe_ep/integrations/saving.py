@@ -6,6 +6,7 @@ function                          with a state dict           without a state di
 Trainer.save_model                (takes no state dict)       sharded save, file by file
 PreTrainedModel.save_pretrained   written in hub layout       sharded save, called on every rank
 PeftModel.save_pretrained         packed as PEFT packs it     gathered first, called on every rank
+axolotl's save after training     (takes no state dict)       gathered first, called on every rank
 
 `Accelerator.save_state` writes its own files. Quantised experts are frozen, so their bytes are left
 out, as in `save_checkpoint`. Their hashes are written instead (`checkpoints/training/base.py`) and
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, gather_state_dict
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_base
+from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
 from hf_moe_ep.integrations.prompts import save_prompts
@@ -81,27 +83,40 @@ def save_in_hub_layout(
     """Wrap `PreTrainedModel.save_pretrained`: save a sharded model, or its gathered state dict.
 
     Without a state dict every rank has to call this, as Accelerate's examples do. Rank 0 writes the
-    files; `is_main_process` and `save_function` are ignored.
+    files; `is_main_process` and `save_function` are ignored. A model that is not sharded is saved
+    in the same way if its checkpoint had tensors that its class ignores, because stock would lose
+    them. `extra_tensors=False` leaves them out.
 
     Raises:
-        ValueError: no state dict is given, but an option that a sharded save would ignore.
+        ValueError: an option is given that such a save would ignore.
         RuntimeError: no state dict is given, and only rank 0 calls this.
     """
     state = find_state(self)
-    meshes = None if state is None or has_adapters(self) else state.meshes
-    if meshes is None:
+    extra_tensors = kwargs.pop("extra_tensors", True)
+    if state is None or has_adapters(self):
+        original(self, save_directory, *args, **kwargs)
+        return
+    copies_extra = extra_tensors and state.extra is not None
+    if state.meshes is None and not copies_extra:
         original(self, save_directory, *args, **kwargs)
         return
     options = _bind_options(original, self, save_directory, args, kwargs)
     state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
-    if state_dict is None:
+    size["extra_tensors"] = extra_tensors
+    if state.meshes is None:
+        if options.get("is_main_process", True):
+            _check_options(options)
+            save_state_dict(self, save_directory, state_dict or self.state_dict(), **size)
+    elif state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, **size)
-    elif options.get("push_to_hub"):
+    elif options.get("push_to_hub") and not copies_extra:
         original(self, save_directory, *args, **kwargs)
     elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
+        if copies_extra:
+            _check_options(options)
         save_state_dict(self, save_directory, state_dict, **size)
 
 
@@ -158,6 +173,18 @@ def save_adapters(
     else:
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, *args, **kwargs)
+
+
+def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output_dir: str) -> bool:
+    """Wrap axolotl's `save_fsdp2_lora_adapter`, which gathers and saves an adapter after training.
+
+    It returns True if the model has an adapter, which is then saved.
+    """
+    state = find_state(model)
+    if state is None or state.meshes is None or not has_adapters(model):
+        return bool(original(model, output_dir))
+    save_pretrained(model, output_dir)
+    return True
 
 
 def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:
@@ -260,6 +287,35 @@ def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
         if _is_sharded(model):
             reshard(model)
             check_base(folder, model, index)
+
+
+def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
+    """Write where the extra tensors of each model lie to the folder of a training checkpoint."""
+
+    def write() -> None:
+        for index, model in enumerate(models):
+            state = find_state(model)
+            extra = None if state is None else describe_extra(state)
+            if extra is not None:
+                write_json(folder / extra_file(index), extra)
+
+    on_first(f"saving {folder}", write)
+
+
+def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
+    """Let each model carry the extra tensors that the checkpoint in a folder remembers.
+
+    Raises:
+        ValueError: on every rank: a model was loaded from a checkpoint with other extra tensors.
+    """
+
+    def restore() -> None:
+        for index, model in enumerate(models):
+            state = find_state(model)
+            if state is not None:
+                restore_extra(state, folder / extra_file(index))
+
+    on_first(f"reading {folder}", restore)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ process has its own batches, so these functions are corrected for that Accelerat
     prepare_data_loader   splits samples over the data ranks instead of the processes
     gather_for_metrics    takes each sample once, from the first process of its data rank
     prepare_scheduler     steps once per data rank and optimizer step, not once per process
+    get_train_dataloader  as prepare_data_loader, for the loaders that ms-swift makes itself
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
                           `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
                           of whole sequences
@@ -38,6 +39,11 @@ from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.trainers import (
+    check_reads_no_logits,
+    multiplies_by_processes,
+    split_over_data_ranks,
+)
 from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepared_loaders
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
@@ -69,7 +75,8 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     """Let the ranks of an sp group share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions.
+        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions, or
+            which reads the logits of whole sequences.
     """
     if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
         raise ValueError(
@@ -77,6 +84,8 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
             f"sp_size={state.config.sp_size} the ranks of an sp group share one batch; patch with "
             f"sp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
+    if state.config.sp_size not in (None, 1):
+        check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
 
@@ -107,6 +116,22 @@ def prepare_data_loader(
         prepared = _prepare_shared(self, data_loader, device_placement)
     check_even(self)
     return prepared
+
+
+def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ms-swift's `get_train_dataloader`: ranks that share batches draw the same samples.
+
+    ms-swift does not give this loader to Accelerate.
+
+    Raises:
+        ValueError: ranks share batches, and the data is a stream.
+    """
+    loader = original(self, *args, **kwargs)
+    size = sharing(self.accelerator)
+    if size > 1:
+        split_over_data_ranks(loader, size)
+        loader.worker_init_fn = _seed_by_data_rank(loader.worker_init_fn, size)
+    return loader
 
 
 def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool | None) -> Any:
@@ -254,6 +279,26 @@ def compute_loss(
         return original(self, model, inputs, return_outputs, *args, **kwargs)
     finally:
         state.only_loss_is_read = before
+
+
+def compute_loss_of_process(
+    original: Original,
+    self: transformers.Trainer,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Wrap ms-swift's `compute_loss`: divide by the number of processes that share a batch.
+
+    It multiplies a loss per token of all ranks by the number of processes, because gradients are
+    averaged over processes. The Trainer multiplies by the number of data ranks instead.
+    """
+    result = original(self, model, inputs, return_outputs, num_items_in_batch)
+    size = sharing(self.accelerator)
+    if size == 1 or not multiplies_by_processes(self, num_items_in_batch):
+        return result
+    return (result[0] / size, *result[1:]) if return_outputs else result / size
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:

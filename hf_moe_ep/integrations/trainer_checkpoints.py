@@ -42,6 +42,7 @@ from hf_moe_ep.checkpoints.storage.planner import planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
+from hf_moe_ep.integrations.saving import restore_all_extra, write_extra
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
@@ -83,6 +84,7 @@ def save_checkpoint(
         reshard(self.model)
         base = describe_base(self.model)
         on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
+    write_extra([self.model], folder)
     manifest.write(folder, layout_of(state))
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
@@ -186,6 +188,7 @@ def load_model(
         return original(self, *args, **kwargs)
     arguments = [*args, *kwargs.values()]  # `_load_best_model` has no arguments.
     folder = arguments[0] if arguments else self.state.best_model_checkpoint
+    restore_all_extra([model], Path(folder))
     if state.meshes is not None:
         reshard(model)
         check_base(Path(folder), model)
@@ -196,7 +199,8 @@ def load_model(
         ):
             return original(self, *args, **kwargs)
     names = [name for name, _ in model.named_parameters()]
-    load_weights(model, find_weights(model, folder, state.plan, names), self.args.device)
+    weights = find_weights(model, folder, state.plan, names)
+    load_weights(model, weights.stored, self.args.device)
     return None
 
 

@@ -6,6 +6,7 @@ the root                gets pre-forward hooks: `KeepForwards` restores or refus
                         forwards, `ForwardGuard` refuses a model that needs sharding but is not
                         sharded, and `ForwardBegins` (with the forward hook `ForwardEnds`) decides
                         whether the tokens of a forward are counted
+shared experts          run while results are sent back, with ep_size > 1 (`shared_experts.py`)
 the causal LM           gets the hooks that find padding tokens (`padding.py`), and the hooks of the
                         aux loss over all ranks (`aux_loss.py`)
 """
@@ -13,6 +14,7 @@ the causal LM           gets the hooks that find padding tokens (`padding.py`), 
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 
 from torch import nn
 
@@ -26,6 +28,8 @@ from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, record_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.moe.padding import attach_padding
 from hf_moe_ep.moe.routers_alone import find_routers
+from hf_moe_ep.moe.shared_experts import attach_shared_experts
+from hf_moe_ep.moe.stacked import BlockBegins, BlockEnds, StackedExperts
 from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
@@ -46,7 +50,9 @@ def check(parts: Parts, state: ModelState) -> None:
     if (quantisation := _quantisation_of(state.config)) is not None:
         check_available(quantisation)
     for index, experts in enumerate(parts.experts.values()):
-        state.moe_layers.append(MoELayer(index, state, _compute_of(experts, parts, state)))
+        layer = MoELayer(index, state, _compute_of(experts, parts, state))
+        layer.chooses_none = _has_identity_experts(experts, state.config)
+        state.moe_layers.append(layer)
     check_forwards(parts, state)
 
 
@@ -57,6 +63,9 @@ def attach(parts: Parts, state: ModelState) -> None:
     if state.config.experts_backend == "eager":
         implementation = "eager"
     experts = list(parts.experts.values())
+    for module in experts:
+        if isinstance(module, StackedExperts):
+            _attach_to_block(module, state)
     # Experts modules of Liger's class have no config.
     config_copy = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
     for module, layer in zip(experts, state.moe_layers, strict=True):
@@ -70,8 +79,19 @@ def attach(parts: Parts, state: ModelState) -> None:
     parts.root.register_forward_pre_hook(ForwardGuard(state))
     parts.root.register_forward_pre_hook(ForwardBegins(state))
     parts.root.register_forward_hook(ForwardEnds(state))
+    attach_shared_experts(parts.root, state)
     attach_padding(parts, state)
     attach_aux_loss(parts, state)
+
+
+def _attach_to_block(experts: StackedExperts, state: ModelState) -> None:
+    """Replace the forward of a block, and record while the block runs."""
+    block = experts.block
+    if experts.description.forward is not None:
+        state.replace(block, "forward", MethodType(experts.description.forward, block))
+    state.in_described_block = False
+    block.register_forward_pre_hook(BlockBegins(state))
+    block.register_forward_hook(BlockEnds(state), always_call=True)
 
 
 def detach(model: nn.Module) -> None:
@@ -108,6 +128,12 @@ def _check_aux_loss(parts: Parts, config: ParallelConfig) -> None:
 def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute | None:
     config = state.config
     if config.experts_backend == "eager":
+        if isinstance(experts, StackedExperts):
+            raise ValueError(
+                f"experts_backend='eager' runs the model's own experts, but those of "
+                f"{parts.plan.model_type} do not use transformers' experts interface, and "
+                f"hf_moe_ep replaces them; use experts_backend='torch'"
+            )
         return None
     return choose_compute(
         experts,
@@ -116,6 +142,18 @@ def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute 
         model_type=parts.plan.model_type,
         quantisation=_quantisation_of(config),
     )
+
+
+def _has_identity_experts(experts: nn.Module, config: ParallelConfig) -> bool:
+    if not isinstance(experts, StackedExperts) or not experts.num_identity_experts:
+        return False
+    if config.dispatcher == "deepep":
+        raise ValueError(
+            f"dispatcher='deepep' sends every token to {experts.num_experts} experts, but "
+            f"{experts.num_identity_experts} more experts of this model return their input, and no "
+            f"token is sent to them; use dispatcher='all_to_all' or 'hierarchical'"
+        )
+    return True
 
 
 def _quantisation_of(config: ParallelConfig) -> Quantisation | None:

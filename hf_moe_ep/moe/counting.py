@@ -95,13 +95,17 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
             pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]
         )
         return
-    _add_to_row(counts[layer.index], ids_TK)
+    _add_to_row(counts[layer.index], ids_TK, layer.chooses_none)
 
 
-def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor) -> None:
+def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor, chooses_none: bool) -> None:
+    """Count expert ids. If `chooses_none`, the number of experts is an id that is not counted."""
     # In one process the layers of a model may be on several devices.
     ids = expert_ids_TK.flatten().long().to(counts_E.device)
-    counts_E.scatter_add_(0, ids, torch.ones_like(ids))
+    ones = torch.ones_like(ids)
+    if chooses_none:
+        ones, ids = ones.masked_fill(ids >= len(counts_E), 0), ids.clamp(max=len(counts_E) - 1)
+    counts_E.scatter_add_(0, ids, ones)
 
 
 @torch.library.custom_op("hf_moe_ep::count_choice", mutates_args=("choice_counts",))
@@ -114,7 +118,7 @@ def _count_compiled(
     itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU.
     """
     if bool(is_counted) and not backward_is_running():
-        _add_to_row(choice_counts[int(layer_index)], expert_ids)
+        _add_to_row(choice_counts[int(layer_index)], expert_ids, chooses_none=True)
 
 
 @_count_compiled.register_fake

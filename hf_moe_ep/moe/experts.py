@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
+from hf_moe_ep.ops.formula import ACTIVATIONS, ONLY_IN_TORCH, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights, Masters
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, check_sizes
 from hf_moe_ep.state import STATE, Compute, MoELayer
@@ -38,7 +39,9 @@ from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
     experts_flags,
     experts_gate,
+    experts_gate_caps,
     experts_gate_constants,
+    hides_transposition,
     post_expert_norm,
 )
 
@@ -70,7 +73,9 @@ def choose_compute(
     if quantisation is not None:
         _check_blocks(module, flags, quantisation)
     reason = (
-        "torch was requested" if requested == "torch" else _why_not_triton(module, flags, required)
+        "torch was requested"
+        if requested == "torch"
+        else _why_not_triton(module, flags, formula, required)
     )
     if required and reason:
         raise ValueError(
@@ -85,6 +90,8 @@ def choose_compute(
         required=required,
         recompute=recompute,
         quantisation=quantisation,
+        weights_inputs=bool(getattr(module, "weights_inputs", False)),
+        turns_factors=hides_transposition(module),
     )
 
 
@@ -121,6 +128,15 @@ def run_experts(
         )
 
     norm = post_expert_norm(experts)
+    if compute.weights_inputs:
+        # The weight of an expert multiplies its input, so every (row, expert) pair becomes a row of
+        # its own, which the experts compute with weight 1.
+        num_rows, top_k = expert_ids_RK.shape
+        pairs = compute_RH.repeat_interleave(top_k, 0) * weights_RK.reshape(-1, 1)
+        ids = expert_ids_RK.reshape(-1, 1)
+        ones = torch.ones_like(ids, dtype=weights_RK.dtype)
+        out = weighted_sum(pairs.to(compute_RH.dtype), ids, ones)
+        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
     if norm is None:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
@@ -182,6 +198,8 @@ def local_weights(
         adapters = active.get(parameter)
         if adapters:
             a, b, scale = join(adapters, local_experts)
+            if compute.turns_factors:
+                a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
             factors |= {f"{name}_a": a.to(factor_dtype), f"{name}_b": b.to(factor_dtype)}
             factors[f"{name}_scale"] = scale
     up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))
@@ -190,7 +208,7 @@ def local_weights(
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
     """Find the formula that gives the same results as the module's own gate."""
-    alphas, limits = experts_gate_constants(module)
+    _, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # The values are shuffled by a stride (197 and 512 have no common divisor). A random order would
     # advance the user's random generator. The device is the CPU even if the model is patched under
@@ -204,13 +222,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
             f"interface needs its activation as act_fn, or a method _apply_gate"
         ) from error
-    activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
-    activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
-    limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
-    for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
-        formula = ExpertFormula(
-            flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
-        )
+    for formula in _candidates(module, flags):
         out_AF = activate(pre_AG, formula)
         same_shape = out_AF.shape == gate_out_AF.shape
         # The tolerance is for gates that always compute in fp32.
@@ -218,9 +230,24 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             return formula
     of_model = f" of {model_type}" if model_type else ""
     raise ValueError(
-        f"the gate of {type(module).__name__}{of_model} is none of {', '.join(ACTIVATIONS)} (plain "
-        f"or clamped); experts_backend='eager' runs the model's own code with ep_size=1"
+        f"the gate of {type(module).__name__}{of_model} is none of {', '.join(ACTIVATIONS)} "
+        f"(plain, clamped, or with soft caps); experts_backend='eager' runs the model's own code "
+        f"with ep_size=1"
     )
+
+
+def _candidates(module: nn.Module, flags: ExpertsFlags) -> Iterator[ExpertFormula]:
+    """Yield the formulas that a module with these flags and these constants may have."""
+    gated, interleaved = flags.has_gate, not flags.is_concatenated
+    alphas, limits = experts_gate_constants(module)
+    activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
+    activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
+    limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
+    for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
+        yield ExpertFormula(gated, interleaved, name, alpha, limit, offset)
+    caps = sorted(experts_gate_caps(module)) if gated else []
+    for gate_cap, up_cap in itertools.product([*caps, math.inf], repeat=2):
+        yield ExpertFormula(gated, interleaved, gate_cap=gate_cap, up_cap=up_cap)
 
 
 def _check_weights(module: nn.Module) -> None:
@@ -266,10 +293,16 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
         check_sizes(f"{name} of {type(module).__name__}", shape_OI, quantisation)
 
 
-def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
+def _why_not_triton(
+    module: nn.Module, flags: ExpertsFlags, formula: ExpertFormula, required: bool
+) -> str:
     """Return the reason why the Triton kernels cannot compute this module, or "" if they can."""
     if flags.has_post_expert_norm:
         return "a norm follows each expert"
+    if formula.capped:
+        return "its gate has soft caps"
+    if formula.activation in ONLY_IN_TORCH:
+        return "its gate is clamped after the activation"
     down = module.down_proj
     assert isinstance(down, Tensor)
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])

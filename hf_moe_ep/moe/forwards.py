@@ -27,6 +27,7 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.moe.layer import moe_forward
+from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.state import ModelState, Ours, ReliedOn
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.replaced_forwards import (
@@ -46,9 +47,20 @@ def check_forwards(parts: Parts, state: ModelState) -> None:
     """Raise ValueError if a forward was replaced before `patch`, except by Liger."""
     for name, module, is_experts in _list_relied_on(parts, state):
         if not is_computed_by_liger(module):
-            _check_forward(name, module, forward_of_class(module), "before patch()")
+            _check_forward(name, module, _expected_forward(module), "before patch()")
         if not is_experts:
             _check_class(name, module)
+
+
+def _expected_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of the module's class, or the one that an earlier `patch` has set.
+
+    A plan may describe the forward of an MoE block (`MoEBlock.forward`).
+    """
+    for experts in own_children(module):
+        if isinstance(experts, StackedExperts) and "forward" in vars(module):
+            return experts.description.forward or forward_of_class(module)
+    return forward_of_class(module)
 
 
 def record_forwards(parts: Parts, state: ModelState) -> None:

@@ -13,7 +13,8 @@ go straight into them. With ep each rank has E / ep_size of the experts:
     combine    the results are sent back and added up, one row per token
 
 The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is sent while the experts
-compute the previous chunk.
+compute the previous chunk. Shared experts are computed while the last results are sent back
+(`shared_experts.py`).
 
 This legend of shapes holds for the whole package. Its letters are suffixes of names: `x_TH` has the
 shape [T, H].
@@ -45,12 +46,14 @@ from torch import Tensor, nn
 from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
+from hf_moe_ep.moe.dispatch.chunks import AUTO, apply_choice, choose_at_first_forward
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -74,6 +77,7 @@ class ForwardGuard(Ours):
     @torch.compiler.disable
     def _begin_forward(self, module: nn.Module) -> None:
         self.state.forward_number += 1
+        apply_choice(self.state)
         if module.training:
             meshes = self.state.meshes
             dispatches = meshes is not None and meshes.ep_size > 1
@@ -118,10 +122,18 @@ def moe_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        counts_L=None,
+        counts_L=_count_on_host(top_k_index, layer) if layer.chooses_none else None,
         grad_scale=1.0 / layer.grad_divisor,
     )
     return out if positions is None else torch.zeros_like(x_TH).index_copy(0, positions, out)
+
+
+@torch.compiler.disable
+def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
+    """Return the number of pairs of each expert, by a host sync; "no expert" is not counted."""
+    num_experts = layer.model.num_experts
+    counts: list[int] = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
+    return counts
 
 
 @torch.compiler.disable
@@ -150,6 +162,8 @@ def _ep_forward(
     state.dispatcher.prepare(tokens)
     with hide_operators():
         exchanges = _finish_plan(layer, planning, expert_ids_TK)
+        if planning is not None:
+            _choose_chunks(experts, layer, tokens)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
@@ -170,9 +184,26 @@ def _ep_forward(
                 weights=weights,
             )
             chunks.send(chunk, out_RH)
+        if layer.shared is not None:
+            layer.shared.run()
     if weights is not None and weights.masters is not None:
         weights.masters.forget()
     return chunks.finish()
+
+
+def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
+    """Choose the number of chunks in the first forward in training, with dispatch_chunks="auto"."""
+    state, meshes = layer.model, layer.model.meshes
+    undecided = state.config.dispatch_chunks == AUTO and state.num_chunks is None
+    # A reentrant checkpoint first runs without gradients. All ranks have compared these conditions.
+    leads_to_backward = torch.is_grad_enabled() or state.frame is not None
+    if not (undecided and experts.training and leads_to_backward):
+        return
+    assert meshes is not None and layer.compute is not None
+    with torch.no_grad():
+        weights = local_weights(experts, layer.compute, tokens.x_TH)
+    where = _make_header(layer, True, tokens)
+    choose_at_first_forward(layer, meshes.ep.get_group(), tokens, weights, where)
 
 
 def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
@@ -183,7 +214,10 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     """
     if layer.placement is None:
         return expert_ids_TK
-    return layer.placement.to(expert_ids_TK.device)[expert_ids_TK.long()].to(expert_ids_TK.dtype)
+    slots = layer.placement.to(expert_ids_TK.device)
+    if layer.chooses_none:
+        slots = torch.cat([slots, slots.new_tensor([len(slots)])])
+    return slots[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 
 def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | None:

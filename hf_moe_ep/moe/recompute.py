@@ -181,8 +181,11 @@ class Frame:
         """Return the stored expert ids of the next layer.
 
         Return None after the last layer, and while a checkpointed function inside this function
-        runs, because that function has its own frame.
+        runs, because that function has its own frame. In a model whose plan describes its MoE
+        blocks, other modules may choose by topk as well, such as the attention of JetMoE.
         """
+        if self._state.in_described_block is False:
+            return None
         routed = self._next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
 

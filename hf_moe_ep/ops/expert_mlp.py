@@ -79,6 +79,8 @@ def expert_mlp(
         alpha=formula.alpha,
         limit=formula.limit,
         up_offset=formula.up_offset,
+        gate_cap=formula.gate_cap,
+        up_cap=formula.up_cap,
         up_scale=experts.up_scale,
         down_scale=experts.down_scale,
         grad_scale=grad_scale,

@@ -5,13 +5,19 @@
                                                    interleaved:  g0 u0 g1 u1 ..
     act  = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)      [F]
            f(min(pre, limit)) without a gate
+           min(f(gate), limit) * clamp(up, -limit, limit)                    if f is swish_clamped
     out  = down_weight act (+ down_bias)           [H]
 
 f is one of ACTIVATIONS; `swish` with alpha 1 is silu. gpt-oss uses swish with alpha 1.702, limit 7
-and up_offset 1 (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
+and up_offset 1 (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate). `swish_clamped` is
+silu, and the limit clamps its output instead of its input (models/step3p7/modeling_step3p7.py). A
+gate with soft caps is computed in fp32 or wider (models/inkling2/modeling_inkling2.py,
+Inkling2SoftcappedSwiGLU):
+
+    act  = cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap)       cap(x, c) = c * tanh(x / c)
 
 `ExpertFormula` has the parameters. `activate` and `activate_backward` compute the formula in plain
-torch, and `kernels/epilogue.py` computes it in the Triton kernels.
+torch, and `kernels/epilogue.py` computes it in the Triton kernels, except soft caps.
 
 Pre-activations have the order of the weight's rows, so no matrix product of the backward needs a
 reordered copy of the weight. Weights that a model stores transposed are passed in as views.
@@ -27,12 +33,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2", "swish_clamped")
+# The activations that the Triton kernels do not compute.
+ONLY_IN_TORCH = ("swish_clamped",)
 
 
 @dataclass(frozen=True)
 class ExpertFormula:
-    """The parameters of the formula in the module docstring. `limit` is inf without clamping."""
+    """The parameters of the formula in the module docstring.
+
+    `limit` is inf without clamping, and `gate_cap` and `up_cap` are inf without soft caps.
+    """
 
     gated: bool = True
     interleaved: bool = False
@@ -40,19 +51,37 @@ class ExpertFormula:
     alpha: float = 1.0
     limit: float = math.inf
     up_offset: float = 0.0
+    gate_cap: float = math.inf
+    up_cap: float = math.inf
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}"
             )
+        is_swiglu = self.gated and (self.activation, self.alpha) == ("swish", 1.0)
+        if self.capped and not (is_swiglu and not self.clamped and self.up_offset == 0):
+            raise ValueError(
+                f"soft caps ({self.gate_cap} and {self.up_cap}) are only defined for SwiGLU: a "
+                f"gate with swish and alpha 1, without a limit or an up_offset"
+            )
 
     @property
     def clamped(self) -> bool:
         return self.limit != math.inf
 
+    @property
+    def capped(self) -> bool:
+        return self.gate_cap != math.inf or self.up_cap != math.inf
+
+    @property
+    def clamps_output(self) -> bool:
+        """True if the limit clamps the output of the activation, and not its input."""
+        return self.activation == "swish_clamped"
+
     def kernel_constants(self) -> dict[str, Any]:
         """Return the formula as compile-time arguments of the Triton kernels (`epilogue.py`)."""
+        assert not self.capped, "the Triton kernels do not compute soft caps"
         return {
             "ACTIVATION": self.activation,
             "ALPHA": self.alpha,
@@ -78,10 +107,15 @@ def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
 def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
     """Compute act_AF by the formula of the module docstring."""
     gate_AF, up_AF = split(pre_AG, formula)
+    if formula.capped:
+        act_AF, _, _ = _activate_capped(gate_AF, up_AF, formula)
+        return act_AF.to(pre_AG.dtype)
     if formula.clamped:
-        gate_AF = gate_AF.clamp(max=formula.limit)
+        gate_AF = gate_AF if formula.clamps_output else gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
     f_AF = _apply_activation(gate_AF, formula)
+    if formula.clamps_output:
+        f_AF = f_AF.clamp_(max=formula.limit)
     if not formula.gated:
         return f_AF
     return f_AF.mul_(up_AF + formula.up_offset if formula.up_offset else up_AF)
@@ -94,11 +128,20 @@ def activate_backward(
     gate_AF, up_AF = split(pre_AG, formula)
     grad_pre_AG = torch.empty_like(pre_AG)
     grad_gate_AF, grad_up_AF = split(grad_pre_AG, formula)
+    if formula.capped:
+        act_AF, gate_slope_AF, up_slope_AF = _activate_capped(gate_AF, up_AF, formula)
+        grad_gate_AF.copy_(grad_AF * gate_slope_AF)
+        grad_up_AF.copy_(grad_AF * up_slope_AF)
+        return act_AF.to(pre_AG.dtype), grad_pre_AG
     raw_gate_AF, raw_up_AF = gate_AF, up_AF
     if formula.clamped:
-        gate_AF = gate_AF.clamp(max=formula.limit)
+        gate_AF = gate_AF if formula.clamps_output else gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
     f_AF = _apply_activation(gate_AF, formula)
+    # The clamped tensor, the gate or the output of the activation, before it was clamped.
+    unclamped_AF = raw_gate_AF
+    if formula.clamps_output:
+        unclamped_AF, f_AF = f_AF, f_AF.clamp(max=formula.limit)
     if not formula.gated:
         grad_gate_AF.copy_(_activation_backward(grad_AF, gate_AF, formula))
         act_AF = f_AF
@@ -108,10 +151,32 @@ def activate_backward(
         grad_gate_AF.copy_(_activation_backward(grad_AF * factor_AF, gate_AF, formula))
         act_AF = f_AF.mul_(factor_AF)
     if formula.clamped:
-        grad_gate_AF.masked_fill_(raw_gate_AF > formula.limit, 0)
+        grad_gate_AF.masked_fill_(unclamped_AF > formula.limit, 0)
         if formula.gated:
             grad_up_AF.masked_fill_(raw_up_AF.abs() > formula.limit, 0)
     return act_AF, grad_pre_AG
+
+
+def _activate_capped(
+    gate_AF: Tensor, up_AF: Tensor, formula: ExpertFormula
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return act_AF and its derivatives by gate and by up, in fp32 or wider."""
+    wide_dtype = torch.promote_types(gate_AF.dtype, torch.float32)
+    gate_AF, up_AF = gate_AF.to(wide_dtype), up_AF.to(wide_dtype)
+    sigmoid_AF = torch.sigmoid(gate_AF)
+    linear_AF, linear_slope_AF = _cap(gate_AF, formula.gate_cap)
+    factor_AF, factor_slope_AF = _cap(up_AF, formula.up_cap)
+    f_AF = linear_AF * sigmoid_AF
+    f_slope_AF = linear_slope_AF * sigmoid_AF + f_AF * (1 - sigmoid_AF)
+    return f_AF * factor_AF, f_slope_AF * factor_AF, f_AF * factor_slope_AF
+
+
+def _cap(x_AF: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return `cap * tanh(x / cap)` and its derivative; a cap of inf changes nothing."""
+    if cap == math.inf:
+        return x_AF, torch.ones_like(x_AF)
+    tanh_AF = torch.tanh(x_AF / cap)
+    return cap * tanh_AF, 1 - tanh_AF.square()
 
 
 def _apply_activation(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:

@@ -41,11 +41,12 @@ INPUT_NAMES = ("rows", "weights", *WEIGHT_NAMES)
 class Settings(NamedTuple):
     """The settings of a call, which the operators take as four lists of one type each.
 
-    torch.library needs about 5 microseconds per argument and call, so 4 lists are faster than 13
+    torch.library needs about 5 microseconds per argument and call, so 4 lists are faster than 15
     arguments.
 
     Attributes:
-        gated, interleaved, activation, alpha, limit, up_offset: the fields of ExpertFormula.
+        gated, interleaved, activation, alpha, limit, up_offset, gate_cap, up_cap: the fields of
+            ExpertFormula.
         up_scale, down_scale: scales of the adapters.
         quantised: format of the matrices (`quantised.py`); empty if they are not quantised.
         grad_scale: multiplies the gradients of the experts' own tensors.
@@ -60,6 +61,8 @@ class Settings(NamedTuple):
     alpha: float
     limit: float
     up_offset: float
+    gate_cap: float
+    up_cap: float
     up_scale: float
     down_scale: float
     grad_scale: float
@@ -70,7 +73,7 @@ class Settings(NamedTuple):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the lists flags, numbers, words and trained of the operators' schemas."""
-        return self[:3], self[3:9], self[9:12], self.trained
+        return self[:3], self[3:11], self[11:14], self.trained
 
     @staticmethod
     def from_arguments(arguments: Sequence[Sequence[Any]]) -> Settings:
@@ -82,7 +85,9 @@ class Settings(NamedTuple):
     @property
     def formula(self) -> ExpertFormula:
         gate = (self.gated, self.interleaved, self.activation)
-        return ExpertFormula(*gate, self.alpha, self.limit, self.up_offset)
+        return ExpertFormula(
+            *gate, self.alpha, self.limit, self.up_offset, self.gate_cap, self.up_cap
+        )
 
     def experts(self, tensors: Sequence[Tensor | None]) -> ExpertWeights:
         """Build ExpertWeights from these settings and tensors in the order of WEIGHT_NAMES."""

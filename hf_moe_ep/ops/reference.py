@@ -81,10 +81,19 @@ def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
         gate_F, up_F = pre_G[0::2], pre_G[1::2]
     else:
         gate_F, up_F = pre_G[: len(pre_G) // 2], pre_G[len(pre_G) // 2 :]
+    if formula.capped:
+        return _cap(gate_F, formula.gate_cap) * torch.sigmoid(gate_F) * _cap(up_F, formula.up_cap)
+    if formula.clamps_output:
+        up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
+        return functional.silu(gate_F).clamp(max=formula.limit) * up_F
     if formula.limit != math.inf:
         gate_F = gate_F.clamp(max=formula.limit)
         up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
     return _activation(gate_F, formula) * (up_F + formula.up_offset)
+
+
+def _cap(x_F: Tensor, cap: float) -> Tensor:
+    return x_F if cap == math.inf else cap * torch.tanh(x_F / cap)
 
 
 def _activation(x_F: Tensor, formula: ExpertFormula) -> Tensor:

@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.architectures import Parts, experts_per_token, find_parts
+from hf_moe_ep.architectures import Parts, experts_per_token, find_block, find_parts
+from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.planner.config import attach_lora, find_architecture_config, meta_model
+from hf_moe_ep.sequence.attach import mixers_by_split
+from hf_moe_ep.sequence.gather import Split
 from hf_moe_ep.upstream.models import has_tower
 
 YES = "yes"
@@ -34,6 +37,7 @@ class Architecture:
         layers, moe_layers: the number of decoder layers, and of decoder layers with experts.
         tied: True if the head and the embedding share a weight.
         ep_sizes: the possible values of ep_size; empty if expert parallelism is refused.
+        gathered: the modules for which "sequences" or only "keys" are gathered with sp_size > 1.
         granted: for each of "ep", "lora", "sp" and "vision": "yes", or why it is not supported.
     """
 
@@ -45,11 +49,17 @@ class Architecture:
     experts_per_token: int
     tied: bool
     ep_sizes: tuple[int, ...]
+    gathered: dict[str, tuple[str, ...]]
     granted: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return dicts and lists that json can write."""
-        return asdict(self)
+        """Return dicts and lists that json can write. A function becomes its qualified name."""
+        result = asdict(self)
+        block = self.plan.block
+        if block is not None and block.forward is not None:
+            forward = block.forward
+            result["plan"]["block"]["forward"] = f"{forward.__module__}.{forward.__qualname__}"
+        return result
 
 
 def look_at(shape: str) -> Architecture:
@@ -64,7 +74,10 @@ def look_at(shape: str) -> Architecture:
     """
     config = find_architecture_config(shape)
     model = meta_model(config, torch.bfloat16)
+    stack_experts(model, find_block(model))
     parts = find_parts(model)
+    mixers = mixers_by_split(parts)
+    kinds = {"sequences": Split.NOT, "keys": Split.QUERIES}
     granted = {
         "ep": _try_feature(partial(patch, model)),
         "lora": "",
@@ -86,6 +99,11 @@ def look_at(shape: str) -> Architecture:
         experts_per_token=experts_per_token(model, parts.plan, parts.config),
         tied=parts.tied,
         ep_sizes=tuple(sizes) if granted["ep"] == YES else (),
+        gathered={
+            kind: tuple(name for name, _ in mixers[split])
+            for kind, split in kinds.items()
+            if split in mixers
+        },
         granted=granted,
     )
 
@@ -124,7 +142,9 @@ def lines(result: Architecture, shape: str) -> list[str]:
         "tower": tower,
         "aux loss": plan.aux_loss_coef or "",
     }
-    gathered = f"; sequences are gathered for {', '.join(plan.mixers)}" if plan.mixers else ""
+    gathered = "".join(
+        f"; {kind} are gathered for {', '.join(names)}" for kind, names in result.gathered.items()
+    )
     granted = {
         "EP": f"ep_size {', '.join(map(str, result.ep_sizes))}" if result.ep_sizes else "",
         "LoRA": "on stacked experts" if result.granted["lora"] == YES else "",

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
-from hf_moe_ep.planner.fake import replace_attribute
+from hf_moe_ep.planner.fused import Fusion
+from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import StepWork, WorkCounter
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -157,12 +158,15 @@ def _count_copies(
     return host_copies(copy)
 
 
-def make_counter(model: nn.Module) -> WorkCounter:
+def make_counter(model: nn.Module, fusion: Fusion | None = None) -> WorkCounter:
     """Make a `WorkCounter` with the settings of a sharded model."""
     layers = find_parts(model).adapted_experts.values()
     parameters = (p for modules in layers for module in modules for p in module.parameters())
     chunks = patched_state(model).config.dispatch_chunks
-    return WorkCounter(chunks=chunks, experts_train=any(p.requires_grad for p in parameters))
+    if isinstance(chunks, str):  # "auto" is planned as one chunk
+        chunks = 1
+    experts_train = any(p.requires_grad for p in parameters)
+    return WorkCounter(chunks=chunks, experts_train=experts_train, fusion=fusion)
 
 
 @contextmanager

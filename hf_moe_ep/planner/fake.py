@@ -27,7 +27,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops import quantised, torch_mlp
 from hf_moe_ep.planner.choices import Choices
+from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -169,17 +169,6 @@ def alone_on_fake_tensors(
             codes = torch.empty(256)
             stack.enter_context(replace_attribute(quantised, "_nested_codes", lambda _: codes))
             yield
-
-
-@contextmanager
-def replace_attribute(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class inside the block."""
-    stock = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)
 
 
 def split_in_three(

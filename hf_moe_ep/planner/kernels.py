@@ -41,7 +41,7 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
-from hf_moe_ep.planner.fake import replace_attribute
+from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
 
 # Columns of the down projection that share a partial sum of a routing weight's gradient.

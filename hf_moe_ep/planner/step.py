@@ -14,6 +14,9 @@ temporaries of the optimizer. `plan_step` uses three methods:
     draw          Drawn expert ids replace the routers' choice (`choices.py`).
     extrapolate   If all layers are alike, the step runs with 4 and with 5 layers only
                   (`extrapolate.py`).
+
+With `compile_layers`, the work is that of the kernels that a compiler makes (`fused.py`). The
+memory is that of uncompiled layers, which save more activations.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.counted import Counted, LocalOptimizer, count_step, make_counter
 from hf_moe_ep.planner.extrapolate import bytes_at, layers_to_run, peaks_at, with_layers, work_at
 from hf_moe_ep.planner.fake import alone_on_fake_tensors
+from hf_moe_ep.planner.fused import Fusion, in_place_of_compile
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
 from hf_moe_ep.planner.kernels import count_kernels
 from hf_moe_ep.planner.work import StepWork
@@ -137,6 +141,7 @@ def plan_step(
     """Plan a training step of one rank. `plan_memory` documents the arguments not listed here.
 
     Args:
+        parallel: the settings of the model. `dispatch_chunks="auto"` is planned as one chunk.
         batch: the micro-batch of each data rank.
         optimizer: "adamw" steps all parameters at once, as torch does on a GPU by default, which
             needs memory for temporaries; "adamw_fused" does not.
@@ -153,6 +158,8 @@ def plan_step(
         ValueError: as for `plan_memory`, or the model's forward needs the value of an activation.
     """
     config = find_config(shape)
+    if parallel is not None and isinstance(parallel.dispatch_chunks, str):
+        parallel = replace(parallel, dispatch_chunks=1)
     request = PlanRequest(
         config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets, offload
     )
@@ -181,6 +188,15 @@ def _run_fake_step(
     request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool
 ) -> Counted:
     """Run and count one step of one rank on fake tensors, with all layers of the request."""
+    fusion = Fusion()
+    with in_place_of_compile(fusion):
+        return _run_marked_step(request, batch, load, like_gpu, fusion)
+
+
+def _run_marked_step(
+    request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool, fusion: Fusion
+) -> Counted:
+    """Run a step in which torch.compile only marks the regions that it would compile."""
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
     choices = _make_choices(built, request, load)
@@ -188,7 +204,7 @@ def _run_fake_step(
     with fake_group(_planned_rank(choices, state, request), request.world_size):
         meshes = built.shard()
         state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
-        work = make_counter(model)
+        work = make_counter(model, None if state.config.compile_kwargs is None else fusion)
         runs_kernels = (
             like_gpu and state.config.experts_backend != "torch" and request.dtype != torch.float64
         )

@@ -31,15 +31,18 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.operators import STEPS_INSIDE
+from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode, tensors_in
 from hf_moe_ep.upstream.operators import (
@@ -201,11 +204,14 @@ class WorkCounter(OperatorMode):
     Args:
         chunks: `dispatch_chunks` of the model.
         experts_train: True if the experts' weights or adapters are trained.
+        fusion: counts the kernels of compiled layers; None if layers are not compiled.
     """
 
-    def __init__(self, *, chunks: int = 1, experts_train: bool = True) -> None:
+    def __init__(
+        self, *, chunks: int = 1, experts_train: bool = True, fusion: Fusion | None = None
+    ) -> None:
         super().__init__()
-        self.chunks, self.experts_train = chunks, experts_train
+        self.chunks, self.experts_train, self.fusion = chunks, experts_train, fusion
         self._is_on_host: Callable[[Any], bool] = lambda _: False
         self._operators: dict[str, list[Operator]] = {}
         self._collectives: dict[str, list[Collective]] = {}
@@ -217,11 +223,13 @@ class WorkCounter(OperatorMode):
 
     def begin(self, stretch: str) -> None:
         """Begin a stretch, or continue it if it began before."""
+        self._stretch = stretch
         self._now = self._operators.setdefault(stretch, [])
         self._sent = self._collectives.setdefault(stretch, [])
 
     def counted(self) -> StepWork:
         """Return the work since the first `begin`."""
+        self._add_kernels()
         return StepWork(
             {
                 name: Stretch(
@@ -242,7 +250,7 @@ class WorkCounter(OperatorMode):
         kwargs = kwargs or {}
         run_steps = STEPS_INSIDE.get(func)
         if run_steps is not None:
-            with self:
+            with self, self._not_fused():
                 return run_steps(*args, **kwargs)
         kind = collective_of(func)
         if kind is not None:
@@ -260,8 +268,24 @@ class WorkCounter(OperatorMode):
             operator = _describe_operator(func, args, flops, nbytes)
             if self._is_on_host(args):
                 operator = replace(operator, kind=ON_HOST)
-            self.note(operator, func, args)
+            if not self._is_fused(operator, tensors_in((args, kwargs)), tensors_in(out)):
+                self.note(operator, func, args)
         return out
+
+    def _is_fused(self, operator: Operator, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        """Return True if a kernel of a compiled layer contains the operator."""
+        if self.fusion is None:
+            return False
+        return self.fusion.see(self._stretch, operator, reads, writes)
+
+    def _not_fused(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.fusion is None else self.fusion.paused()
+
+    def _add_kernels(self) -> None:
+        """Count the kernels of compiled layers."""
+        for kernel in [] if self.fusion is None else self.fusion.kernels():
+            operator = Operator("memory", kernel.dtype, 0, kernel.nbytes, kernel.launches)
+            self._operators[kernel.stretch].append(operator)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator. Subclasses time it here."""
@@ -290,7 +314,8 @@ class WorkCounter(OperatorMode):
     def run_uncounted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function without counting its operators."""
         since = self.number
-        out = function(*args, **kwargs)
+        with self._not_fused():
+            out = function(*args, **kwargs)
         self.take(since)
         return out
 

@@ -85,6 +85,8 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         layer = vars(experts).get(STATE)
         if not isinstance(layer, MoELayer):
             continue
+        if layer.chooses_none:
+            _refuse(state, "its routers also choose experts that return their input")
         layer_name = next(other for other in layers if name.startswith(f"{other}."))
         index = index_of[layer_name]
         if index in with_experts:

@@ -137,12 +137,13 @@ def _settings() -> tuple[ParallelConfig, RunOptions]:
 
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and say on rank 0 what was done."""
+    from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
     from hf_moe_ep.ranks.together import rank_of_launch
 
     _show_log()
     name = type(model).__name__
-    if not has_experts(model):
+    if not has_experts(model) and find_block(model) is None:
         if rank_of_launch() == 0:
             _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
@@ -172,13 +173,22 @@ def _given_options() -> str:
     """Return the settings of this run as options of the command."""
     before = environment()
     names = [field.name for kind in (ParallelConfig, RunOptions) for field in fields(kind)]
-    given = {name: before.get(variable_of(name), "").strip() for name in names}
-    words = [f"--{name.replace('_', '-')} {text}" for name, text in given.items() if text]
+    words = []
+    for name in names:
+        option, text = name.replace("_", "-"), before.get(variable_of(name), "").strip()
+        switch = {"": [], "true": [f"--{option}"], "false": [f"--no-{option}"]}
+        words += switch.get(text, [f"--{option} {text}"])
     return " ".join(words) or "no options"
 
 
 def _show_log() -> None:
-    """Print the log of this command to stderr, whatever the trainer does with other logs."""
+    """Print the log of this command to stderr, whatever the trainer does with other logs.
+
+    axolotl sets a class of loggers that drops messages of other packages below WARNING
+    (axolotl/logging_config.py), and logging.config disables loggers that a configuration omits.
+    """
+    _logger.filters.clear()
+    _logger.disabled = False
     if any(handler.name == _COMMAND for handler in _logger.handlers):
         return
     handler = logging.StreamHandler()

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_moe_ep.architectures import Parts
+from hf_moe_ep.architectures import Parts, find_block
 from hf_moe_ep.checkpoints.hub.unread import Unread, find_unread, finish_loading
 from hf_moe_ep.config import ParallelConfig, RunOptions
 from hf_moe_ep.derive import has_experts
+from hf_moe_ep.moe.stacked import changes_parameters
 from hf_moe_ep.patch import check_loadable, patch
 from hf_moe_ep.ranks.together import world_size_of_launch
 from hf_moe_ep.state import ModelState, patched_state
@@ -68,12 +69,15 @@ class Load:
         return state
 
     def _choose(self, model: nn.Module, weights: WeightFiles) -> OnMeta | None:
-        if not has_experts(model):
+        block = find_block(model)
+        if not has_experts(model) and block is None:
             return None
         parts = check_loadable(model, self.config)
         if world_size_of_launch() == 1:
             return None
         self.why_stock = "--stock-load" if self.options.stock_load else weights.problem
+        if block is not None and changes_parameters(model, block):
+            self.why_stock = self.why_stock or "its experts are stacked after they are loaded"
         if self.why_stock:
             return None
         module = _list_of_layers(model, parts)

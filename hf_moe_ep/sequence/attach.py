@@ -1,11 +1,13 @@
 """Register the hooks of sequence parallelism (sp_size > 1), and those of packed documents.
 
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
-every decoder layer   a pre-forward hook that slices the arguments with one entry per token
+token classifier      the same
+every decoder layer   a pre-forward hook that slices the arguments with one entry per token; if the
+                      model keeps inputs of layers, a hook that joins the outputs, too
 attention modules     a copy of the config, which selects `split_attention`
 mixers                hooks that gather the slices, and slice the output (gather.py); attention
-                      with an indexer may gather only keys, and a delta net's forward may be
-                      replaced by one that splits heads
+                      with an indexer may gather only keys, and the forward of a mixer with a
+                      convolution may be replaced by one that keeps the slice
 
 With sp_size=1, a model with mixers gets hooks that run packed documents one by one:
 
@@ -25,7 +27,6 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import gathers_by_cache
 from hf_moe_ep.plan import as_pattern
-from hf_moe_ep.sequence.delta_nets import run_delta_net
 from hf_moe_ep.sequence.gather import (
     GatherArguments,
     LayerSlice,
@@ -35,19 +36,23 @@ from hf_moe_ep.sequence.gather import (
 )
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
+from hf_moe_ep.sequence.recurrences import run_slice
 from hf_moe_ep.sequence.split import (
     FindDocuments,
+    GatherOutput,
     JoinLogits,
     PassDocuments,
+    SliceNorm,
     SplitSequence,
     TakeSlice,
     split_loss,
+    split_token_loss,
 )
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
-from hf_moe_ep.upstream.delta_nets import is_delta_net
 from hf_moe_ep.upstream.models import attention_heads
+from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
 
 _REMEDY = "leave sp_size at 1 (ep_size and FSDP2 work)"
 
@@ -57,10 +62,11 @@ def check(parts: Parts, state: ModelState) -> None:
     sp_size = state.config.sp_size or 1
     if sp_size == 1:
         return
-    if parts.causal_lm is None:
+    if _owner_of_loss(parts) is None:
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, and "
-            f"{type(parts.root).__name__} has none; load it as a causal LM, or leave sp_size at 1"
+            f"sp_size ({sp_size}) > 1 needs a model that computes a loss of its tokens, and "
+            f"{type(parts.root).__name__} has no head that does; load it as a causal LM or for "
+            f"token classification, or leave sp_size at 1"
         )
     if not parts.plan.sequence_parallel:
         raise ValueError(
@@ -81,7 +87,13 @@ def check(parts: Parts, state: ModelState) -> None:
             check_heads(heads, kv_heads, sp_size)
         check_attention(attention[0], parts.root)
     for layer in parts.layers:
-        arguments_of(layer, sp_size)
+        arguments = arguments_of(layer, sp_size)
+        if arguments.model_keeps_inputs and not parts.final_norm:
+            raise ValueError(
+                f"sp_size ({sp_size}) > 1 slices the output of the final norm, because "
+                f"{type(parts.root).__name__} keeps the inputs of its layers, but no norm follows "
+                f"the layers; {_REMEDY}"
+            )
 
 
 def _check_mixers(parts: Parts, sp_size: int) -> None:
@@ -123,8 +135,10 @@ def mixers_by_split(parts: Parts) -> dict[Split, tuple[tuple[str, str], ...]]:
 
 
 def _split_of(module: nn.Module, parts: Parts) -> Split:
-    if parts.plan.splits_heads and is_delta_net(module):
+    if parts.plan.splits_mixers and has_recurrence(module):
         return Split.HEADS
+    if parts.plan.splits_mixers and has_convolution(module):
+        return Split.HALO
     if parts.plan.gathers_keys and gathers_by_cache(module):
         return Split.QUERIES
     return Split.NOT
@@ -132,15 +146,16 @@ def _split_of(module: nn.Module, parts: Parts) -> Split:
 
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks, the loss and the attention function of the module docstring."""
+    splits = mixers_by_split(parts)
     layer_slices = [LayerSlice() for _ in parts.layers]
     for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
         for name, module in mixers.items():
             arguments = mixer_arguments(name, module)
             split = _split_of(module, parts)
             gather = GatherArguments(layer_slice, arguments, split)
-            if split == Split.HEADS and state.config.sp_size != 1:
+            if split in (Split.HEADS, Split.HALO) and state.config.sp_size != 1:
                 stock = module.forward
-                state.replace(module, "forward", partial(run_delta_net, module, gather, stock))
+                state.replace(module, "forward", partial(run_slice, module, gather, stock))
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
     if any(parts.mixers):
@@ -149,17 +164,22 @@ def attach(parts: Parts, state: ModelState) -> None:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
         return
-    state.mixers = {split.value: names for split, names in mixers_by_split(parts).items()}
+    state.mixers = {split.value: names for split, names in splits.items()}
     select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
         layer_arguments = arguments_of(layer, state.config.sp_size or 1)
-        take_slice = TakeSlice(layer_arguments, layer_slices[index], first=index == 0)
+        gets_whole = index == 0 or layer_arguments.model_keeps_inputs
+        take_slice = TakeSlice(layer_arguments, layer_slices[index], gets_whole=gets_whole)
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)
-    causal_lm = parts.causal_lm
+        if layer_arguments.model_keeps_inputs:
+            layer.register_forward_hook(GatherOutput(layer_slices[index]))
+            if index == len(parts.layers) - 1:
+                parts.final_norm[0].register_forward_hook(SliceNorm(layer_slices[index]))
+    owner = _owner_of_loss(parts)
     split_sequence = SplitSequence(state, has_mixers=any(parts.mixers))
-    causal_lm.register_forward_pre_hook(split_sequence, with_kwargs=True)
-    causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
-    _replace_loss(causal_lm, state)
+    owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
+    owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
+    _replace_loss(parts, state, layer_slices[-1])
 
 
 def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:
@@ -178,15 +198,25 @@ def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerS
     """Without sequence parallelism, make mixers run packed documents one by one."""
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         layer.register_forward_pre_hook(PassDocuments(layer_slice), with_kwargs=True)
-    owner = parts.root if parts.causal_lm is None else parts.causal_lm
-    owner.register_forward_pre_hook(FindDocuments(), with_kwargs=True)
-    if parts.causal_lm is not None:
-        _replace_loss(parts.causal_lm, state)
+    owner = _owner_of_loss(parts)
+    first = parts.root if owner is None else owner
+    first.register_forward_pre_hook(FindDocuments(), with_kwargs=True)
+    if owner is not None:
+        _replace_loss(parts, state, layer_slices[-1])
 
 
-def _replace_loss(causal_lm: Any, state: ModelState) -> None:
+def _owner_of_loss(parts: Parts) -> Any:
+    """Return the module whose forward computes the loss of tokens, or None."""
+    return parts.classifier if parts.causal_lm is None else parts.causal_lm
+
+
+def _replace_loss(parts: Parts, state: ModelState, last_layer: LayerSlice) -> None:
+    owner = _owner_of_loss(parts)
+    loss = partial(split_loss, owner.loss_function)
+    if parts.causal_lm is None:
+        loss = partial(split_token_loss, owner.loss_function, last_layer)
     # Before this call, the attribute exists only if the user has set a loss (modeling_utils.py).
-    state.replace(causal_lm, "_loss_function", partial(split_loss, causal_lm.loss_function))
+    state.replace(owner, "_loss_function", loss)
 
 
 def select_attention(

@@ -15,7 +15,8 @@ position embeddings, are not sent, because every rank still has the whole tensor
 parameters need no collective of their own: each rank computes those of its slice of the output, and
 FSDP2 adds the gradients of all ranks. An attention module with an indexer may instead keep its
 slice of the queries, and gather only its keys (gathering_cache.py). The recurrence of a delta net
-may be split by heads (delta_nets.py).
+or a state space model may be split by heads, and a convolution may get only the tokens in front of
+the slice (recurrences.py).
 
 Packed rows: if several documents are packed into one row, stock mixers mix the documents silently.
 Here a mixer runs once per document, as if the document were alone, and the mask of attention
@@ -39,8 +40,8 @@ from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, d
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.attention_interface import uses_flash_attention
-from hf_moe_ep.upstream.delta_nets import convolution_width
-from hf_moe_ep.upstream.models import CACHE_NAMES
+from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
+from hf_moe_ep.upstream.recurrences import convolution_width
 
 
 @dataclass
@@ -60,11 +61,13 @@ class Split(Enum):
     NOT: it gets whole sequences.
     QUERIES: it keeps its slice of the queries, and gathers keys.
     HEADS: it keeps its slice, except in a recurrence over some heads of whole sequences.
+    HALO: it keeps its slice, and its convolution also gets the last tokens of the previous rank.
     """
 
     NOT = "not"
     QUERIES = "queries"
     HEADS = "heads"
+    HALO = "halo"
 
 
 class GatherArguments(Ours):
@@ -93,7 +96,8 @@ class GatherArguments(Ours):
         kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
         self.now = self._choose_split(module, part, kwargs)
         if self.now == Split.QUERIES:
-            kwargs |= {name: GatheringCache(part) for name in CACHE_NAMES if name in kwargs}
+            cache = GatheringCache(part, compress_rate(module))
+            kwargs |= {name: cache for name in CACHE_NAMES if name in kwargs}
         if self.now != Split.NOT:
             return self.arguments.change((args, kwargs), partial(_slice_mask, part))
         call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
@@ -111,7 +115,9 @@ class GatherArguments(Ours):
     def _choose_split(self, module: nn.Module, part: Slice, kwargs: dict[str, Any]) -> Split:
         if part.size == 1 or part.documents is not None or describes_packing(kwargs):
             return Split.NOT
-        if self.split == Split.HEADS and part.local < convolution_width(module):
+        if self.split == Split.QUERIES and not _has_several_queries(part, kwargs):
+            return Split.NOT
+        if self.split in (Split.HEADS, Split.HALO) and part.local < convolution_width(module):
             return Split.NOT  # The halo would come from more than one rank.
         return self.split
 
@@ -130,6 +136,14 @@ class GatherArguments(Ours):
                 f"sp_size={part.size} have {part.local} tokens; leave sp_size at 1"
             )
         return gather_slices(value, part)
+
+
+def _has_several_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
+    """Return False if stock code would take the queries of a slice for the last ones.
+
+    Stock code does so for a single query, and for queries whose positions it is not given.
+    """
+    return part.local > 1 and kwargs.get("position_ids", part) is not None
 
 
 def _slice_mask(part: Slice, name: str, value: Any) -> Any:

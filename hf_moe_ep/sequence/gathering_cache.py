@@ -15,6 +15,12 @@ only the latents are gathered, before the model computes keys and values from th
 (sp - 1) * (latent + rotary + indexer) values per token of its slice in forward, for example
 (sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2. In backward it sends (sp - 1) * (latent + rotary)
 gradients, because the choice of tokens has no gradient.
+
+A compressor (DeepSeek-V4) joins the keys of a window of tokens into one key. It passes its keys and
+gates to the cache, which gathers them, so that every rank compresses the windows of the whole
+sequence. Keys are values there, and are gathered once: a rank sends (sp - 1) * (W + 2 C) values per
+token of its slice in forward and in backward, with heads of width W and compressed keys of width C
+(2 W if windows overlap); the compressor of an indexer adds 2 widths of its keys in forward.
 """
 
 from __future__ import annotations
@@ -27,10 +33,24 @@ from hf_moe_ep.sequence.slices import Slice, gather_slices
 
 
 class GatheringCache:
-    """The two methods of a cache that an attention module with an indexer calls."""
+    """The methods of a cache that an attention module with an indexer or compressor calls.
 
-    def __init__(self, part: Slice) -> None:
-        self._part = part
+    Args:
+        part: the slice of this rank.
+        compress_rate: the number of tokens in a window of the module's compressor.
+
+    Attributes:
+        keys: the keys that `update` returned last.
+    """
+
+    def __init__(self, part: Slice, compress_rate: int = 1) -> None:
+        self.part, self.compress_rate = part, compress_rate
+        self.keys: Tensor | None = None
+
+    @property
+    def layers(self) -> _Layers:
+        """All layers of the cache, which are alike."""
+        return _Layers(self)
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -39,11 +59,61 @@ class GatheringCache:
 
         The other arguments are options of other caches.
         """
-        return self._gather(keys), self._gather(values)
+        self.keys = self.gather(keys)
+        return self.keys, self.keys if values is keys else self.gather(values)
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         """Gather the keys of an indexer: (B, S / sp, W) to (B, S, W)."""
-        return gather_slices(keys, self._part)
+        return gather_slices(keys, self.part)
 
-    def _gather(self, x: Tensor) -> Tensor:
-        return gather_slices(x.transpose(1, 2), self._part).transpose(1, 2).contiguous()
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather (B, Q, S / sp, W) to (B, Q, S, W)."""
+        return gather_slices(x.transpose(1, 2), self.part).transpose(1, 2).contiguous()
+
+
+class _Layers:
+    """The layers of a cache, by their index."""
+
+    def __init__(self, cache: GatheringCache) -> None:
+        self._cache = cache
+
+    def __getitem__(self, index: int) -> _Layer:
+        return _Layer(self._cache)
+
+
+class _Layer:
+    """The methods of a layer of a cache that indexers and compressors call."""
+
+    def __init__(self, cache: GatheringCache) -> None:
+        self._cache = cache
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys (B, Q, S, W) of the whole sequence."""
+        assert self._cache.keys is not None, "the attention gathers its keys first"
+        return self._cache.keys
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens up to the end of the slice, where the queries end."""
+        part = self._cache.part
+        return (part.rank + 1) * part.local
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Gather the keys of an indexer: (B, Q, S / sp, W) to (B, Q, S, W)."""
+        return self._cache.gather(keys)
+
+    def store_compression_weights(
+        self, name: str, keys: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Gather (B, S / sp, C), and return whole windows and the position of the first one."""
+        part, rate = self._cache.part, self._cache.compress_rate
+        stop = part.length // rate * rate
+        return gather_slices(keys, part)[:, :stop], gather_slices(gates, part)[:, :stop], 0
+
+    def update_overlap_state(self, *args: Any) -> tuple[None, None]:
+        """Return no window from before the sequence."""
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Return the compressed keys, which are those of the whole sequence."""
+        return compressed

@@ -4,6 +4,7 @@
     hidden_states          the hook of the first layer slices this first argument of the layers
     position_embeddings    every layer's hook slices it along the dimension given in `BY_TOKEN`
     attention_mask         it stays whole, because attention sees the whole sequence
+    block_states           every layer's hook slices it; it has the inputs of earlier layers
     prev_topk_indices      it stays as it is, because the previous layer returned it for a slice
 
 The names come from the signature of the layer, which `patch` reads. The shape of a tensor would not
@@ -25,7 +26,9 @@ from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 
 # The arguments with one entry per token, and the dimension of their tensors that counts tokens.
 BY_TOKEN = {
+    "block_states": 1,
     "input_ids": 1,
+    "messages": 1,
     "moe_mm_token_type_ids": 1,
     "per_layer_input": 1,
     "ple_input_ids": 1,
@@ -43,9 +46,12 @@ _WHOLE = {
     "past_key_values",
     "prev_router_hidden_states",
     "prev_topk_indices",
+    "relative_distance",
     "shared_kv_states",
     "use_cache",
 }
+# If the layers of a model take one of these arguments, the model itself keeps the inputs of layers.
+_KEPT_INPUTS = {"block_states"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,13 @@ class LayerArguments:
     Attributes:
         class_name: the class of the layer, for errors.
         positional: the names of the positional arguments, in order.
+        model_keeps_inputs: True if the model joins inputs of several layers. Between the layers,
+            hidden states are then those of whole sequences.
     """
 
     class_name: str
     positional: tuple[str, ...]
+    model_keeps_inputs: bool
 
     def slice_positional(self, args: tuple[Any, ...], part: Slice) -> tuple[Any, ...]:
         """Slice all positional arguments except the first one.
@@ -122,7 +131,8 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
             f"add the argument to hf_moe_ep/sequence/layer_arguments.py"
         )
     positional = (p.name for p in by_name if p.kind != p.KEYWORD_ONLY)
-    return LayerArguments(class_name, tuple(positional))
+    keeps_inputs = any(parameter.name in _KEPT_INPUTS for parameter in by_name)
+    return LayerArguments(class_name, tuple(positional), keeps_inputs)
 
 
 def _may_be_tensor(parameter: inspect.Parameter) -> bool:

@@ -4,6 +4,7 @@
     hidden_states (B, S, ...)         yes                         dimensions 0 and 1
     position_embeddings, ...          as `layer_arguments.py`     the dimensions given there
     masks (B, S) or (B, 1, S, S)      no, they are whole          dimension 1, or 2 and 3
+    relative_distance (S, S)          no, it is whole             dimensions 0 and 1
     any other                         no                          nothing
 
 Hidden states are all arguments of three or more dimensions that the signature of the module names,
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from hf_moe_ep.sequence.layer_arguments import BY_TOKEN, named_parameters
 
+# Arguments (S, S) with one entry per query and key, the same for all rows.
+_BY_PAIR = {"relative_distance"}
 # A call of a module: its positional and its keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _DESCRIBE_PACKING = {
@@ -94,6 +97,9 @@ class MixerArguments:
             return self._cut_mask(name, value, document)
         if not isinstance(value, Tensor):
             return value
+        if name in _BY_PAIR:
+            own = slice(document.start, document.stop)
+            return value[own, own]
         if name in BY_TOKEN:
             dim = BY_TOKEN[name] % value.ndim
             is_shared = value.shape[dim] == 1

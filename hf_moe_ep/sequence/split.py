@@ -1,14 +1,18 @@
 """Split a forward into slices of its sequence, and join its outputs.
 
+The model is a causal LM or a token classifier.
+
     before the causal LM  SplitSequence: checks that all ranks have the same batch, and adds a
                           `Slice` to the arguments
     causal LM             stock code computes masks and positions of whole sequences
     decoder layers        TakeSlice: the first layer slices the hidden states, and every layer
-                          slices its other arguments with one entry per token
+                          slices its other arguments with one entry per token. If the model keeps
+                          inputs of layers, every layer slices its hidden states, GatherOutput joins
+                          the outputs of each layer, and SliceNorm slices those of the final norm
     mixers in layers      GatherArguments and SliceOutput (gather.py): gather the slices around
                           modules that need whole sequences
     loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
-                          summed
+                          summed. split_token_loss: the same for a classifier, without the shift
     after the causal LM   JoinLogits: gathers the outputs if no loss is computed
 
 The `Slice` of a forward is passed as a keyword argument from the causal LM down to attention and
@@ -32,6 +36,7 @@ from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache, is_fused_head
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
+from hf_moe_ep.upstream.trainers import how_to_keep_all_logits
 
 
 class SplitSequence(Ours):
@@ -61,8 +66,8 @@ class SplitSequence(Ours):
         if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with sp_size="
-                f"{meshes.sp_size} a forward in training or with labels is split; leave "
-                f"logits_to_keep out"
+                f"{meshes.sp_size} a forward in training or with labels is split; "
+                f"{how_to_keep_all_logits()}"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
@@ -173,6 +178,8 @@ def _join(x: Any, part: Slice) -> Any:
     """Gather slices (B, S / sp, V), flat slices (B * S / sp, V), or tuples of either."""
     if not isinstance(x, Tensor):
         return None if x is None else tuple(_join(element, part) for element in x)
+    if x.ndim == 3 and part.local < part.length == x.shape[1]:
+        return x  # the outputs of layers whose model keeps their inputs
     flat = x.ndim == 2
     slices = x.unflatten(0, (-1, part.local)) if flat else x
     whole = gather_slices(slices, part)
@@ -183,10 +190,11 @@ class TakeSlice(Ours):
     """Pre-forward hook of a decoder layer: slices the arguments with one entry per token.
 
     `layer_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
+    `gets_whole` is True if the hidden states are those of whole sequences.
     """
 
-    def __init__(self, arguments: LayerArguments, layer: LayerSlice, *, first: bool) -> None:
-        self.arguments, self.layer, self.first = arguments, layer, first
+    def __init__(self, arguments: LayerArguments, layer: LayerSlice, *, gets_whole: bool) -> None:
+        self.arguments, self.layer, self.gets_whole = arguments, layer, gets_whole
 
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,9 +210,36 @@ class TakeSlice(Ours):
             )
         part.positions = kwargs.get("position_ids")
         hidden, *other_arguments = self.arguments.slice_positional(args, part)
-        if self.first:
+        if self.gets_whole:
             hidden = part.take(hidden, 1)
         return (hidden, *other_arguments), self.arguments.slice_named(kwargs, part)
+
+
+class GatherOutput(Ours):
+    """Forward hook of a decoder layer whose model keeps inputs of layers: joins the slices.
+
+    Between the layers every rank has the hidden states (B, S, H) of whole sequences, and computes
+    the same from them. A rank sends (sp - 1) * H values per token of its slice and layer in
+    forward, and as many in backward.
+    """
+
+    def __init__(self, layer: LayerSlice) -> None:
+        self.layer = layer
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        part = self.layer.part
+        return None if part is None else gather_slices(output, part)
+
+
+class SliceNorm(Ours):
+    """Forward hook of the final norm of a model that keeps inputs of layers: slices its output."""
+
+    def __init__(self, last_layer: LayerSlice) -> None:
+        self.last_layer = last_layer
+
+    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        part = self.last_layer.part
+        return None if part is None else part.take(output, 1)
 
 
 def split_loss(
@@ -226,6 +261,30 @@ def split_loss(
     own_labels = _slice_next_labels(labels, shifted, part, ignored)
     loss = stock(logits, None, *args, shift_labels=own_labels, num_items_in_batch=count, **kw)
     return sum_slices(loss, part)
+
+
+def split_token_loss(
+    stock: Callable[..., Tensor],
+    last_layer: LayerSlice,
+    logits: Tensor,
+    labels: Tensor,
+    *args: Any,
+    **kw: Any,
+) -> Tensor:
+    """Return the loss of a token classifier for the whole sequence, as `split_loss` does.
+
+    Labels are not shifted. The classifier passes no arguments of its forward on to its loss, so the
+    slice is that of the last layer.
+    """
+    part = last_layer.part
+    if part is None or part.size == 1:
+        return stock(logits, labels, *args, **kw)
+    ignored = kw.get("ignore_index", IGNORED_LABEL)
+    count = kw.pop("num_items_in_batch", None)
+    if count is None:
+        count = (labels != ignored).sum()
+    own_labels = part.take(labels, 1, fill=ignored).contiguous()
+    return sum_slices(stock(logits, own_labels, *args, num_items_in_batch=count, **kw), part)
 
 
 def _slice_next_labels(

@@ -10,13 +10,13 @@ folder never decides how a model is trained.
     models                the parts, the config, the forward and the buffers of a model
     code                  names that the code of a module uses, arguments of its forward
     causal_loss           how a model's forward uses its logits, and transformers' causal loss
-    delta_nets            the convolution and the recurrence that a delta net calls
     towers                vision towers, and the arguments of a forward for pictures and sound
     graph                 the parameters that the autograd graph of a tensor reaches
     module_names          module names without the components that wrappers add
     modules               buffers, children and hooks of a torch.nn.Module
     norms                 norms of many tensors in one operator call
     replaced_forwards     the function that computes a module: its class's, Liger's or another's
+    recurrences           the convolutions and recurrences that mixers call
     sharded_models        private state of FSDP2, FSDP, DDP and transformers on a sharded model
     process_groups        the default store, timeouts, flattened meshes, fake groups
     gloo                  process groups of gloo with one worker thread

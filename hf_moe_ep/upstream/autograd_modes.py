@@ -1,7 +1,7 @@
 """The state of autograd for which torch has no public function: backward, modes, views.
 
 The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
-torch/utils/checkpoint.py, torch/csrc/autograd/init.cpp and
+torch/utils/checkpoint.py, torch/autograd/__init__.py, torch/csrc/autograd/init.cpp and
 torch/csrc/utils/disable_torch_function.cpp.
 """
 
@@ -56,3 +56,15 @@ def assert_later(condition: Tensor, message: str) -> None:
 def is_view(tensor: Tensor) -> bool:
     """Return True if autograd treats `tensor` as a view of another tensor."""
     return tensor._is_view()
+
+
+def next_sequence_number() -> int:
+    """Return the number of the next node of autograd's graph that this thread makes in forward."""
+    number: int = vars(torch.autograd)["_get_sequence_nr"]()
+    return number
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the node that backward runs, or None outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()

@@ -40,6 +40,14 @@ def takes_argument(module: nn.Module, name: str) -> bool:
     return name in parameters or accepts_any
 
 
+def takes_one_argument(module: nn.Module) -> bool:
+    """Return True if the module's forward has a single argument without a default."""
+    kind: Any = type(module)
+    parameters = list(inspect.signature(inspect.unwrap(kind.forward)).parameters.values())[1:]
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(needed) == 1 == len([p for p in parameters if p.default is p.empty])
+
+
 def is_checkpointed_layer(module: nn.Module) -> bool:
     """Return True if transformers' activation checkpointing recomputes `module` in backward."""
     return isinstance(module, GradientCheckpointingLayer)

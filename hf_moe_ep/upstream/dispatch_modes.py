@@ -1,8 +1,8 @@
 """Dispatch modes, which see every operator that runs, and fake tensors, which have no memory.
 
-The private names come from torch/utils/_python_dispatch.py (modes), torch/csrc/Storage.cpp (the
-identity of a storage), torch/_subclasses/fake_tensor.py (fake tensors) and
-torch/distributed/tensor/_sharding_prop.py (the shapes of DTensors).
+The private names come from torch/utils/_python_dispatch.py (modes), torch/utils/_pytree.py (nested
+values), torch/csrc/Storage.cpp (the identity of a storage), torch/_subclasses/fake_tensor.py (fake
+tensors) and torch/distributed/tensor/_sharding_prop.py (the shapes of DTensors).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
@@ -94,6 +95,21 @@ def dtensor_shapes() -> tuple[type, str, Callable[..., Any]]:
             return stock(*args)
 
     return ShardingPropagator, name, without_modes
+
+
+def replace_in(values: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Call `function` on every object of class `kind` in nested lists, tuples and dicts."""
+    return tree_map_only(kind, function, values)
+
+
+def without_memory(kind: Any) -> Any:
+    """Make a tensor of a subclass that has no elements, and that operators cannot read.
+
+    `kind` needs a method __torch_dispatch__. The tensor requires a gradient where gradients are
+    enabled, so code that gives it to an autograd function fails in backward.
+    """
+    requires_grad = torch.is_grad_enabled()
+    return torch.Tensor._make_wrapper_subclass(kind, (0,), requires_grad=requires_grad)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -6,8 +6,9 @@ The functions register our forward, select it in a config, and read the layout o
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -90,7 +91,18 @@ def experts_flags(module: nn.Module) -> ExpertsFlags:
             has_post_expert_norm=False,
         )
     names = [field.name for field in fields(ExpertsFlags)]
-    return ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
+    flags = ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
+    return replace(flags, is_transposed=flags.is_transposed or hides_transposition(module))
+
+
+def hides_transposition(module: nn.Module) -> bool:
+    """Return True if a module stores transposed matrices, but does not say so by `is_transposed`.
+
+    PEFT reads `is_transposed` to decide which factor of an adapter is which
+    (peft/tuners/lora/layer.py, ParamWrapper.update_layer). Stock experts outside of the interface
+    have no such attribute, so the modules that replace them (`moe/stacked.py`) have another one.
+    """
+    return bool(getattr(module, "stores_transposed", False))
 
 
 def post_expert_norm(module: nn.Module) -> nn.Module | None:
@@ -125,8 +137,18 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     attributes = vars(module)
     return (
         {float(attributes[name]) for name in alphas if attributes.get(name) is not None},
-        {float(attributes[name]) for name in limits if attributes.get(name) is not None},
+        {
+            float(attributes[name])
+            for name in limits
+            if attributes.get(name) is not None and attributes[name] != math.inf
+        },
     )
+
+
+def experts_gate_caps(module: nn.Module) -> set[float]:
+    """Return the numbers that may be the soft caps of a gate: `softcap` of modules inside."""
+    caps = (vars(inner).get("softcap") for inner in module.modules())
+    return {float(cap) for cap in caps if cap is not None}
 
 
 def own_experts_config(config: Any, implementation: str) -> Any:

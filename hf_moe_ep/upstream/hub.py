@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -58,6 +58,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # that library depends on the version of huggingface_hub (httpx, httpx2).
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
 _ANSWER_SECONDS = 8.0
+# Fields of a config that announce layers for multi-token prediction behind the last layer.
+_ANNOUNCING = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def download_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -262,6 +264,34 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
+def folders_of_loaded(model: Any) -> list[Path]:
+    """List the folders from which stock's from_pretrained can have loaded a model.
+
+    The name of a local folder is in the config. For a model of the hub, transformers 5.24 does not
+    keep the commit, so all commits in the cache are listed; nothing is downloaded. The list is
+    empty if the model was not loaded by from_pretrained, which sets `_weight_conversions`
+    (core_model_loading.py).
+
+    Raises:
+        ValueError: the folder does not exist any more, or the cache does not have the model.
+    """
+    stock = without_adapters(model)
+    config = getattr(stock, "config", None)
+    name = str(getattr(config, "_name_or_path", "") or "")
+    if not name or not hasattr(stock, "_weight_conversions"):
+        return []
+    if os.path.isdir(name) or _PATH.match(name):
+        return [local_folder(name, {})]
+    commits = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    commit = getattr(config, "_commit_hash", None) or "*"
+    found = [path for path in commits.glob(commit) if path.is_dir()]
+    if not found:
+        raise ValueError(
+            f"the cache of the hub has no {name}: {commits} does not exist or is empty"
+        )
+    return sorted(found)
+
+
 def base_prefix(model: Any) -> str:
     """Return the prefix, such as "model.", of the base model's tensors in a model with a head."""
     return f"{model.base_model_prefix}."
@@ -318,13 +348,30 @@ def file_name(name: str) -> str:
     return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
 
 
-def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
-    """Return `keys` without the keys that the model's class ignores in checkpoints.
+def ignored_patterns(model: Any) -> list[str]:
+    """Return patterns of the checkpoint keys that the model's class ignores.
 
-    The class lists patterns of these keys for stock's from_pretrained (modeling_utils.py).
+    The class lists patterns for stock's from_pretrained (modeling_utils.py). Some of them name the
+    number of a layer that only the largest published model has (DeepSeek-V3: layer 61), so the
+    layers that the config announces behind the last one are added: `num_nextn_predict_layers`, or
+    `num_mtp_layers`, of them.
     """
-    patterns = getattr(without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
-    return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
+    stock = without_adapters(model)
+    patterns = list(getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or ())
+    config = getattr(stock, "config", None)
+    text: Any = getattr(config, "get_text_config", lambda: config)()
+    first = getattr(text, "num_hidden_layers", None)
+    counts = [getattr(text, name, None) for name in _ANNOUNCING]
+    count = next((count for count in counts if isinstance(count, int)), 0)
+    if isinstance(first, int):
+        patterns += [rf"(^|\.)layers\.{layer}\." for layer in range(first, first + count)]
+    return patterns
+
+
+def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()) -> list[str]:
+    """Return `keys` without those that the class ignores and those that match one of `ignored`."""
+    patterns = [re.compile(pattern) for pattern in (*ignored_patterns(model), *ignored)]
+    return [key for key in keys if not any(pattern.search(key) for pattern in patterns)]
 
 
 def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:

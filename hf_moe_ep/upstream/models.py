@@ -18,6 +18,7 @@ from typing import Any, cast
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache
+from transformers.modeling_layers import GenericForTokenClassification
 
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
@@ -58,6 +59,11 @@ def input_embedding(model: Any) -> nn.Module | None:
 def output_head(model: Any) -> nn.Module | None:
     """Return the language model head, or None (PreTrainedModel.get_output_embeddings)."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def token_classifier(model: nn.Module) -> nn.Module | None:
+    """Return `model` if it classifies tokens, or None (transformers/modeling_layers.py)."""
+    return model if isinstance(model, GenericForTokenClassification) else None
 
 
 def base_model_prefix(model: Any) -> str:
@@ -152,6 +158,17 @@ def given_cache(given: dict[str, Any]) -> Any:
     The argument is called `cache` since transformers 5.24, but callers may still use the old name.
     """
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
+def compress_rate(module: nn.Module) -> int:
+    """Return the number of tokens that the compressors in a module join; 1 if it has none.
+
+    The attribute is that of DeepSeek-V4's compressors (models/deepseek_v4/modeling_deepseek_v4.py).
+    """
+    values = (vars(m).get("compress_rate") for m in module.modules())
+    rates = {int(rate) for rate in values if rate is not None}
+    assert len(rates) <= 1, f"{type(module).__name__} has compressors of several rates: {rates}"
+    return rates.pop() if rates else 1
 
 
 def forward_globals(model: nn.Module) -> list[dict[str, Any]]:

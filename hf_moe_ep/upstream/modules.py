@@ -23,6 +23,16 @@ def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
     return module._modules.values()
 
 
+def own_children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary of the children of `module` itself; callers may change it."""
+    return module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary of the parameters of `module` itself; callers may change it."""
+    return module._parameters
+
+
 def own_child(module: nn.Module, name: str) -> nn.Module | None:
     """Return the child that `module` itself registered under `name`, or None."""
     return module._modules.get(name)

@@ -6,7 +6,6 @@ generation/utils.py.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from typing import Any
@@ -29,9 +28,10 @@ _ENCODER_INPUT = re.compile("pixel|image|video|audio|input_features|input_values
 def takes_tower_outputs(inner: nn.Module) -> bool:
     """Return True if the forward of `inner` accepts outputs of a tower that has run before.
 
-    In models/qwen3_vl_moe this argument exists since transformers 5.19, and not in 5.16.
+    In models/qwen3_vl_moe this argument exists since transformers 5.19, and not in 5.16. ms-swift
+    sets a forward on the object, which passes all other arguments on to that of the class.
     """
-    return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
+    return TOWER_OUTPUTS in forward_arguments(inner)
 
 
 def input_names(module: nn.Module) -> list[str]:

@@ -1,14 +1,16 @@
 """Training frameworks that call the Trainer: axolotl, ms-swift, LLaMA-Factory and TRL's commands.
 
-The functions look for a framework among the imported modules, and import none. They choose the
-words of errors, because the users of such a framework write a YAML file or options and no Python.
-The names come from the frameworks' own options, and from swift/sequence_parallel/.
+The functions look for a framework among the imported modules, and import none. Most of them choose
+the words of errors, because the users of such a framework write a YAML file or options and no
+Python. The names come from the frameworks' own options, and from swift/sequence_parallel/ and
+swift/dataloader/.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,14 @@ class _Framework:
         module: the module that is imported if the framework runs.
         to_shard: how its users ask for FSDP2.
         sizes: its option for each size of Accelerate's ParallelismConfig.
+        all_logits: how its users ask for the logits of all tokens; "" if they always get them.
     """
 
     name: str
     module: str
     to_shard: str
     sizes: dict[str, str] = field(default_factory=dict)
+    all_logits: str = ""
 
 
 # All but the last import trl themselves, so the last one is the weakest sign.
@@ -37,11 +41,17 @@ _FRAMEWORKS = (
         "state_dict_type: FULL_STATE_DICT}` to the YAML file",
         {
             "cp_size": "context_parallel_size",
+            "ep_size": "expert_parallel_size",
             "tp_size": "tensor_parallel_size",
             "dp_replicate_size": "dp_replicate_size",
         },
     ),
-    _Framework("ms-swift", "swift.arguments", "Add --fsdp fsdp2 to the command"),
+    _Framework(
+        "ms-swift",
+        "swift.arguments",
+        "Add --fsdp fsdp2 to the command",
+        all_logits="add --use_logits_to_keep false to the command",
+    ),
     _Framework(
         "LLaMA-Factory",
         "llamafactory",
@@ -63,6 +73,14 @@ def how_to_shard() -> str:
     """Return a sentence about the option with which the running framework shards by FSDP2."""
     framework = _running()
     return _GENERAL if framework is None else f"{framework.name}: {framework.to_shard}"
+
+
+def how_to_keep_all_logits() -> str:
+    """Return how to call a model without `logits_to_keep`, in the running framework's words."""
+    framework = _running()
+    if framework is None or not framework.all_logits:
+        return "leave logits_to_keep out"
+    return f"{framework.name}: {framework.all_logits}"
 
 
 def option_of_size(name: str) -> str:
@@ -89,6 +107,52 @@ def check_sequence_parallelism() -> None:
             f"ms-swift was given --sequence_parallel_size {size}, which does not combine with a "
             f"patched model; leave it out, and write hf-moe-ep run --sp-size {size}"
         )
+
+
+def check_reads_no_logits(trainer: Any) -> None:
+    """Raise ValueError if a trainer of ms-swift reads the logits of whole sequences.
+
+    Only the trainer of `swift sft` and `swift pt` does not (swift/trainers/seq2seq_trainer.py).
+    """
+    module = type(trainer).__module__
+    if module.partition(".")[0] == "swift" and module != "swift.trainers.seq2seq_trainer":
+        raise ValueError(
+            f"ms-swift's {type(trainer).__name__} reads the logits of whole sequences, but with "
+            f"sp_size > 1 each rank computes a slice of them; leave --sp-size out (swift sft and "
+            f"swift pt work with it)"
+        )
+
+
+def multiplies_by_processes(trainer: Any, num_items: Any) -> bool:
+    """Return True if ms-swift multiplies a loss by the number of processes.
+
+    It does so if the loss was divided by the number of tokens of all ranks
+    (swift/trainers/seq2seq_trainer.py).
+    """
+    averages = getattr(trainer.args, "average_tokens_across_devices", False)
+    return bool(averages and trainer.model_accepts_loss_kwargs and num_items is not None)
+
+
+def split_over_data_ranks(loader: Any, sharing: int) -> None:
+    """Let `sharing` consecutive ranks draw the same samples from a data loader of ms-swift.
+
+    ms-swift's sampler does so for the ranks of a tensor-parallel group, whose size it takes from a
+    DeepSpeed config (swift/dataloader/shard.py).
+
+    Raises:
+        ValueError: the loader reads a stream and sends each rank a batch of its own
+            (swift/dataloader/dispatcher.py).
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    sampler = getattr(sampler, "batch_sampler", sampler)  # Accelerate's SkipBatchSampler, to resume
+    if not hasattr(sampler, "tp_size"):
+        raise ValueError(
+            f"ms-swift sends each rank a batch of its own from a stream, but with sp_size="
+            f"{sharing} the ranks of an sp group share one batch; leave out --streaming, or "
+            f"--sp-size"
+        )
+    sampler.tp_size = sharing
+    sampler.total_samples = len(loader.dataset) // sampler.world_size
 
 
 def _running() -> _Framework | None:

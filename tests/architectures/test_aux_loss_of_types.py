@@ -14,17 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.architectures import batch, model_class, tiny, tiny_config
+from support.architectures.parts import parts_of
 from support.architectures.precision import budget
 from support.architectures.steps import CUT_LOGITS, TRAINED, assert_same_grads
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close, max_error
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.architectures import find_parts, find_plan
 from hf_moe_ep.moe.routers_alone import find_routers
 
 FUNCTION = "load_balancing_loss_func"
 WITH_AUX_LOSS = (
+    "dbrx",
     "deepseek_v4",
     "ernie4_5_moe",
     "ernie4_5_vl_moe",
@@ -38,6 +39,7 @@ WITH_AUX_LOSS = (
     "granitemoehybrid",
     "granitemoeshared",
     "jamba",
+    "jetmoe",
     "laguna",
     "mellum",
     "minimax",
@@ -120,7 +122,7 @@ def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) 
     actual = model(**inputs)
     assert_close(f"{model_type}: aux loss", actual.aux_loss, mean, 10 * FP32_INSIDE)
     assert max_error(expected.aux_loss, mean) > 1e-4, "the layers must choose different experts"
-    routers = find_routers(find_parts(model))
+    routers = find_routers(parts_of(model))
     of_routers = {id(parameter) for router in routers for parameter in router.parameters()}
     actual.aux_loss.backward()
     with_grad = {id(p) for p in model.parameters() if p.grad is not None and p.grad.any()}
@@ -162,7 +164,7 @@ def test_no_other_type_has_an_aux_loss() -> None:
             model = model_class(name)(tiny_config(name))
         if FUNCTION in inspect.unwrap(type(model).forward).__code__.co_names:
             in_stock.append(name)
-        if find_plan(model).aux_loss_coef is not None:
+        if parts_of(model).plan.aux_loss_coef is not None:
             in_plans.append(name)
     assert in_plans == list(WITH_AUX_LOSS)
     assert in_stock == list(WITH_AUX_LOSS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.architectures import tiny
+from support.architectures.parts import parts_of
 from support.architectures.steps import (
     CUT_LOGITS,
     TEXT_TYPES,
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, save_checkpoint, save_pretrained
-from hf_moe_ep.architectures import find_parts
 
 # By model type, the name of the bias in an MoE layer.
 CORRECTED = {
@@ -105,7 +105,7 @@ def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folde
     model = tiny(model_type, dtype=dtype, seed=rank)
     expected = set_odd_biases(tiny(model_type, dtype=dtype), seed=0)
     set_odd_biases(model, seed=rank)
-    experts = list(find_parts(model).experts.values())
+    experts = list(parts_of(model).experts.values())
     apply_ep_fsdp2(model, ep_size=2, mp_policy=policy)
     checked = []
 
@@ -162,7 +162,7 @@ def test_no_other_type_has_such_a_bias() -> None:
         model = tiny(name)
         for bias in find_biases(model):
             (layer,) = (
-                e.rpartition(".")[0] for e in find_parts(model).experts if _in_layer_of(e, bias)
+                e.rpartition(".")[0] for e in parts_of(model).experts if _in_layer_of(e, bias)
             )
             by_type[name] = bias.removeprefix(f"{layer}.")
     assert by_type == CORRECTED

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.architectures import FAMILIES, few_fast, record_refusal, recording
 from support.architectures.steps import (
     CUT_LOGITS,
@@ -23,22 +24,26 @@ from support.architectures.steps import (
     budget_of,
     build,
     count_tokens,
+    exactly,
     loss_of_sum,
 )
+from support.architectures.types import REFUSED_OUTSIDE
 from support.checks import Check, Found
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.architectures import differences
 
 
 def assert_equals_stock(
     model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0
 ) -> list[float]:
     """Compare a training step after `shard(model)` with one of stock, and return the errors."""
-    model, stock = build(model_type, seed=rank), build(model_type)
-    shard(model)
-    optimizers = adamw(model), adamw(stock)
-    return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
+    with exactly(model_type):
+        model, stock = build(model_type, seed=rank), build(model_type)
+        shard(model)
+        optimizers = adamw(model), adamw(stock)
+        return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
 
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))
@@ -78,6 +83,25 @@ TWO_RANKS = [
 def test_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
     """Each rank builds other weights; `apply_ep_fsdp2` shards those of rank 0."""
     found.raise_if_failed(claim)
+
+
+_CLASSES_OUTSIDE = {
+    "doge": "DogeForCausalLM",
+    "nllb-moe": "NllbMoeForConditionalGeneration",
+    "switch_transformers": "SwitchTransformersForConditionalGeneration",
+    "vitpose": "VitPoseForPoseEstimation",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED_OUTSIDE)
+def test_types_outside_of_the_interface_are_refused_with_a_reason(model_type: str) -> None:
+    """The model has the default sizes of its config, on the meta device."""
+    model_class = getattr(transformers, _CLASSES_OUTSIDE[model_type])
+    with torch.device("meta"):
+        model = model_class(model_class.config_class())
+    with pytest.raises(ValueError, match=r"cannot be patched: its .*6_new_architecture") as raised:
+        patch(model, ep_size=2)
+    assert differences(model_type).refused in str(raised.value)
 
 
 @pytest.mark.slow

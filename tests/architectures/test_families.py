@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import FAMILIES, batch, mixed_batch, model_class, recording
+from support.architectures.parts import parts_of
 from support.architectures.pictures import takes_pictures
 from support.architectures.steps import (
     BATCHED,
@@ -31,7 +32,6 @@ from support.jobs.resume import PARTS, assert_equal, everything, step
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, save_checkpoint, save_pretrained
-from hf_moe_ep.architectures import find_parts
 
 # Options of `apply_ep_fsdp2`, and use_reentrant of gradient checkpointing.
 LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
@@ -46,7 +46,7 @@ PICTURES = [[1], [0, 0], [0, 1], [0]]
 def _two_steps(model_type: str, layout: str, rank: int, world: int) -> None:
     sizes, use_reentrant = LAYOUTS[layout]
     model, stock = build(model_type, seed=rank), build(model_type)
-    experts = list(find_parts(model).experts.values())
+    experts = list(parts_of(model).experts.values())
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     apply_ep_fsdp2(model, **sizes)
     calls: list[int] = []

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import MODEL_TYPES, few_fast, model_class, tiny_config
+from support.architectures.parts import parts_of
 from transformers import PreTrainedConfig
 
-from hf_moe_ep.architectures import Parts, differences, find_parts
+from hf_moe_ep.architectures import Parts, differences
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
 from hf_moe_ep.plan import ModelPlan
 
@@ -35,6 +36,7 @@ axk2                   text  mlp.experts      self_attn norm num_local_experts -
 bailing_hybrid         text  mlp.experts      -         norm num_local_experts -    sparse
 beam                   text  mlp.experts      self_attn norm num_experts       -    sparse
 cohere2_moe            text  mlp.experts      self_attn norm num_experts       -    sparse
+dbrx      text ffn.experts norm_attn_norm.attn norm_f num_experts       self all
 deepseek_ocr2          whole mlp.experts      self_attn norm num_experts       -    sparse
 deepseek_v2            text  mlp.experts      self_attn norm num_experts       -    first_k
 deepseek_v3            text  mlp.experts      self_attn norm num_local_experts -    first_k
@@ -65,15 +67,23 @@ granitemoeshared       text  block_sparse_moe.experts self_attn norm num_local_e
 hunyuan_v1_moe         text  mlp.experts      self_attn norm num_local_experts -    all
 hy_v3                  text  mlp.experts      self_attn norm num_experts       -    sparse
 hy_v4                  text  mlp.experts      self_attn norm num_local_experts -    sparse
+hy_v4_vl               whole mlp.experts      self_attn norm num_local_experts -    sparse
 inkling2               whole mlp.experts      self_attn norm n_routed_experts  -    all
+inkling2_loop          whole mlp.experts      self_attn norm n_routed_experts  -    all
+inkling2_loop_text     text  mlp.experts      self_attn norm n_routed_experts  -    all
 inkling2_text          text  mlp.experts      self_attn norm n_routed_experts  -    all
 inkling_mm_model       whole mlp.experts      self_attn norm n_routed_experts  -    sparse
 inkling_text           text  mlp.experts      self_attn norm n_routed_experts  -    sparse
 jamba text feed_forward.experts self_attn final_layernorm num_local_experts self period
+jetmoe            text mlp.experts self_attention norm num_local_experts self all
 kimi_linear            text  mlp.experts      -         norm num_local_experts -    sparse
 kolibri1               text  mlp.experts      self_attn norm num_experts       -    all
 laguna                 text  mlp.experts      self_attn norm num_experts       self sparse
+lara_mini              text  mlp.experts      self_attn norm num_experts       self all
 lfm2_moe text feed_forward.experts self_attn embedding_norm num_experts - num_dense
+llama4           whole feed_forward.experts self_attn model.norm num_local_experts - moe_layers
+llama4_text       text feed_forward.experts self_attn norm num_local_experts       - moe_layers
+longcat_flash          text  mlp.experts      self_attn.* norm num_local_experts   - blocks_of_two
 mellum                 text  mlp.experts      self_attn norm num_experts       self sparse
 mimo_v2_flash          text  mlp.experts      self_attn norm num_local_experts -    sparse
 minimax                text  mlp.experts      -         norm num_local_experts self all
@@ -98,6 +108,7 @@ qwen3_vl_moe           whole mlp.experts      self_attn norm num_experts       t
 qwen4_exp              whole mlp.experts      self_attn -    num_experts       text all
 qwen4_exp_text         text  mlp.experts      self_attn -    num_experts       self all
 solar_open             text  mlp.experts      self_attn norm num_local_experts -    all
+step3p7                whole mlp.experts      self_attn norm num_local_experts -    sparse
 unlimited_ocr          whole mlp.experts      self_attn norm num_experts       -    sparse
 zaya                   text  mlp.experts      self_attn norm num_experts       -    all
 """
@@ -119,10 +130,11 @@ ROUTER = dict.fromkeys(
     (
         *("afmoe", "aria", "aria_text", "diffusion_gemma_text", "gemma4", "gemma4_text"),
         *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-        *("jamba", "openai_privacy_filter", "phimoe"),
+        *("jamba", "jetmoe", "llama4", "llama4_text", "longcat_flash", "openai_privacy_filter"),
+        "phimoe",
     ),
     "router",
-)
+) | {"dbrx": "layer"}
 # The modules outside of the decoder that encode pictures or sound, in the order of the model.
 BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -132,9 +144,11 @@ BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("glm4v_moe", "glm5_next", "qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp"), ("visual",)
     ),
+    **dict.fromkeys(("llama4", "step3p7"), ("vision_model", "multi_modal_projector")),
     "dots3_note": ("vision_tower", "audio_tower"),
-    "ernie4_5_vl_moe": ("vision_tower",),
-    "inkling2": ("vision_tower",),
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "hy_v4_vl", "inkling2", "inkling2_loop"), ("vision_tower",)
+    ),
     "inkling_mm_model": ("audio_tower", "vision_tower"),
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
@@ -148,8 +162,8 @@ STORED = {
     **dict.fromkeys(
         (
             *("diffusion_gemma_text", "gemma4", "gemma4_text", "gpt_oss", "granitemoe_swa"),
-            *("hy_v4", "inkling_text", "minimax_m3_vl_text", "mistral4", "muse_spark"),
-            *("openai_privacy_filter", "zaya"),
+            *("hy_v4", "hy_v4_vl", "inkling_text", "lara_mini", "llama4", "llama4_text"),
+            *("minimax_m3_vl_text", "mistral4", "muse_spark", "openai_privacy_filter", "zaya"),
         ),
         "as in memory",
     ),
@@ -164,8 +178,16 @@ STORED = {
         ("kimi_linear", "lfm2_moe", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe"),
         _W13,
     ),
-    **dict.fromkeys(("inkling2", "inkling2_text", "inkling_mm_model"), "interleaved"),
+    **dict.fromkeys(
+        (
+            *("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"),
+            "inkling_mm_model",
+        ),
+        "interleaved",
+    ),
+    "dbrx": "w1 + v1",
     "ernie4_5_vl_moe": "fused and split by ERNIE's own operation",
+    "jetmoe": "renamed",
     "nemotron_h": "up_proj.weight",
     "qwen3_vl_moe": "transposed",
 }
@@ -190,6 +212,28 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "glm5_next": ({"attention": "language_model.layers.*.self_attn"}, _FOR_SOME_LAYERS),
     "nemotron_h": ({"attention": "layers.*.mixer"}, _FOR_SOME_LAYERS),
+    "dbrx": (
+        {
+            "layers": "blocks.*",
+            "experts": "blocks.*.ffn.experts",
+            "attention": "blocks.*.norm_attn_norm.attn",
+            "num_experts": None,
+        },
+        "the table has only layers called layers; ffn_config holds the number of experts",
+    ),
+    "jetmoe": ({"aux_loss_coef": "aux_loss_coef"}, "the table has only router_aux_loss_coef"),
+    **{
+        name: (
+            {
+                "layers": f"{prefix}layers.*",
+                "experts": f"{prefix}layers.*.feed_forward.experts",
+                "attention": f"{prefix}layers.*.self_attn",
+                "final_norm": f"{prefix}norm",
+            },
+            "the prefix of the base model is not that of its modules",
+        )
+        for name, prefix in (("llama4", "language_model.model."), ("llama4_text", "model."))
+    },
     "dots3_note": (
         {"experts": "language_model.layers.*.mlp.experts"},
         "experts of the tower are left to the stock model",
@@ -254,6 +298,10 @@ def _count_moe_layers(rule: str, config: Any) -> int:
             )
         case "period":
             return sum(config.layers_num_experts[i] > 1 for i in layers)
+        case "moe_layers":
+            return len(config.moe_layers)
+        case "blocks_of_two":
+            return int(config.num_layers)
         case "blocks":
             return list(config.layers_block_type).count("moe")
     raise ValueError(rule)
@@ -261,7 +309,7 @@ def _count_moe_layers(rule: str, config: Any) -> int:
 
 def _parts(config: PreTrainedConfig, model_type: str) -> Parts:
     with torch.device("meta"):
-        return find_parts(model_class(model_type)(config))
+        return parts_of(model_class(model_type)(config))
 
 
 def test_the_table_has_every_type() -> None:
@@ -315,4 +363,4 @@ def test_how_the_hub_stores_experts(model_type: str) -> None:
         model = model_class(model_type)(tiny_config(model_type))
     in_table = STORED.get(model_type, "gate_proj.weight + up_proj.weight")
     expected, _ = STORED_OTHERWISE.get(model_type, (in_table, ""))
-    assert _storage_on_the_hub(model, find_parts(model).plan) == expected
+    assert _storage_on_the_hub(model, parts_of(model).plan) == expected

@@ -1,7 +1,8 @@
 """A layer that gradient checkpointing recomputes chooses the same experts, on 2 ranks at ep 2.
 
 Routers choose by topk over experts, over groups of experts first, or over experts and one more that
-skips the layer; by a table of token ids; or by a random sample (PhiMoE).
+skips the layer; by a table of token ids; or by a random sample (PhiMoE). In JetMoE attention has
+experts of its own, which are chosen by a topk of the same sizes.
 """
 
 import warnings
@@ -19,6 +20,7 @@ from support.architectures.steps import (
     build,
 )
 from support.checks import Check, Found
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_moe_ep import apply_ep_fsdp2
 
@@ -28,7 +30,12 @@ OTHER_ROUTERS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
     "zaya": {},
     "inkling_text": {},
+    "llama4_text": {},
+    "longcat_flash": {},
 }
+# Stock has no gradient checkpointing for this type, so torch's wrapper checkpoints its layers. With
+# a reentrant wrapper, stock itself computes other gradients.
+WRAPPED = ("jetmoe",)
 
 
 def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None:
@@ -36,7 +43,12 @@ def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     options = OTHER_ROUTERS.get(model_type, {})
     model, stock = build(model_type, seed=rank, **options), build(model_type, **options)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if model_type in WRAPPED:
+        layers = model.model.layers
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = adamw(model), adamw(stock)
     assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
@@ -49,7 +61,7 @@ CHECKS = [
         partial(_a_step, name, use_reentrant),
         slow=True,
     ).as_parameter()
-    for name in [*OTHER_ROUTERS, *TEXT_FAMILIES]
+    for name in [*OTHER_ROUTERS, *TEXT_FAMILIES, *WRAPPED]
     for use_reentrant in ((False, True) if name in OTHER_ROUTERS else (False,))
 ]
 

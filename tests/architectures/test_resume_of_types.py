@@ -17,6 +17,7 @@ from support.architectures.steps import (
     batches,
     build,
     count_tokens,
+    exactly,
     loss_of_sum,
     start_run,
 )
@@ -38,7 +39,7 @@ def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
         torch.manual_seed(rank)  # some routers draw random numbers
         return loss_of_sum(run.model, everyone[rank], num_tokens)
 
-    with recording(model_type, "resume") as errors:
+    with recording(model_type, "resume") as errors, exactly(model_type):
         run = start_run(model_type, rank, ep_size=2)
         (loss_of(run) * world).backward()
         run.optimizer.step()

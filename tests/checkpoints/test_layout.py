@@ -59,7 +59,7 @@ def _read(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedM
     """Build the model that the config in a folder describes, and load its weights."""
     model = empty_model(folder, model_class, torch.get_default_dtype, {})
     names = [name for name, _ in model.named_parameters()]
-    load_weights(model, find_weights(model, folder, plan, names), torch.device("cpu"))
+    load_weights(model, find_weights(model, folder, plan, names).stored, torch.device("cpu"))
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
     return model

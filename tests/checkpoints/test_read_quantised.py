@@ -145,7 +145,8 @@ def read_fp8(folder: Path, weight: str) -> Quantised:
 def locate_weights(folder: Path) -> dict[str, StoredParameter]:
     """Find where the files of a checkpoint store each weight."""
     model, plan = described_model(folder)
-    return find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    return find_weights(model, folder, plan, names).stored
 
 
 def cut_shards(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any, Quantised]]:

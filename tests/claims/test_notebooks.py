@@ -209,33 +209,33 @@ def test_new_architecture(tmp_path: Path) -> None:
         tmp_path,
         "description.splitlines()[0]",
         "exit_code",
-        "[described, described_given, described_shared]",
+        "[described, described_given, described_block, described_shared]",
         "differences",
         "weights",
-        "[stock_run, grouped_run]",
+        "[stock_run, grouped_run, listed_run]",
         "refusals",
-        "still_there",
     )
     assert "(pebble), patched by hf_moe_ep; plan derived" in values["description.splitlines()[0]"]
     assert values["exit_code"] == 0
-    derived, given, shared = values["[described, described_given, described_shared]"]
+    derived, given, block, shared = values[
+        "[described, described_given, described_block, described_shared]"
+    ]
     assert "plan derived" in derived and "this rank: experts 0 .. 2" in derived
     assert "(grouped), patched by hf_moe_ep; plan given" in given
+    assert "(listed), patched by hf_moe_ep; plan given" in block
     assert "sp group [0, 1]" in shared
-    for name in ("derived", "given", "shared"):
+    for name in ("derived", "given", "described", "shared"):
         assert values["differences"][name]["norms"] < 1e-10  # fp64 sums in another order
         assert values["differences"][name]["losses"] < 1e-6  # Transformers' loss is fp32
     assert all(0 < difference < 1e-10 for difference in values["weights"].values())
-    for run in values["[stock_run, grouped_run]"]:
+    for run in values["[stock_run, grouped_run, listed_run]"]:
         assert sum(run["losses"][-5:]) < 0.8 * sum(run["losses"][:5])
 
     refusals = values["refusals"]
     for words in ("'layers.*.moe.router', 'layers.*.moe.groups'", "plan=ModelPlan('grouped', "):
         assert words in refusals["two routers"]
-    assert "use_experts_implementation" in refusals["a list of experts"]
-    assert "layers.*.attention_norm (Smoothed)" in refusals["sp_size, a convolution"]
+    assert "ModelPlan(block=MoEBlock(...))" in refusals["a list of experts"]
     assert "was not tested on pebble" in refusals["sp_size"]
-    assert "plan derived" in values["still_there"]
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ loss by that number rounds in fp32, because transformers computes the loss of fp
 from functools import partial
 
 import pytest
+import torch
 from support import parity
 from support.checks import Check, Found
 from support.close import FP32_INSIDE
-from support.parity import Case, on_ranks
+from support.parity import Case, on_ranks, run_case
+from torch._dynamo.utils import counters
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 REENTRANT = partial(parity.checkpointing, use_reentrant=True)
@@ -86,4 +88,30 @@ def test_ranks_equal_one_process(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", on_ranks(MORE, slow=True))
 def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _run_compiled(case: Case, rank: int, world: int) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    run_case(case, rank, world)
+    assert counters["stats"]["unique_graphs"], "no layer was compiled"
+
+
+COMPILED = [
+    Check(
+        f"{case.name}, compiled",
+        case.world,
+        partial(_run_compiled, case.with_config(**case.config, compile_layers="aot_eager")),
+        slow=True,
+        # A rank waits while another rank compiles, on a busy machine for more than a minute.
+        timeout=400,
+        group_timeout=240,
+    ).as_parameter()
+    for case in ONE_RANK + TWO_RANKS + FOUR_RANKS + MORE
+]
+
+
+@pytest.mark.parametrize("claim", COMPILED)
+def test_compiled_layers_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.architectures import tiny_config
 from support.needs import needs_tower_in_blocks
-from transformers import CONFIG_MAPPING
 
 from hf_moe_ep.cli.main import main
 
@@ -47,22 +46,49 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_a_type_outside_of_the_experts_interface(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan has the description of its MoE blocks, and the block says how many are chosen."""
+    printed = _run_with_json(capsys, _write_config(tmp_path, "dbrx"))
+    block = printed["plan"]["block"]
+    assert block["forward"] == "hf_moe_ep.model_patches.dbrx._forward"
+    assert block["weights"]["down_proj"]["parts"] == ["experts.mlp.w2"]
+    assert (printed["num_experts"], printed["experts_per_token"]) == (8, 3)
+    assert printed["granted"]["ep"] == "yes"
+    assert "cannot have adapters" in printed["granted"]["lora"]
+
+
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page names the module for which sequences are gathered."""
+    """State space models are divided by heads, so no sequence is gathered."""
     printed = _run_with_json(capsys, "jamba")
     assert printed["kind"] == "JambaForCausalLM" and printed["plan"]["mixers"] == ["layers.*.mamba"]
     assert (printed["layers"], printed["moe_layers"], printed["num_experts"]) == (32, 16, 16)
     assert {printed["granted"][name] for name in ("ep", "lora", "sp")} == {"yes"}
     assert printed["ep_sizes"] == [1, 2, 4, 8, 16]
     assert main(["architecture", "jamba"]) == 0
-    line = "  sp          yes; sequences are gathered for layers.*.mamba"
-    assert line in capsys.readouterr().out.splitlines()
+    assert "  sp          yes" in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="no such type yet")
+@pytest.mark.parametrize(
+    ("model_type", "gathered"),
+    [
+        ("minimax", "sequences are gathered for model.layers.*.self_attn"),
+        ("deepseek_v32", "keys are gathered for model.layers.*.self_attn"),
+    ],
+)
+def test_modules_that_are_not_divided(
+    model_type: str, gathered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page names the modules for which sequences or keys are gathered."""
+    assert main(["architecture", _write_config(tmp_path, model_type)]) == 0
+    assert f"  sp          yes; {gathered}" in capsys.readouterr().out.splitlines()
+
+
 def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = _run_with_json(capsys, _write_config(tmp_path, "inkling2_text"))
-    assert "the gate of Inkling2Experts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
+    folder = _write_config(tmp_path, "qwen3_moe", hidden_act="mish")
+    printed = _run_with_json(capsys, folder)
+    assert "the gate of Qwen3MoeExperts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
     assert printed["granted"]["sp"] == printed["granted"]["ep"]
 
 

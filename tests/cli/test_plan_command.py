@@ -200,6 +200,11 @@ def test_command_prints_and_writes_the_best_layout(
     assert main(["plan", str(folder), *arguments, "--write", str(written)]) == 0
     out = capsys.readouterr().out
     assert "Best layout: patch(model, ep_size=2)" in out and "s/step" in out
+    (shares,) = (line for line in out.splitlines() if line.startswith("Its step: "))
+    percentages = [
+        int(word.rstrip(",%")) for word in shares.split() if word.rstrip(",").endswith("%")
+    ]
+    assert 95 <= sum(percentages) <= 105 and percentages == sorted(percentages, reverse=True)
     assert "  exposed     share of the step" in out and "host, GiB" not in out
     assert "% slower: " in out and "not measured" in out and "1e+06 tokens at " in out
     config = load_config_from_file(str(written))
@@ -207,6 +212,13 @@ def test_command_prints_and_writes_the_best_layout(
     assert config.fsdp_config["fsdp_version"] == 2
     assert config.fsdp_config["fsdp_activation_checkpointing"] is False
     assert written.read_text().startswith("# patch(model, ep_size=2)\n# 2 sequences per forward")
+
+
+@pytest.mark.slow
+def test_command_for_compiled_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gpus", "2", "--gpu", "h100", "--seq", "16", "--batch", "4", "--ep", "2"]
+    assert main(["plan", str(folder), *arguments, "--compile-layers"]) == 0
+    assert "Best layout: patch(model, ep_size=2, compile_layers=True)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -7,13 +7,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from support.adapters import with_lora
+from support.architectures import models
 from support.checks import Check, Found, on_ranks
 from support.modalities import modality_by_step
 from support.parity import Batch, Case, checkpointing, run_case
-from support.tiny_models import batch
+from support.quantised import SIZES, dequantise_experts
+from support.tiny_models import Row, batch, tiny, vision_batch
 from torch import nn
 from torch._dynamo.utils import counters
+
+from hf_moe_ep import apply_ep_fsdp2, patch, update_router_bias
 
 CONFIG = {"compile_layers": "aot_eager"}
 CHECKPOINTED = partial(checkpointing, use_reentrant=False)
@@ -31,6 +36,12 @@ CASES = {
     "LoRA, ep 1": BASE.with_(wrap=with_lora, ep=1),
     "pictures": BASE.with_(model={"name": "qwen3_vl_moe"}, micro_batches=modality_by_step),
     "sequence parallelism": BASE.with_(sp=2, prepare=CHECKPOINTED),
+    "quantised experts": BASE.with_(
+        model=SIZES["nf4"],
+        wrap=with_lora,
+        change_reference=partial(dequantise_experts, kind="nf4"),
+        config=CONFIG | {"experts_dtype": "nf4"},
+    ),
 }
 # In front of the MoE blocks: the first layer, whose input has no gradient, the other layers, and
 # any layer without gradients. After the MoE blocks: a layer with gradients, and one without.
@@ -48,8 +59,86 @@ def _run(name: str, rank: int, world: int) -> None:
 PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 
 
+def _random_text(model: nn.Module, rank: int, step: int) -> Batch:
+    """Make two to four rows of random length. Each batch has padding, so each one has a mask."""
+    length = int(torch.randint(5, 60, (), generator=torch.Generator().manual_seed(2 * step + rank)))
+    return batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2)
+
+
+def _random_pictures(model: nn.Module, rank: int, step: int) -> Batch:
+    """Make two rows of random length, each with a picture of random size."""
+    draw = torch.Generator().manual_seed(2 * step + rank)
+    words = torch.randint(5, 30, (4,), generator=draw).tolist()
+    sides = (2 * torch.randint(1, 5, (4,), generator=draw)).tolist()
+    first: Row = [words[0], (sides[0], sides[1]), words[1]]
+    second: Row = [words[2], (sides[2], sides[3]), words[3], 1]
+    return vision_batch(model, [first, second], seed=step)
+
+
+STEPS = 200
+MIXED = BASE.with_(model={"num_hidden_layers": 3, "mlp_only_layers": [1]})
+LENGTHS = {
+    "ep 1": (MIXED.with_(ep=1), _random_text),
+    "ep 2": (MIXED, _random_text),
+    "ep 2, checkpoints": (MIXED.with_(prepare=CHECKPOINTED), _random_text),
+    "LoRA": (MIXED.with_(wrap=with_lora), _random_text),
+    "pictures": (BASE.with_(model={"name": "qwen3_vl_moe"}), _random_pictures),
+}
+
+
+def _make_no_graph_after_the_second_step(name: str, rank: int, world: int) -> None:
+    case, make = LENGTHS[name]
+    torch.compiler.reset()
+    counters.clear()
+    model = tiny(**case.model)
+    model = case.wrap(model) if case.wrap else model
+    if case.prepare:
+        case.prepare(model)
+    apply_ep_fsdp2(model, ep_size=case.ep, **case.config)
+    graphs = []
+    for step in range(STEPS):
+        model(**make(model, rank, step)).loss.backward()
+        model.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == [graphs[1]] * (STEPS - 1), (graphs[:5], graphs[-1], name)
+    assert graphs[-1] > 0
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(
+        2,
+        {name: partial(_make_no_graph_after_the_second_step, name) for name in LENGTHS},
+        slow=True,
+        **PATIENT,
+    ),
+)
+def test_200_random_lengths(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
 @pytest.mark.parametrize(
     "claim", on_ranks(2, {name: partial(_run, name) for name in CASES}, slow=True, **PATIENT)
 )
 def test_equal_to_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+def test_router_biases_follow_the_load_of_compiled_layers() -> None:
+    torch.compiler.reset()
+    options: dict[str, Any] = {"experts_backend": "torch", "bias_update_rate": 0.0625}
+    eager, compiled = (models.tiny("deepseek_v3", num_hidden_layers=3) for _ in range(2))
+    patch(eager, **options)
+    patch(compiled, **options, **CONFIG)
+    before = {name: value.clone() for name, value in eager.state_dict().items()}
+    for step in range(3):
+        for model in (eager, compiled):
+            model(**batch(model, 2, 9 + step, seed=step)).loss.backward()
+            update_router_bias(model)
+        got = compiled.state_dict()
+        changed = [
+            n for n, value in eager.state_dict().items() if not torch.equal(value, before[n])
+        ]
+        assert changed and all("bias" in name for name in changed)
+        assert all(torch.equal(got[name], eager.state_dict()[name]) for name in changed)

@@ -28,7 +28,7 @@ from support.words import text, tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, patch
+from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, hub_tensors, patch
 
 BLOCKS = {
     (block.page, block.number): block
@@ -192,6 +192,26 @@ def _shard_and_step(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.O
     return model, optimizer
 
 
+def create_muon(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    optimizer = _run(page, number, model=tiny())["optimizer"]
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+
+
+def train_by_muon(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs, launched():
+        rows = [{name: column[row] for name, column in inputs.items()} for row in range(8)]
+        model = patch(tiny(dtype=torch.float32), ep_size=2)
+        args = ONE_STEP(output_dir="out", save_strategy="no")
+        names = _run(page, number, model=model, args=args, data=rows * 4)
+        assert names["trainer"].state.global_step == 1
+
+
+def group_parameters(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    optimizer = _run(page, number, model=patch(tiny()))["optimizer"]
+    decays = [(group["use_muon"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert decays == [(False, 0.0), (True, 0.1), (False, 0.1)]
+
+
 def print_expert_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs, mock.patch("builtins.print") as printed:
         model, _ = _shard_and_step(inputs)
@@ -246,6 +266,25 @@ def read_engine_arrays(page: str, number: int, rank: int, world: int, folder: st
     assert (ids[0, :2] == -1).all() and (ids[:, 6] == -1).all()
 
 
+def send_to_an_engine(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The engine ends with the weights of the step before the last one, and 2 of 100 steps run."""
+    model, held, counts = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2), {}, []
+
+    def load_weights(weights: list[tuple[str, torch.Tensor]]) -> None:
+        held.update((key, tensor.clone()) for key, tensor in weights)
+        counts.append(len(weights))
+
+    def train_one_step(model: Any, optimizer: Any, step: int) -> None:
+        with torch.no_grad():
+            model.model.norm.weight.add_(step)
+
+    names = {"model": model, "optimizer": None, "train_one_step": train_one_step}
+    with mock.patch.dict(SMALLER, {"range(100)": "range(2)"}):
+        _run(page, number, engine=SimpleNamespace(load_weights=load_weights), **names)
+    assert len(counts) == len(held) + 1, "the second sync sends the norm alone"
+    assert all(torch.equal(held[key], tensor) for key, tensor in hub_tensors(model))
+
+
 def print_replaced_functions(page: str, number: int, rank: int, world: int, folder: str) -> None:
     """The forkserver has imported the Trainer, so patch() replaces its functions too."""
     patch(tiny())
@@ -277,9 +316,13 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/training.md", 0): run_accelerate_loop,
     ("docs/training.md", 1): run_own_loop,
     ("docs/checkpoints.md", 0): resume_from_checkpoints,
+    ("docs/engines.md", 0): send_to_an_engine,
     ("docs/sequence.md", 0): shard_sequences,
     ("docs/pictures.md", 0): train_on_images,
     ("docs/lora.md", 0): train_qlora,
+    ("docs/muon.md", 0): create_muon,
+    ("docs/muon.md", 1): train_by_muon,
+    ("docs/muon.md", 2): group_parameters,
     ("docs/balance.md", 0): print_expert_load,
     ("docs/balance.md", 1): balance_load,
     ("docs/trainers.md", 0): load_in_transformers_sharding,

@@ -53,7 +53,8 @@ def _distance(state: State, truth: State) -> float:
 
 def _micro_batches(rank: int, step: int) -> list[dict[str, Tensor]]:
     model = tiny(num_hidden_layers=1)
-    return [batch(model, 3, 9, seed=50 * step + 10 * i + rank, pad=3) for i in range(MICRO)]
+    seeds = [50 * step + 10 * i + rank for i in range(MICRO)]
+    return [batch(model, 3, 9 + step, seed=seed, pad=3) for seed in seeds]
 
 
 def _train(model: nn.Module, rank: int, **options: Any) -> State:
@@ -96,14 +97,20 @@ NOT_COMPILED = {
 }
 COMPILED = {
     "inductor": {"dynamo_backend": "inductor"},
+    # `accelerate launch` passes dynamic=False, unless its config asks for dynamic shapes.
     "by regions": {
-        "dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+        "dynamo_plugin": TorchDynamoPlugin(
+            backend="aot_eager", dynamic=False, use_regional_compilation=True
+        )
     },
 }
 
 
 def _compiled_layers_equal_stock(options: dict[str, Any], rank: int, world: int) -> None:
-    """Accelerate compiles nothing itself; its settings apply to the two graphs of all layers."""
+    """Accelerate compiles nothing itself; its settings apply to the two graphs of all layers.
+
+    The length of the sequences grows with each step.
+    """
     counters.clear()
     _same_as_stock(options, {}, rank, world)
     assert counters["stats"]["unique_graphs"] == 2, dict(counters["graph_break"])

@@ -169,7 +169,7 @@ def _fails_inside(sync: Any, iterators: list[Any]) -> None:
 
 def test_a_stored_error_does_not_keep_the_iterator_alive() -> None:
     """While the iterator is alive, the other ranks wait for the next tensor."""
-    sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)))
+    sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)), mode="colocate")
     iterators: list[Any] = []
     with pytest.raises(RuntimeError, match="the worker died") as raised:
         engines.sync_weights(lambda self: _fails_inside(self, iterators), sync)
@@ -180,7 +180,7 @@ def test_a_stored_error_does_not_keep_the_iterator_alive() -> None:
 def test_patch_wraps_both_functions_of_trl() -> None:
     import trl.generation.vllm_generation  # noqa: F401
 
-    rows = [wrap for wrap in TRL if "VLLMGeneration" in wrap.target]
+    rows = [wrap for wrap in TRL if ":VLLMGeneration" in wrap.target]
     assert len(rows) == 2
     patch(tiny())
     wrapped = [getattr(*find_owner(wrap)) for wrap in rows]

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClass
 
 from hf_moe_ep import patch
 from hf_moe_ep.integrations import references
-from hf_moe_ep.integrations.install import REFERENCE_LOG_PROBS, TRL
+from hf_moe_ep.integrations.install import AXOLOTL, FRAMEWORK_METHODS, TRL
 from hf_moe_ep.integrations.references import shard_own_reference
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.wrap import Feature, Wrap, call_when_imported, find_owner, wrap_process
@@ -242,9 +242,10 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", (*TRL, *REFERENCE_LOG_PROBS), ids=lambda wrap: wrap.target)
-def test_a_target_of_trl_resolves(wrap: Wrap) -> None:
-    pytest.importorskip("trl", minversion="1.16")
+@pytest.mark.parametrize("wrap", (*TRL, *FRAMEWORK_METHODS, *AXOLOTL), ids=lambda wrap: wrap.target)
+def test_a_target_of_a_framework_resolves(wrap: Wrap) -> None:
+    versions = {"trl": "1.16", "swift": "4.6", "axolotl": "0.19"}
+    pytest.importorskip(wrap.package, minversion=versions[wrap.package])
     owner, name = find_owner(wrap)
     assert callable(getattr(owner, name)) and wrap.why
 

@@ -64,16 +64,19 @@ def every_rank_saves_with_the_arguments_of_examples(rank: int, world: int, folde
 def every_rank_saves_adapters_with_the_arguments_of_examples(
     rank: int, world: int, folder: str
 ) -> None:
-    """A PeftModel saves the same adapters as `hf_moe_ep.save_pretrained` does."""
+    """A PeftModel and axolotl's function save the same adapters as `save_pretrained` does."""
     with launched():
         model = with_lora(tiny(dtype=torch.float32), r=2)
         accelerator, model, _ = prepared(model, ep_size=2)
         _save_as_in_examples(accelerator, model, f"{folder}/examples")
+        assert saving.save_gathered_adapter(pytest.fail, model, f"{folder}/axolotl")
         saving.save_pretrained(model, f"{folder}/ours")
-    actual, expected = (
-        load_file(Path(folder, name, "adapter_model.safetensors")) for name in ("examples", "ours")
+    names = ("examples", "axolotl", "ours")
+    *actual, expected = (
+        load_file(Path(folder, name, "adapter_model.safetensors")) for name in names
     )
-    assert_equal(actual, expected)
+    for adapters in actual:
+        assert_equal(adapters, expected)
 
 
 PROMPT_CONFIGS: dict[str, Callable[[], PeftConfig]] = {

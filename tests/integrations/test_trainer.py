@@ -222,6 +222,27 @@ def test_compiled_equals_stock(slow_runs: Results, tmp_path: Path) -> None:
     assert_loads_in_stock(actual, tmp_path)
 
 
+DYNAMO_CONFIG = """
+dynamo_config:
+  dynamo_backend: AOT_EAGER
+  dynamo_use_regional_compilation: {by_regions}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_regions", [False, True])
+def test_a_launch_config_that_compiles_equals_stock(
+    runs: Results, tmp_path: Path, by_regions: bool
+) -> None:
+    config = tmp_path / "launch.yaml"
+    two_ranks = CPU_4.read_text().replace("num_processes: 4", "num_processes: 2")
+    config.write_text(two_ranks + DYNAMO_CONFIG.format(by_regions=by_regions))
+    case = Case("compiled", ("train", "inspect"), ep=2)
+    actual = launch([case], tmp_path / "ranks", config, timeout=500)[case.name][0]
+    assert actual.values["inspect"]["graphs"] == 2
+    assert_same_training(actual, runs["stock"][0])
+
+
 @pytest.mark.slow
 def test_a_new_launch_resumes_at_another_ep_size_and_from_a_full_state(slow_runs: Results) -> None:
     assert_same_log(slow_runs["resumed at ep2"][0], slow_runs["stock"][0])

@@ -26,10 +26,11 @@ from transformers import Trainer
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
-from hf_moe_ep.integrations.install import OBJECTS, PROCESS, wraps
+from hf_moe_ep.integrations.install import OBJECTS, PROCESS, SLOW_TO_IMPORT, wraps
+from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
 
-ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package != "trl"]
+ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package not in SLOW_TO_IMPORT]
 ORIGINAL = object()  # passed to a wrapper instead of the wrapped function
 
 
@@ -380,6 +381,33 @@ def _without_a_target(name: str, rank: int, world: int) -> None:
     ],
 )
 def test_without_a_target(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _replaced_after_patch(rank: int, world: int) -> None:
+    """Replace the function that shards as axolotl does: after the patch, and for the process."""
+    calls = []
+
+    def theirs(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        calls.append(model)
+        return model
+
+    with launched():
+        model = patch(tiny(dtype=torch.float32), ep_size=2)
+        accelerate.accelerator.fsdp2_prepare_model = theirs
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state = find_state(model)
+        assert state is not None and state.meshes is not None and calls == []
+        accelerate.accelerator.fsdp2_prepare_model(accelerator, nn.Linear(2, 2))
+        assert len(calls) == 1  # of a model that is not patched
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(2, {"replaced after patch": _replaced_after_patch}, alone=True),
+)
+def test_a_function_that_a_framework_replaces_after_the_patch(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 

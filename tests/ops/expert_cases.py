@@ -4,7 +4,7 @@
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -108,6 +108,15 @@ FORMULAS = {
     "no gate, relu2": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, activation="relu2")),
     "no gate, bias": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False), bias=True),
     "no gate, clamped": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, limit=0.7)),
+}
+# Formulas that the Triton kernels do not compute.
+_CAPPED = ExpertFormula(gate_cap=0.9, up_cap=1.3)
+_CLAMPED_OUTPUT = ExpertFormula(activation="swish_clamped", limit=0.7)
+ONLY_TORCH = {
+    "soft caps": Case(_IDS, 3, 40, 24, _CAPPED),
+    "soft caps, interleaved": Case(_IDS, 3, 40, 24, replace(_CAPPED, interleaved=True), bias=True),
+    "a soft cap of the gate": Case(_IDS, 3, 40, 24, ExpertFormula(gate_cap=0.9)),
+    "silu, clamped output": Case(_IDS, 3, 40, 24, _CLAMPED_OUTPUT, bias=True),
 }
 
 

@@ -6,6 +6,7 @@ FORMULAS span several blocks, of which the last one is incomplete.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from expert_cases import (
     FORMULAS,
     GPT_OSS,
     NAMES,
+    ONLY_TORCH,
     TORCH,
     TRITON,
     Case,
@@ -96,19 +98,22 @@ def test_the_example_of_the_module_docstring_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), TORCH)
-@pytest.mark.parametrize("name", [*CASES, *FORMULAS])
+@pytest.mark.parametrize("name", [*CASES, *FORMULAS, *ONLY_TORCH])
 def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None:
     assert hasattr(torch.empty, "poisoned")  # uninitialised memory is NaN here
-    case = CASES.get(name) or FORMULAS[name]
+    case = (CASES | FORMULAS | ONLY_TORCH)[name]
     inputs = case.inputs(torch.float64, device)
     grad_RH = torch.randn_like(inputs[0])
     got = _ours(case, inputs, grad_RH, backend)
     _assert_same(got, _truth(case, inputs, grad_RH), 1e-12)
 
 
-@pytest.mark.parametrize("name", ["silu, bias", "gpt-oss", "gelu", "gelu_tanh", "no gate, relu2"])
+@pytest.mark.parametrize(
+    "name",
+    ["silu, bias", "gpt-oss", "gelu", "gelu_tanh", "no gate, relu2", "soft caps, interleaved"],
+)
 def test_gradcheck(name: str) -> None:
-    case = FORMULAS[name]
+    case = (FORMULAS | ONLY_TORCH)[name]
     inputs = case.inputs(torch.float64)
     # Finite differences must not step over a kink of relu or clamp. With rounded rows none does.
     inputs[0] = inputs[0].round(decimals=1)
@@ -456,7 +461,8 @@ def test_the_operators_pass_opcheck_of_torch_library(
     named = adapted(case, 2, torch.float32, device)
     tensors = [*experts, *(leaf(named[name]) for name in ADAPTERS)]
     inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
-    flags, numbers = (True, True, True), (1.702, 1.5, 1.0, 0.5, 2.0, 0.5)  # GPT_OSS
+    inf = math.inf
+    flags, numbers = (True, True, True), (1.702, 1.5, 1.0, inf, inf, 0.5, 2.0, 0.5)  # GPT_OSS
     settings = Settings(*flags, *numbers, "swish", "", backend, ()).arguments()
     args = (*inputs, in_layout(case.ids_RK(device)), case.counts_L(), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")

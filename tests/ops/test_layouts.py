@@ -8,21 +8,22 @@ import pytest
 import torch
 from expert_cases import FORMULAS, layout_of
 from support.architectures import model_class, tiny_config
+from support.architectures.parts import parts_of
 from support.architectures.steps import TRAINED
 
-from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.upstream.experts_interface import experts_flags
 
-# The kernels have no norm after each expert, so torch computes the experts of this type.
-NOT_BY_TRITON = {"muse_spark"}
+# The kernels have no norm after each expert and clamp no output of an activation, so torch computes
+# the experts of these types.
+NOT_BY_TRITON = {"muse_spark", "step3p7"}
 
 
 def _layouts(model_type: str) -> list[list[bool | str]]:
     with torch.device("meta"):
         model = model_class(model_type)(tiny_config(model_type))
     layouts = []
-    for experts in find_parts(model).experts.values():
+    for experts in parts_of(model).experts.values():
         flags = experts_flags(experts)
         formula = choose_compute(experts, "torch", recompute=False).formula
         layouts.append(layout_of(formula, bias=flags.has_bias, transposed=flags.is_transposed))

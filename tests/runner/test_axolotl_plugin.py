@@ -53,7 +53,12 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def configuration(**fields: Any) -> SimpleNamespace:
-    names = ("hf_moe_ep", "expert_parallel_size", "experts_implementation")
+    names = (
+        "hf_moe_ep",
+        "expert_parallel_size",
+        "experts_implementation",
+        "quantize_moe_experts",
+    )
     return SimpleNamespace(**(dict.fromkeys(names) | fields))
 
 
@@ -107,6 +112,8 @@ def test_options_that_contradict_the_plugin_are_named(plugin: Any) -> None:
         expert_parallel.pre_model_load(configuration(expert_parallel_size=4))
     with pytest.raises(ValueError, match=r"experts_implementation: scattermoe would .* leave it"):
         expert_parallel.pre_model_load(configuration(experts_implementation="scattermoe"))
+    with pytest.raises(ValueError, match=r"quantize_moe_experts: true .* \{experts_dtype: nf4\}"):
+        expert_parallel.pre_model_load(configuration(quantize_moe_experts=True))
 
 
 def test_a_model_that_the_runner_has_patched(plugin: Any) -> None:

@@ -1,5 +1,6 @@
 """The hook patches every top-level MoE model that transformers returns, and no other model."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,9 @@ def test_a_dense_model_is_left_alone_with_one_warning(
 def test_one_line_names_the_model_and_the_options(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    logger = logging.getLogger("hf_moe_ep.runner")
+    logger.addFilter(lambda record: False)  # as axolotl's class of loggers
+    monkeypatch.setattr(logger, "disabled", True)  # as logging.config.fileConfig
     with hooked(monkeypatch, ep_size=2, report="false"):
         model = AutoModelForCausalLM.from_pretrained(folders["text"])
         monkeypatch.setenv("RANK", "1")
@@ -188,8 +192,8 @@ def test_one_line_names_the_model_and_the_options(
     assert state is not None and not state.is_reported
     lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("hf-moe-ep")]
     assert lines == [
-        "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2 --report false): 2 MoE layers of "
-        "8 experts"
+        "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2 --no-report): 2 MoE layers of 8 "
+        "experts"
     ]
 
 

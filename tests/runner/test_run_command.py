@@ -249,10 +249,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
 
 def test_a_python_without_hf_moe_ep_says_so_when_it_imports_transformers(tmp_path: Path) -> None:
     """A folder in the path stands for transformers, and hf_moe_ep cannot be imported."""
-    package = tmp_path / "transformers"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "modeling_utils.py").write_text("x = 1\n")
+    make_transformers(tmp_path)
     program = (
         "import sys, importlib.util\n"
         "sys.modules['hf_moe_ep'] = None\n"
@@ -268,13 +265,29 @@ def test_a_python_without_hf_moe_ep_says_so_when_it_imports_transformers(tmp_pat
     ), result.stderr
 
 
-def test_the_variables_alone_patch_nothing() -> None:
+def make_transformers(folder: Path) -> None:
+    """Write a package that stands for transformers, which is slow to import."""
+    package = folder / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "modeling_utils.py").write_text(
+        "class PreTrainedModel:\n"
+        "    from_pretrained = classmethod(lambda cls: cls())\n"
+        "    _from_config = classmethod(lambda cls: cls())\n"
+    )
+
+
+def test_the_variables_alone_patch_nothing(tmp_path: Path) -> None:
+    make_transformers(tmp_path)
     program = (
         "import transformers.modeling_utils as m\n"
         "print(hasattr(m.PreTrainedModel.from_pretrained, '_hf_moe_ep_wrapper'))"
     )
-    assert start([*PYTHON, program], HF_MOE_EP_EP_SIZE="2").stdout == "False\n"
-    assert start([*RUN, "--ep-size", "2", "--", *PYTHON, program]).stdout == "True\n"
+    path = f"{tmp_path}:{ROOT}"
+    alone = start([*PYTHON, program], PYTHONPATH=path, HF_MOE_EP_EP_SIZE="2")
+    assert alone.stdout == "False\n"
+    run = start([*RUN, "--ep-size", "2", "--", *PYTHON, program], PYTHONPATH=path)
+    assert run.stdout == "True\n", run.stderr
 
 
 def test_a_process_without_transformers_starts_as_fast() -> None:

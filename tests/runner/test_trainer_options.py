@@ -4,15 +4,22 @@ The frameworks are not installed here. A module of the right name stands for eac
 """
 
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import SkipBatchSampler
 from accelerate.utils import ParallelismConfig
+from support.needs import needs_tower_in_blocks
 from support.tiny_models import batch, tiny
+from torch.utils.data import DataLoader
 
 from hf_moe_ep import patch
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.integrations.prepare import check_parallelism
+from hf_moe_ep.integrations.shared_batches import compute_loss_of_process
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream import trainers
 
@@ -69,6 +76,39 @@ def test_context_parallelism_of_the_launch(
         check_parallelism(ParallelismConfig(cp_size=2), state)
 
 
+def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trainers.how_to_keep_all_logits() == "leave logits_to_keep out"
+    runs("swift.arguments", monkeypatch)
+    words = trainers.how_to_keep_all_logits()
+    assert words == "ms-swift: add --use_logits_to_keep false to the command"
+
+
+@needs_tower_in_blocks
+def test_a_tower_in_a_model_whose_forward_ms_swift_sets() -> None:
+    """That forward passes on to the forward of the class what it does not know."""
+    model = patch(tiny("qwen3_vl_moe"))
+    own = model.model.forward
+
+    def forward(self: Any, pixel_values: Any = None, **others: Any) -> Any:
+        return own(pixel_values=pixel_values, **others)
+
+    model.model.forward = MethodType(forward, model.model)
+    state = find_state(model)
+    assert state is not None
+    assert find_parts(model, state.plan).tower is not None
+
+
+def test_expert_parallelism_of_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """axolotl adds ep_size to Accelerate's configuration (monkeypatch/accelerate)."""
+    runs("axolotl", monkeypatch)
+    state = find_state(patch(tiny(num_hidden_layers=1)))
+    assert state is not None
+    parallelism = ParallelismConfig()
+    parallelism.ep_size = 8  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"axolotl was given expert_parallel_size=8, .* use ep_si"):
+        check_parallelism(parallelism, state)
+
+
 def test_sequence_parallelism_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("swift.sequence_parallel")
     module.sequence_parallel = SimpleNamespace(world_size=None)  # type: ignore[attr-defined]
@@ -79,3 +119,65 @@ def test_sequence_parallelism_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
     module.sequence_parallel.world_size = 4
     with pytest.raises(ValueError, match=r"--sequence_parallel_size 4, .* run --sp-size 4"):
         check_parallelism(None, state)
+
+
+class SwiftSampler:
+    """A stand-in for the batch sampler of ms-swift, on rank 3 of 4."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.tp_size = 1
+        self.total_samples = num_samples // self.world_size
+
+    @property
+    def world_size(self) -> int:
+        return 4 // self.tp_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rank = 3 // self.tp_size
+        for index in range(rank, self.total_samples * self.world_size, self.world_size):
+            yield [index]
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_ranks_of_an_sp_group_draw_the_same_samples_from_ms_swift(resumed: bool) -> None:
+    """9 samples on 4 ranks: 2 steps. On 2 groups: 4 steps, and rank 3 draws as rank 2."""
+    sampler: Any = SwiftSampler(9)
+    loader = DataLoader(
+        range(9), batch_sampler=SkipBatchSampler(sampler, 1) if resumed else sampler
+    )
+    assert [x.item() for x in loader] == ([7] if resumed else [3, 7])
+    trainers.split_over_data_ranks(loader, 2)
+    assert [x.item() for x in loader] == ([3, 5, 7] if resumed else [1, 3, 5, 7])
+    with pytest.raises(ValueError, match=r"sp_size=2 .* leave out --streaming, or --sp-size"):
+        trainers.split_over_data_ranks(SimpleNamespace(base_dataloader=loader), 2)
+
+
+def test_a_loss_that_ms_swift_multiplies_by_the_number_of_processes() -> None:
+    """Two of four processes share a batch, so a loss is multiplied by 2 instead of 4."""
+    accelerator = SimpleNamespace(_hf_moe_ep_sharing=2)
+    args = SimpleNamespace(average_tokens_across_devices=True)
+    trainer: Any = SimpleNamespace(accelerator=accelerator, args=args)
+
+    def theirs(self: Any, model: Any, inputs: Any, return_outputs: bool, num_items: Any) -> Any:
+        loss = 3.0 if num_items is None else 4 * 3.0
+        return (loss, "outputs") if return_outputs else loss
+
+    for accepts in (True, False):
+        trainer.model_accepts_loss_kwargs = accepts
+        for num_items, want in ((None, 3.0), (7, 6.0 if accepts else 12.0)):
+            for with_outputs in (True, False):
+                call = (theirs, trainer, None, {}, with_outputs, num_items)
+                got = compute_loss_of_process(*call)
+                assert got == ((want, "outputs") if with_outputs else want)
+
+
+def test_trainers_of_ms_swift_that_read_logits() -> None:
+    sft, dpo = type("Seq2SeqTrainer", (), {}), type("DPOTrainer", (), {})
+    sft.__module__ = "swift.trainers.seq2seq_trainer"
+    dpo.__module__ = "swift.rlhf_trainers.dpo_trainer"
+    trainers.check_reads_no_logits(sft())
+    with pytest.raises(ValueError, match=r"DPOTrainer reads .* leave --sp-size out \(swift sft"):
+        trainers.check_reads_no_logits(dpo())

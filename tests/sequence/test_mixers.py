@@ -6,6 +6,7 @@ documents in these modules, so here each document is compared with stock's run o
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,12 +20,14 @@ from support.architectures.steps import (
     assert_same_grads,
     build,
     count_tokens,
+    exactly,
     loss_of_sum,
 )
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
+from support.needs import SINCE_5_23
 from support.parity import checkpointing
 from torch import Tensor, nn
 
@@ -35,7 +38,8 @@ from hf_moe_ep.sequence import slices
 from hf_moe_ep.sequence.mixer_arguments import Document, mixer_arguments
 
 Batch = dict[str, Tensor]
-GRANTED = sorted(MIXERS.keys() & SEQUENCE_PARALLEL & set(MODEL_TYPES))
+# The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
+GRANTED = sorted((MIXERS.keys() & SEQUENCE_PARALLEL | {"llama4_text"}) & set(MODEL_TYPES))
 # Fast tests: a delta net, and an indexer inside of an attention.
 FAST = ("qwen3_next", "deepseek_v32")
 # Lengths of the documents in two rows. At sp_size 2 a document of each row continues on rank 1.
@@ -170,12 +174,15 @@ def test_a_mixer_beside_experts_is_refused_by_its_path() -> None:
 
 
 DESCRIBED = {
-    "lfm2_moe": "gathered for model.layers.*.conv (Lfm2MoeShortConv); the computation and activ",
+    "minimax": "gathered for model.layers.*.self_attn (MiniMaxLightningAttention); the computati",
+    "lfm2_moe": "tokens of the previous rank sent for model.layers.*.conv (Lfm2MoeShortConv); eve",
+    "nemotron_h": "heads split in model.layers.*.mixer (NemotronHMamba2Mixer); everything is divi",
     "glm_moe_dsa": "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); the keys an",
     "qwen3_next": "heads split in model.layers.*.linear_attn (Qwen3NextGatedDeltaNet); everything",
 }
 
 
+@pytest.mark.skipif(not SINCE_5_23, reason="mixers of older transformers get whole sequences")
 @pytest.mark.parametrize("model_type", sorted(DESCRIBED.keys() & set(MODEL_TYPES)))
 def test_describe_says_how_mixers_are_divided(model_type: str) -> None:
     report = describe(patch(build(model_type), sp_size=2))
@@ -202,7 +209,7 @@ def _adapted_on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 ADAPTED = [
     Check(name, 2, partial(_adapted_on_two_ranks, name), slow=True).as_parameter()
-    for name in ("qwen3_next", "glm_moe_dsa")
+    for name in ("qwen3_next", "glm_moe_dsa", "lfm2_moe", "minimax", "nemotron_h")
 ]
 
 
@@ -212,11 +219,14 @@ def test_adapters_equal_stock_peft(found: Found, claim: Check) -> None:
 
 
 def _bytes_of_a_step(
-    model_type: str, values: Callable[[Any], tuple[int, int]], rank: int, world: int
+    model_type: str, values: Callable[[Any], tuple[Any, Any]], rank: int, world: int
 ) -> None:
-    """The docstrings of gather.py and gathering_cache.py count the values sent per token."""
-    model = build(model_type, seed=rank)
-    apply_ep_fsdp2(model, sp_size=world)
+    """The docstrings of these mechanisms count the values sent per token: gather.py,
+    gathering_cache.py, and GatherOutput in split.py.
+    """
+    with exactly(model_type):
+        model = build(model_type, seed=rank)
+        apply_ep_fsdp2(model, sp_size=world)
     inputs = batch(model, 2, 12)
     tokens = 2 * 12 // world
     sent = {"all_gather": 0.0, "swap_slices": 0.0}
@@ -231,7 +241,8 @@ def _bytes_of_a_step(
 
         return call
 
-    with mock.patch.multiple(slices, **{name: counted(name) for name in sent}):
+    counters = {name: counted(name) for name in sent}
+    with exactly(model_type), mock.patch.multiple(slices, **counters):
         loss = model(**inputs, use_cache=False).loss
         forward = dict(sent)
         loss.backward()
@@ -243,9 +254,32 @@ def _bytes_of_a_step(
 
 def _hidden_states(model: Any) -> tuple[int, int]:
     """Count the values per token in forward and in backward."""
-    layers = model.model.layers
-    values = model.config.hidden_size * sum(hasattr(layer, "conv") for layer in layers)
+    number = model.config.layer_types.count("linear_attention")
+    return number * model.config.hidden_size, number * model.config.hidden_size
+
+
+def _layers(model: Any) -> tuple[Fraction, Fraction]:
+    """Count the inputs of attention, three in full attention, and the outputs of all layers.
+
+    Two convolutions per layer get halos of two tokens, for slices of six tokens.
+    """
+    config = model.config
+    full = config.layer_types.count("hybrid")
+    layers = config.num_hidden_layers
+    gathered = (layers - full + 3 * full) + layers
+    values = config.hidden_size * (gathered + 2 * layers * Fraction(2, 6))
     return values, values
+
+
+def _compressed(model: Any) -> tuple[int, int]:
+    """Count keys, and the keys and gates of compressors; those of indexers have no gradient."""
+    config = model.config
+    kinds = config.layer_types
+    overlapping = kinds.count("compressed_sparse_attention")
+    plain = kinds.count("heavily_compressed_attention")
+    values = (overlapping + plain) * config.head_dim
+    values += (2 * plain + 4 * overlapping) * config.head_dim
+    return values + 4 * overlapping * config.index_head_dim, values
 
 
 def _keys(model: Any) -> tuple[int, int]:
@@ -255,12 +289,17 @@ def _keys(model: Any) -> tuple[int, int]:
     return values + config.index_head_dim * config.num_hidden_layers, values
 
 
-BYTES = {
-    "whole sequences": partial(_bytes_of_a_step, "lfm2_moe", _hidden_states),
+BYTES: dict[str, Any] = {
+    "whole sequences": partial(_bytes_of_a_step, "minimax", _hidden_states),
     "only keys": partial(_bytes_of_a_step, "deepseek_v32", _keys),
+    "outputs of layers": partial(_bytes_of_a_step, "inkling2_text", _layers),
+    "keys of compressors": partial(_bytes_of_a_step, "deepseek_v4", _compressed),
 }
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, BYTES))
+@pytest.mark.skipif(not SINCE_5_23, reason="mixers of older transformers get whole sequences")
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, {k: x for k, x in BYTES.items() if x.args[0] in MODEL_TYPES})
+)
 def test_as_many_bytes_are_sent_as_the_docstring_says(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -9,23 +9,23 @@ import pytest
 from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
 from support.architectures.mixers import MIXERS
 from support.architectures.mixing import mixing
-from support.needs import SINCE_5_23
+from support.architectures.parts import parts_of
+from support.needs import SINCE_5_24
 from torch import nn
 
 from hf_moe_ep import patch
-from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.derive import is_mixer
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
 
-# A text model without a head, and a token classifier: sp_size > 1 needs a language modelling head.
-WITHOUT_HEAD = {"diffusion_gemma_text", "openai_privacy_filter"}
+# A text model without a head: sp_size > 1 needs a loss of tokens.
+WITHOUT_HEAD = {"diffusion_gemma_text"}
 # No module mixes in these types. They are refused only because no test compares them with stock.
 NOT_COMPARED = set(MODEL_TYPES) - SEQUENCE_PARALLEL - WITHOUT_HEAD - {"diffusion_gemma"}
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    layers = find_plan(model).layers
+    layers = parts_of(model).plan.layers
     return [name for name, _ in model.named_modules() if matches(layers, name)]
 
 
@@ -33,10 +33,11 @@ def layers_of(model: nn.Module) -> list[str]:
 def test_the_plan_names_all_mixing_modules(model_type: str) -> None:
     """The plan names every module that needs the whole sequence, and no other module."""
     model = tiny(model_type)
+    plan = parts_of(model).plan
     names_and_classes = {
         (name.rpartition("layers.")[2].partition(".")[2], type(module).__name__)
         for name, module in model.named_modules()
-        for pattern in find_plan(model).mixers
+        for pattern in plan.mixers
         if matches(pattern, name) and is_mixer(module)
     }
     assert names_and_classes == MIXERS[model_type]
@@ -57,14 +58,14 @@ def test_the_table_lists_exactly_the_mixing_modules(model_type: str) -> None:
 def test_types_that_are_not_compared_with_stock_are_refused(model_type: str) -> None:
     message = rf"sp_size \(2\) > 1 was not tested on {model_type}"
     if model_type in WITHOUT_HEAD:
-        message = r"sp_size \(2\) > 1 needs a model with a language modelling head"
+        message = r"sp_size \(2\) > 1 needs a model that computes a loss of its tokens"
     with pytest.raises(ValueError, match=message) as refused:
         patch(tiny(model_type), sp_size=2)
     record_refusal(model_type, "sp", str(refused.value))
 
 
 def test_the_tables_have_only_types_of_transformers() -> None:
-    if SINCE_5_23:  # older transformers lack some types, or their experts are of another kind
+    if SINCE_5_24:  # older transformers lack some types, or their experts are of another kind
         assert set(MODEL_TYPES) >= SEQUENCE_PARALLEL | MIXERS.keys()
     folders = {name.removesuffix("_text").removesuffix("_mm_model") for name in MIXERS}
-    assert len(SEQUENCE_PARALLEL) >= 60 and len(folders) == 22
+    assert len(SEQUENCE_PARALLEL) >= 60 and len(folders) == 25

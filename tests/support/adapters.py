@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from hf_moe_ep.architectures import find_parts
+from support.architectures.parts import parts_of
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ATTENTION = ("q_proj", "v_proj")
@@ -21,7 +21,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def expert_matrices(model: nn.Module) -> list[str]:
     """Return the names of the experts' stacked matrices, as PEFT's target_parameters need them."""
-    parts = find_parts(model)
+    parts = parts_of(model)
     return [
         f"{name}.{weight}"
         for name, experts in parts.experts.items()

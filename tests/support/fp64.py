@@ -24,6 +24,20 @@ class FP64(TorchFunctionMode):
     its engine starts. So backward is called with the mode switched on again.
     """
 
+    _depth = 0
+
+    def __enter__(self) -> Any:
+        FP64._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        FP64._depth -= 1
+        return super().__exit__(*error)
+
+    @classmethod
+    def is_on(cls) -> bool:
+        return cls._depth > 0
+
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -18,6 +18,7 @@ TOWER_IN_BLOCKS = "mm_encoder_outputs" in signature(Qwen3VLMoeModel.forward).par
 NO_TOWER_IN_BLOCKS = "" if TOWER_IN_BLOCKS else "qwen3_vl_moe of this transformers runs its tower"
 needs_tower_in_blocks = pytest.mark.skipif(not TOWER_IN_BLOCKS, reason=NO_TOWER_IN_BLOCKS)
 SINCE_5_23 = Version(transformers.__version__) >= Version("5.23")
+SINCE_5_24 = Version(transformers.__version__) >= Version("5.24")
 # The PEFT version that model.add_adapter() of transformers needs: 0.22 since transformers 5.24.
 _MIN_PEFT = str(getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0"))
 NO_ADD_ADAPTER = ""

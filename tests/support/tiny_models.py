@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import (
     PreTrainedModel,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3MoeForSequenceClassification,
@@ -55,7 +57,32 @@ QWEN3_VL_MOE = {
     "vision_end_token_id": 93,
     "attn_implementation": "sdpa",
 }
+# A delta net and an attention. Its batches are those of QWEN3_VL_MOE.
+_QWEN3_5_MOE = QWEN3_VL_MOE | {
+    "text_config": {name: x for name, x in _QWEN3_MOE.items() if name != "norm_topk_prob"}
+    | {
+        "shared_expert_intermediate_size": 28,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "vision_config": {
+        name: x
+        for name, x in QWEN3_VL_MOE["vision_config"].items()
+        if name != "deepstack_visual_indexes"
+    },
+}
 _ARCHITECTURES = {
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, _QWEN3_5_MOE),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE),
     "qwen3_moe, rewards": (Qwen3MoeConfig, Qwen3MoeForSequenceClassification, _QWEN3_MOE),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, QWEN3_VL_MOE),

@@ -46,7 +46,7 @@ SFT = [
     Case("SFT, LoRA, chat, ep 4", "SFT", lora="TRL's", ep=4, data="chat", arguments=ASSISTANT),
 ]
 
-NO_HEAD = "sp_size (2) > 1 needs a model with a language modelling head"
+NO_HEAD = "sp_size (2) > 1 needs a model that computes a loss of its tokens"
 REWARD = [
     Case("reward", "Reward"),
     Case("reward, ep 4", "Reward", ep=4),

@@ -27,7 +27,7 @@ from support.architectures.mixes import (
 )
 from support.architectures.pictures import takes_sound
 from support.architectures.precision import budget
-from support.architectures.steps import adamw, whole
+from support.architectures.steps import adamw, exactly, whole
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
 from torch import nn
@@ -65,6 +65,11 @@ def _add_adapters(model: nn.Module, seed: int, **options: Any) -> PeftModel:
 
 def assert_equals_peft(build_adapted: Any, name: str, rank: int, world: int) -> list[float]:
     """Compare losses, gradients and AdamW steps with stock PEFT; return the errors."""
+    with exactly(name):
+        return _errors_of_steps(build_adapted, name, rank, world)
+
+
+def _errors_of_steps(build_adapted: Any, name: str, rank: int, world: int) -> list[float]:
     # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     model, stock = build_adapted(name, seed=rank), build_adapted(name, seed=0)

@@ -27,6 +27,7 @@ from support.architectures.mixes import (
     text,
 )
 from support.architectures.precision import budget
+from support.architectures.steps import exactly
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.parity import assert_same_gradients, checkpointing, full_tensor
@@ -48,6 +49,18 @@ def assert_equals_stock(
     **config: Any,
 ) -> list[float]:
     """Compare losses and gradients of every mix, and weights after one more step, with stock."""
+    with exactly(name):
+        return _errors_of_steps(name, rank, world, prepare, data, config)
+
+
+def _errors_of_steps(
+    name: str,
+    rank: int,
+    world: int,
+    prepare: Callable[[nn.Module], Any],
+    data: Callable[[nn.Module], list[tuple[Make, Make]]],
+    config: dict[str, Any],
+) -> list[float]:
     # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     errors = []

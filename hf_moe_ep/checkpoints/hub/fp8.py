@@ -118,17 +118,25 @@ def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, Fi
         ValueError: scales do not have the shape that the weight needs; config.json lacks the size
             of a block.
     """
-    weights = _find_unscaled(tensors)
+    weights = unscaled_keys(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
         key: _join_weight(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
         for key in weights
         if key + _SCALE in tensors
     }
-    removed = {key + _SCALE for key in joined}
-    removed |= {f"{key.removesuffix('weight')}{_ACTIVATION_SCALE}" for key in joined}
-    removed |= {f"{key}_{_ACTIVATION_SCALE}" for key in joined}
+    removed = {part for key in joined for part in scaled_keys(key)[1:]}
     return {key: joined.get(key, tensor) for key, tensor in tensors.items() if key not in removed}
+
+
+def scaled_keys(key: str) -> list[str]:
+    """List the keys that belong to an FP8 weight: its own, and those of its scales."""
+    return [
+        key,
+        key + _SCALE,
+        f"{key.removesuffix('weight')}{_ACTIVATION_SCALE}",
+        f"{key}_{_ACTIVATION_SCALE}",
+    ]
 
 
 def join_stacked_scales(
@@ -142,7 +150,7 @@ def join_stacked_scales(
     Raises:
         ValueError: as in `join_scales`; or scales are missing.
     """
-    weights = _find_unscaled(tensors)
+    weights = unscaled_keys(tensors)
     if not weights:
         return tensors
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
@@ -156,13 +164,13 @@ def join_stacked_scales(
             weight = tensors[piece.key]
             joined[piece.key] = _join_weight(piece.key, weight, name + _SCALE, scales, block)
         del joined[name + _SCALE]
-    if missing := [key + _SCALE for key in _find_unscaled(joined)]:
+    if missing := [key + _SCALE for key in unscaled_keys(joined)]:
         weight_key = missing[0].removesuffix(_SCALE)
         raise ValueError(f"{list_names('missing', missing)}, but {weight_key} is stored in {_FP8}")
     return joined
 
 
-def _find_unscaled(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+def unscaled_keys(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Find the FP8 weights that are not joined with their scales yet."""
     return {
         key: tensor

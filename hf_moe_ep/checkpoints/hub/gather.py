@@ -46,6 +46,7 @@ from hf_moe_ep.checkpoints.storage.boxes import (
     whole_box,
 )
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import is_first, on_first
 from hf_moe_ep.upstream.adapters import adapter_names
@@ -84,7 +85,7 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
         gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
-    return pack_factors(model, full)
+    return as_stock(model, pack_factors(model, full))
 
 
 @torch.no_grad()
@@ -157,16 +158,14 @@ def slabs_for_all(
         slots_E: the row in which each expert is stored, or None if experts are stored in order.
             `change` is called with stored rows; slabs are yielded in the order of the experts.
     """
-    num_bytes = tensor.numel() * dtype.itemsize
-    if num_bytes <= max_bytes or tensor.ndim == 0:
+    boxes = list_slabs(tensor, dtype, max_bytes)
+    if len(boxes) == 1:
         gathered = gather_changed(tensor, change)
         gathered = gathered if slots_E is None else gathered[slots_E.to(gathered.device)]
-        yield whole_box(tensor.shape), gathered
+        yield boxes[0], gathered
         return
-    step = max(1, max_bytes // (num_bytes // len(tensor)))
-    for start in range(0, len(tensor), step):
-        stop = min(start + step, len(tensor))
-        rows = ((start, stop), *((0, size) for size in tensor.shape[1:]))
+    for rows in boxes:
+        start, stop = rows[0]
         if slots_E is not None:
             assert isinstance(tensor, DTensor)
             stored = ((slot, slot + 1) for slot in slots_E[start:stop].tolist())
@@ -176,6 +175,17 @@ def slabs_for_all(
             yield rows, _send_rows(tensor, rows, dtype, change)
         else:
             yield rows, change(rows, tensor.detach()[start:stop])
+
+
+def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
+    """List the boxes of the slabs into which `slabs_for_all` divides a parameter, in order."""
+    num_bytes = tensor.numel() * dtype.itemsize
+    if num_bytes <= max_bytes or tensor.ndim == 0:
+        return [whole_box(tensor.shape)]
+    step = max(1, max_bytes // (num_bytes // len(tensor)))
+    inner = whole_box(tensor.shape[1:])
+    ends = ((start, min(start + step, len(tensor))) for start in range(0, len(tensor), step))
+    return [(rows, *inner) for rows in ends]
 
 
 def gather_changed(tensor: Tensor, change: Change) -> Tensor:

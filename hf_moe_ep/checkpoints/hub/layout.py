@@ -3,7 +3,8 @@
 A layout lists the pieces of each parameter. A piece is a box (index ranges) of a checkpoint tensor
 and the elements of the parameter that it holds. `hub_layout` derives the layout from transformers'
 own conversion: it replaces the model's parameters and buffers by traced tensors, which record the
-origin of each element (`traced.py`). Transformers converts them as `save_pretrained` would, and
+origin of each element (`traced.py`). Stacked weights of `moe/stacked.py` are turned into the stock
+parameters. Transformers converts all tensors as `save_pretrained` would, and
 `derived.py` computes the pieces from the results. A plan can override the layout of stacked expert
 weights.
 
@@ -31,6 +32,7 @@ from hf_moe_ep.checkpoints.hub.pieces import (
 )
 from hf_moe_ep.checkpoints.hub.traced import ZEROS, Tracer, Untraceable
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
+from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -96,7 +98,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     padding: list[Piece] = []
     key = "its conversion"
     try:
-        for key, tensor in to_hub(model, tensors).items():
+        for key, tensor in to_hub(model, as_stock(model, tensors)).items():
             name = originals.get(id(tensor))
             if name is not None:
                 layout[name].append(whole_piece(key, shapes[name]))

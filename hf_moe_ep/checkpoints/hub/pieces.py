@@ -103,7 +103,7 @@ class Piece:
         single = [dim for dim, axis in enumerate(self.axes) if axis is None]
         axes = [axis for axis in self.axes if axis is not None]
         others = [dim for dim in range(len(self.view)) if dim not in axes]
-        moved = values.permute(*varying, *single)
+        moved = values.permute((*varying, *single))
         moved = moved.view([*moved.shape[: len(varying)], *(1 for _ in others)])
         order = [*axes, *others]
         return moved.permute([order.index(dim) for dim in range(len(order))])

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hf_moe_ep.architectures import find_plan
-from hf_moe_ep.checkpoints.hub.fp8 import join_scales, join_stacked_scales
+from hf_moe_ep.architectures import find_block, find_plan
+from hf_moe_ep.checkpoints.hub.fp8 import (
+    join_scales,
+    join_stacked_scales,
+    scaled_keys,
+    unscaled_keys,
+)
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
@@ -32,6 +37,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
     same_values,
 )
+from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import differing, gather, is_first, together
 from hf_moe_ep.state import patched_state
@@ -59,6 +65,7 @@ def described_model(
     `find_dtype` is called if the config names no dtype.
     """
     model = empty_model(folder, None, find_dtype, {})
+    stack_experts(model, find_block(model))
     return model, find_plan(model)
 
 
@@ -74,8 +81,12 @@ def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
 
 
 def find_weights(
-    model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
-) -> dict[str, StoredParameter]:
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    plan: ModelPlan,
+    empty: Iterable[str],
+    ignore_unexpected: Sequence[str] = (),
+) -> Weights:
     """Find where a checkpoint stores the parameters `empty` and all persistent buffers.
 
     Args:
@@ -83,6 +94,7 @@ def find_weights(
         empty: the names of the parameters to read, as in `named_parameters`, which lists a tied
             weight under its first name only. The checkpoint may store a tied weight under any of
             its names.
+        ignore_unexpected: patterns of keys that do not belong to the model and are accepted.
 
     Raises:
         ValueError: on every rank: the folder is no complete checkpoint; tensors are missing, have
@@ -90,15 +102,33 @@ def find_weights(
             different weights.
     """
 
-    def find() -> tuple[dict[str, StoredParameter], str]:
-        found = match_checkpoint(model, directory, plan, empty)
+    def find() -> tuple[Weights, str]:
+        found = match_checkpoint(model, directory, plan, empty, ignore_unexpected)
         if found.unexpected:
-            raise _not_fitting(model, directory, list_names("unexpected", found.unexpected))
-        return found.stored, fingerprint(found.file_tensors)
+            raise _not_fitting(
+                model,
+                directory,
+                f"{list_names('unexpected', found.unexpected)}; if the model does not need them, "
+                f"from_pretrained(.., ignore_unexpected=[pattern]) carries tensors whose keys "
+                f"match a regular expression on to every checkpoint that is saved",
+            )
+        return Weights(found.stored, found.extra), fingerprint(found.file_tensors)
 
-    stored, own_fingerprint = together(f"reading {directory}", find)
+    weights, own_fingerprint = together(f"reading {directory}", find)
     check_same_weights(own_fingerprint, os.fspath(directory))
-    return stored
+    return weights
+
+
+class Weights(NamedTuple):
+    """Where a checkpoint stores the weights of a model.
+
+    Attributes:
+        stored: the parameters that were asked for, and all persistent buffers, by name.
+        extra: the tensors that belong to no parameter, by the keys under which they are saved.
+    """
+
+    stored: dict[str, StoredParameter]
+    extra: dict[str, FileTensor]
 
 
 class Match(NamedTuple):
@@ -107,16 +137,22 @@ class Match(NamedTuple):
     Attributes:
         stored: the parameters that were asked for, and all persistent buffers, by name.
         unexpected: the keys that belong to no parameter and that the model's class does not ignore.
+        extra: the tensors that belong to no parameter and are ignored, as they are in the files.
         file_tensors: all tensors of the checkpoint, by their keys in the files.
     """
 
     stored: dict[str, StoredParameter]
     unexpected: list[str]
+    extra: dict[str, FileTensor]
     file_tensors: dict[str, FileTensor]
 
 
 def match_checkpoint(
-    model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    plan: ModelPlan,
+    empty: Iterable[str],
+    ignore_unexpected: Sequence[str] = (),
 ) -> Match:
     """Find where a checkpoint stores parameters, on this rank alone; see `find_weights`.
 
@@ -134,7 +170,13 @@ def match_checkpoint(
     layout = hub_layout(model, plan, shapes)
     tensors: Mapping[str, FileTensor] = file_tensors
     try:
-        tensors = _rename_keys(model, join_scales(file_tensors, Path(directory)), layout)
+        of_others = _find_scaled_extra(model, file_tensors, layout, ignore_unexpected)
+        joined = join_scales(
+            {key: tensor for key, tensor in file_tensors.items() if key not in of_others},
+            Path(directory),
+        )
+        key_in_file = _rename_keys(model, joined, layout)
+        tensors = {key: joined[in_file] for key, in_file in key_in_file.items()}
         tensors = join_stacked_scales(tensors, layout, Path(directory))
         tensors = join_blocks(tensors, layout)
         stored, known = _match_parameters(model, tensors, layout, plan, set(empty))
@@ -147,8 +189,63 @@ def match_checkpoint(
                 "and save the model"
             )
         raise _not_fitting(model, directory, text) from error
-    unexpected = sorted(unexpected_keys(model, tensors.keys() - known))
-    return Match(stored, unexpected, file_tensors)
+    others = [key for key in tensors if key not in known]
+    unexpected = unexpected_keys(model, others, ignore_unexpected)
+    ignored = set(others) - set(unexpected)
+    extra = {key: file_tensors[key_in_file.get(key, key)] for key in others if key in ignored}
+    extra |= {key: file_tensors[key] for key in of_others}
+    check_extra(extra, layout, stored.values())
+    return Match(stored, sorted(unexpected), extra, file_tensors)
+
+
+def _find_scaled_extra(
+    model: nn.Module,
+    tensors: Mapping[str, FileTensor],
+    layout: Layout,
+    ignore_unexpected: Sequence[str],
+) -> list[str]:
+    """List the keys of quantised weights that are not the model's, and of their scales.
+
+    These tensors are not decoded, and the config may not name the size of their blocks: a model
+    that was loaded in FP8 is saved in bf16, but its extra tensors stay as they are.
+    """
+    prefix = base_prefix(without_adapters(model))
+    own_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
+    own_keys |= {f"{prefix}{key}" for key in own_keys} | {
+        key.removeprefix(prefix) for key in own_keys
+    }
+    weights = [key for key in unscaled_keys(tensors) if key not in own_keys]
+    scaled = [key for weight in weights for key in scaled_keys(weight) if key in tensors]
+    unexpected = set(unexpected_keys(model, scaled, ignore_unexpected))
+    return [key for key in scaled if key not in unexpected]
+
+
+def check_extra(
+    extra: Mapping[str, FileTensor], layout: Layout, stored: Iterable[StoredParameter] = ()
+) -> None:
+    """Raise ValueError if a tensor that is not the model's has a key that the model writes.
+
+    Args:
+        layout: the layout in which the model is saved.
+        stored: the parameters of the model in the same checkpoint, for the error.
+    """
+    own_keys = {piece.key: name for name, pieces in layout.items() for piece in pieces}
+    for key, tensor in extra.items():
+        if key not in own_keys:
+            continue
+        pieces = [(piece, file_tensor) for item in stored for piece, file_tensor in item.pieces]
+        name = own_keys[key]
+        of_same_module = [
+            file_tensor.file
+            for piece, file_tensor in pieces
+            if piece.key == name or piece.key.startswith(f"{name.rpartition('.')[0]}.")
+        ]
+        own_file = of_same_module[0] if of_same_module else "the model"
+        raise ValueError(
+            f"two tensors are called {key}: one in {tensor.file}, which is not part of the model, "
+            f"and the one that the model saves for {name}, read from {own_file}; remove one of "
+            f"them from the checkpoint"
+        )
 
 
 def _not_fitting(model: nn.Module, directory: str | os.PathLike[str], problem: str) -> ValueError:
@@ -158,8 +255,8 @@ def _not_fitting(model: nn.Module, directory: str | os.PathLike[str], problem: s
 
 def _rename_keys(
     model: nn.Module, tensors: Mapping[str, FileTensor], layout: Layout
-) -> Mapping[str, FileTensor]:
-    """Rename the tensors of a checkpoint to the keys under which `model` is saved.
+) -> dict[str, str]:
+    """Map the keys under which `model` is saved to the keys in a checkpoint.
 
     As in transformers, a base model accepts the checkpoint of a model with a head and ignores the
     head, a model with a head accepts the keys of its base model, and both accept older names. A
@@ -174,16 +271,16 @@ def _rename_keys(
         if ignored and is_first():
             text = list_names("ignores", ignored)
             _logger.warning("%s has no head and %s", type(stock).__name__, text)
-        return {key: tensors[in_file] for key, in_file in key_in_file.items()}
+        return key_in_file
     # Some keys may be equal with and without the prefix, so the form with more matches is used.
     with_prefix = model_keys & {f"{prefix}{key}" for key in tensors}
     if not is_base_model(stock) and len(with_prefix) > len(model_keys & tensors.keys()):
-        return {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
+        return {f"{prefix}{key}": key for key in tensors}
     if model_keys <= tensors.keys():
-        return tensors
+        return {key: key for key in tensors}
     unknown, missing = sorted(tensors.keys() - model_keys), sorted(model_keys - tensors.keys())
     new_name = other_names(stock, unknown, missing)
-    return {new_name.get(key, key): tensor for key, tensor in tensors.items()}
+    return {new_name.get(key, key): key for key in tensors}
 
 
 def check_same_weights(own_fingerprint: str, folder: str) -> None:
@@ -281,7 +378,7 @@ def load_weights(
 
     Args:
         model: sharded, on the meta device.
-        weights: the result of `find_weights`.
+        weights: `stored` of the result of `find_weights`.
         device: the device on which parameters are stored.
     """
     allocate_meta(model, device)

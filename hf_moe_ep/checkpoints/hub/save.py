@@ -2,7 +2,8 @@
 
 `save_pretrained` sends one tensor after the other to rank 0, shard by shard (`gather.py`), and rank
 0 writes the files (`write.py`). For a model with adapters, which are small, rank 0 gathers all of
-them and PEFT saves them. `save_state_dict` writes a full state dict that one process holds.
+them and PEFT saves them. `save_state_dict` writes a full state dict that one process holds. Both
+copy the tensors of the loaded checkpoint that the model's class ignores (`extra.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
+from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
+    TensorGroup,
     first_dtype,
     group_tensors,
     parse_size,
@@ -48,6 +51,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     processor: Any = (),
+    extra_tensors: bool = True,
     **kwargs: Any,
 ) -> None:
     """Write `model` so that stock `from_pretrained(directory)` loads it; every rank calls this.
@@ -63,12 +67,16 @@ def save_pretrained(
         dtype: the dtype of the saved weights; None saves in the dtype in which the model was
             loaded. torch.float32 saves the fp32 master weights of a bf16 model.
         processor: a tokenizer or processor to save with the model, or a list of them.
+        extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
+            such as layers for multi-token prediction, byte for byte and under their own keys. A
+            model with adapters saves none: they are in its base.
         kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
         ValueError: the model is not patched; `max_shard_size` is no size; the experts are held
-            quantised and the model has no adapters; ranks pass different arguments (raised on every
-            rank).
+            quantised and the model has no adapters; the files of the extra tensors are gone or
+            have changed since the model was loaded; ranks pass different arguments (raised on every
+            rank; nothing is written).
         TypeError: `kwargs` are given for a model without adapters.
         RuntimeError: a rank has not called this within five minutes; rank 0 cannot write (raised on
             every rank; the previous checkpoint stays complete).
@@ -80,7 +88,12 @@ def save_pretrained(
         _save_adapters(model, folder, processors, kwargs)
         return
     # The number of collectives depends on these arguments.
-    check_alike("save_pretrained", max_shard_size=max_shard_size, dtype=dtype)
+    check_alike(
+        "save_pretrained",
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        extra_tensors=extra_tensors,
+    )
     if kwargs:
         raise TypeError(f"save_pretrained() got unexpected arguments: {', '.join(kwargs)}")
     state = find_state(model)
@@ -90,7 +103,7 @@ def save_pretrained(
     check_whole_weights(model, "save_pretrained")
     size = parse_size(max_shard_size)
     with experts_in_hub_order(model):
-        _save_weights(model, state, folder, size, dtype, processors)
+        _save_weights(model, state, folder, size, dtype, processors, extra_tensors)
 
 
 def _save_weights(
@@ -100,6 +113,7 @@ def _save_weights(
     max_shard_size: int,
     dtype: torch.dtype | None,
     processors: Sequence[Any],
+    extra_tensors: bool,
 ) -> None:
     tensors = distinct_tensors(model)
     groups = group_tensors(
@@ -111,12 +125,25 @@ def _save_weights(
     )
     files = split_files(groups, max_shard_size)
 
-    def write_configs() -> Path:
+    def prepare() -> tuple[Path, int]:
+        files.extend(_extra_files(state, groups, max_shard_size, extra_tensors))
         folder.mkdir(parents=True, exist_ok=True)
-        return stage_configs(model, folder, first_dtype(groups), processors)
+        return stage_configs(model, folder, first_dtype(groups), processors), len(files)
 
-    configs = on_first(f"saving to {folder}", write_configs)
+    configs, num_files = on_first(f"saving to {folder}", prepare)
+    # Every rank takes part in writing each file, but only rank 0 reads and writes extra tensors.
+    files.extend([] for _ in range(num_files - len(files)))
     write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
+    if is_first():
+        follow_copies(state, folder)
+
+
+def _extra_files(
+    state: ModelState, groups: Iterable[TensorGroup], max_shard_size: int, wanted: bool
+) -> list[list[TensorGroup]]:
+    own_keys = {key for group in groups for key in group.shapes}
+    tensors = find_to_copy(state.extra if wanted else None, own_keys)
+    return split_files(copy_groups(tensors), max_shard_size)
 
 
 def save_state_dict(
@@ -124,11 +151,13 @@ def save_state_dict(
     directory: str | os.PathLike[str],
     state_dict: Mapping[str, Tensor],
     max_shard_size: int | str = "5GB",
+    extra_tensors: bool = True,
 ) -> None:
     """Write a full state dict in the hub's layout; one process calls this.
 
     Raises:
-        ValueError: the state dict lacks tensors of the model, or has others; nothing is written.
+        ValueError: the state dict lacks tensors of the model, or has others; or the files of the
+            extra tensors are gone or have changed. Nothing is written.
     """
     state = find_state(model)
     assert state is not None
@@ -153,10 +182,12 @@ def save_state_dict(
         lambda _, tensor: tensor.dtype,
         lambda _, tensor: whole(tensor),
     )
+    max_bytes = parse_size(max_shard_size)
+    files = split_files(groups, max_bytes) + _extra_files(state, groups, max_bytes, extra_tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    files = split_files(groups, parse_size(max_shard_size))
     configs = stage_configs(model, folder, first_dtype(groups), ())
     write_checkpoint(folder, files, configs=configs)
+    follow_copies(state, folder)
 
 
 def _save_adapters(

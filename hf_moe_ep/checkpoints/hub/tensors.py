@@ -15,22 +15,36 @@ them still iterate.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.gather import gather_changed, slabs_for_all
+from hf_moe_ep.checkpoints.hub.extra import find_to_copy, send_extra
+from hf_moe_ep.checkpoints.hub.fp8_blocks import (
+    FP8,
+    encode_blocks,
+    fp8_config,
+    fp8_weights,
+    has_blocks,
+    scale_key,
+)
+from hf_moe_ep.checkpoints.hub.gather import gather_changed, list_slabs, slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
-from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
+from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
-from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, saved_dtype
-from hf_moe_ep.checkpoints.storage.boxes import Box
+from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
-from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls
+from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls, on_first
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
@@ -55,9 +69,11 @@ def hub_tensors(
     model: nn.Module,
     *,
     merge_adapters: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_bytes: int = 2**30,
-) -> Iterator[tuple[str, Tensor]]:
+    extra_tensors: bool = True,
+    since: SyncToken | None = None,
+) -> HubTensors:
     """Iterate over (hub key, full tensor) of a patched model, the same on every rank.
 
         for key, tensor in hub_tensors(model):
@@ -82,16 +98,27 @@ def hub_tensors(
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
             and modules_to_save replace the originals. Keys are those of a model without adapters.
         dtype: the dtype of the tensors; None yields the dtype in which the model was loaded, as
-            `save_pretrained` does.
+            `save_pretrained` does. "fp8" yields the weights of experts and Linear layers in E4M3
+            with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
+            (`x.weight`, then `x.weight_scale_inv`); `HubTensors.quantization_config` describes it.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
             yielded last. A single tensor that is larger is yielded all the same (the embedding, or
             all experts of a layer if the hub stores them in one tensor); it is assembled from small
             slabs. In addition each rank holds the whole factors of one parameter's adapters.
+        extra_tensors: yield, behind all others, the tensors of the loaded checkpoint that the
+            model's class ignores (layers for multi-token prediction), in their own dtypes. They do
+            not change, so an engine that has loaded them once needs them no more.
+        since: the token of an engine. Tensors that have not changed since the last iteration with
+            this token are left out; the first one yields all. All ranks pass a token of their own.
+
+    Returns:
+        An iterator, whose `metadata()` lists key, dtype and shape of all tensors.
 
     Raises:
         ValueError: the model is not patched or is on the meta device; it has adapters and
             `merge_adapters` is False, or adapters that cannot be merged or are disabled; its
-            experts are held quantised; ranks pass different arguments (raised on every rank).
+            experts are held quantised; the files of the extra tensors are gone or have changed
+            since the model was loaded; ranks pass different arguments (raised on every rank).
         RuntimeError: a rank has not begun to iterate within five minutes, or has stopped early;
             `balance_experts` has moved experts since the first tensor.
     """
@@ -99,8 +126,14 @@ def hub_tensors(
     state = patched_state(model)
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
         raise ValueError(f"max_bytes {max_bytes!r} is no number of bytes; try 2**30")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating point dtype; try torch.bfloat16")
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype not in (None, FP8) and not is_float:
+        raise ValueError(
+            f"dtype {dtype!r} is no floating point dtype; try torch.bfloat16, or {FP8!r} for E4M3 "
+            f"with scales of blocks"
+        )
+    if since is not None and not isinstance(since, SyncToken):
+        raise ValueError(f"since={since!r} is no SyncToken; make one per engine: SyncToken()")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("this model is on the meta device, without values to send; load it first")
     check_whole_weights(model, "hub_tensors")
@@ -111,42 +144,272 @@ def hub_tensors(
             "this model has adapters, which are not part of its own weights; pass "
             "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"
         )
-    return _iterate(model, state, merge_adapters, dtype, max_bytes)
+    return HubTensors(_Source(model, state, merge_adapters, dtype, max_bytes, extra_tensors, since))
 
 
-@torch.inference_mode(False)
-def _iterate(
-    model: nn.Module,
-    state: ModelState,
-    merge_adapters: bool,
-    dtype: torch.dtype | None,
-    max_bytes: int,
-) -> Iterator[tuple[str, Tensor]]:
-    # Inference mode is off here, because a sharded model has no state dict in inference mode.
-    still_here = None
-    if state.meshes is not None:
-        check_everyone_calls("hub_tensors")
-        check_alike(
-            "hub_tensors",
-            model=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters())} values",
-            merge_adapters=merge_adapters,
-            active_adapters=active_adapters(model),
-            dtype=dtype,
-            max_bytes=max_bytes,
-        )
-        still_here = StillHere("hub_tensors", state.device)
-    placements = [layer.placement for layer in state.moe_layers]
-    try:
-        for group in _describe_groups(model, state, dtype, max_bytes // _SLABS):
-            for key_and_tensor in _assemble(group, still_here):
-                yield key_and_tensor
-                _check_not_moved(placements, state)
-    except GeneratorExit:
+class TensorInfo(NamedTuple):
+    """A tensor that `hub_tensors` yields."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Contents:
+    """What one iteration yields.
+
+    Attributes:
+        groups: the tensors of the model.
+        in_fp8: the keys that are yielded in FP8.
+        extra: the extra tensors in the files of rank 0.
+        signatures: by the first key of each group, what stands for its values; empty without
+            `since`.
+    """
+
+    groups: list[TensorGroup]
+    in_fp8: set[str]
+    extra: dict[str, FileTensor]
+    signatures: dict[str, str]
+
+
+class HubTensors(Iterator[tuple[str, Tensor]]):
+    """The iterator that `hub_tensors` returns."""
+
+    def __init__(self, source: _Source) -> None:
+        # The generator must not refer to this object: when the last reference to this object is
+        # deleted, the generator is deleted too, and informs the other ranks.
+        self._source = source
+        self._tensors = source.iterate()
+
+    def __iter__(self) -> HubTensors:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._tensors)
+
+    def close(self) -> None:
+        """Stop early. Other ranks that go on iterating raise an error."""
+        self._tensors.close()
+
+    def metadata(self) -> list[TensorInfo]:
+        """List what will be yielded, in order, without gathering a value.
+
+        Engines that receive broadcasts need names, dtypes and shapes first (vLLM's and SGLang's
+        weight updates). Every rank calls this, because only rank 0 knows the extra tensors, and
+        because with `since` all ranks compare their values.
+        """
+        return self._source.list_metadata()
+
+    def metadata_of_rank(self) -> list[TensorInfo]:
+        """List the same without a collective; the extra tensors are known to rank 0 only.
+
+        With `since`, tensors that have not changed are listed, too.
+        """
+        return self._source.list_own_metadata()
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """The entry of config.json with which an engine serves the tensors of `dtype="fp8"`.
+
+        Raises:
+            ValueError: the tensors are not yielded in FP8.
+        """
+        return self._source.quantization_config()
+
+
+class _Source:
+    """What `hub_tensors` sends, and how."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: ModelState,
+        merge_adapters: bool,
+        dtype: torch.dtype | str | None,
+        max_bytes: int,
+        extra_tensors: bool,
+        since: SyncToken | None,
+    ) -> None:
+        self._model, self._state = model, state
+        self._merge_adapters, self._dtype, self._max_bytes = merge_adapters, dtype, max_bytes
+        self._extra_tensors, self._since = extra_tensors, since
+        self._contents: _Contents | None = None
+
+    def list_metadata(self) -> list[TensorInfo]:
+        return self._list_metadata(self._prepare())
+
+    def list_own_metadata(self) -> list[TensorInfo]:
+        """Return the list as this rank knows it, without asking other ranks."""
+        groups = self._describe()
+        keys = {key for group in groups for key in group.shapes}
+        extra = find_to_copy(self._state.extra if self._extra_tensors else None, keys)
+        return self._list_metadata(_Contents(groups, self._find_fp8(groups), extra, {}))
+
+    def _list_metadata(self, contents: _Contents) -> list[TensorInfo]:
+        infos = []
+        for group in contents.groups:
+            slabs = _empty_slabs(self._model, group, self._max_bytes // _SLABS)
+            for key, tensor in _assemble(replace(group, parameters=slabs), None):
+                for new_key, encoded in self._encode(key, tensor, contents):
+                    infos.append(TensorInfo(new_key, encoded.dtype, tuple(encoded.shape)))
+        infos += [TensorInfo(key, t.dtype, t.shape) for key, t in contents.extra.items()]
+        return infos
+
+    def quantization_config(self) -> dict[str, Any]:
+        if self._dtype != FP8:
+            raise ValueError(f"dtype={self._dtype!r} yields no FP8; pass dtype={FP8!r}")
+        groups = self._describe()
+        in_fp8 = self._find_fp8(groups)
+        matrices = (key for g in groups for key, shape in g.shapes.items() if len(shape) > 1)
+        return fp8_config(key for key in matrices if key not in in_fp8)
+
+    def _describe(self) -> list[TensorGroup]:
+        dtype = self._dtype if isinstance(self._dtype, torch.dtype) else None
+        return _describe_groups(self._model, self._state, dtype, self._max_bytes // _SLABS)
+
+    def _find_fp8(self, groups: list[TensorGroup]) -> set[str]:
+        """Return the keys of the tensors that are yielded in FP8."""
+        if self._dtype != FP8:
+            return set()
+        names = fp8_weights(self._model, self._state.plan)
+        return {
+            key
+            for group in groups
+            if set(map(file_name, group.names)) <= names
+            for key, shape in group.shapes.items()
+            if has_blocks(shape)
+        }
+
+    @torch.inference_mode(False)
+    def _prepare(self) -> _Contents:
+        """Find what is yielded; every rank calls this."""
+        # Inference mode is off, because a sharded model has no state dict in inference mode.
+        if self._contents is not None:
+            return self._contents
+        model, state = self._model, self._state
+        if state.meshes is not None:
+            check_everyone_calls("hub_tensors")
+            check_alike(
+                "hub_tensors",
+                model=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters())} "
+                "values",
+                merge_adapters=self._merge_adapters,
+                active_adapters=active_adapters(model),
+                dtype=self._dtype,
+                max_bytes=self._max_bytes,
+                extra_tensors=self._extra_tensors,
+                since=None if self._since is None else len(self._since),
+            )
+        groups = self._describe()
+        in_fp8 = self._find_fp8(groups)
+        extra = _find_extra(state, groups, self._extra_tensors)
+        signatures: dict[str, str] = {}
+        if self._since is not None:
+            signatures = self._sign(groups, extra)
+            held = {key for key, text in signatures.items() if self._since.holds(key, text)}
+            groups = [group for group in groups if next(iter(group.shapes)) not in held]
+            extra = {key: tensor for key, tensor in extra.items() if key not in held}
+        self._contents = _Contents(groups, in_fp8, extra, signatures)
+        return self._contents
+
+    def _sign(self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]) -> dict[str, str]:
+        """Return, by the first key of each group and the key of each extra tensor, its values."""
+        model = self._model
+        tensors = distinct_tensors(model, left_out_by_merging(model))
+        updates = updates_of(model, tensors.values())
+        slots = placement_by_tensor(model)
+        sources: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for tensor in tensors.values():
+            sources[id(tensor)] = tensor, slots.get(id(tensor))
+            for update in updates.get(id(tensor), ()):
+                sources |= {id(factor): (factor, None) for factor in (update.a, update.b)}
+        sums = dict(zip(sources, checksums(list(sources.values())), strict=True))
+        signatures = {}
+        for group in groups:
+            values = [
+                [sums[id(tensors[name])]]
+                + [
+                    (sums[id(update.a)], sums[id(update.b)], update.scale)
+                    for update in updates.get(id(tensors[name]), ())
+                ]
+                for name in group.names
+            ]
+            text = repr((list(group.shapes), group.dtype, self._dtype, values))
+            signatures[next(iter(group.shapes))] = hashlib.sha256(text.encode()).hexdigest()
+        return signatures | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
+
+    def _encode(
+        self, key: str, tensor: Tensor, contents: _Contents
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield a tensor, or its values in FP8 and their scales."""
+        if key not in contents.in_fp8:
+            yield key, tensor
+            return
+        values, scales = encode_blocks(tensor)
+        yield key, values
+        yield scale_key(key), scales
+
+    @torch.inference_mode(False)
+    def iterate(self) -> Generator[tuple[str, Tensor], None, None]:
+        state = self._state
+        was_prepared = self._contents is not None
+        contents = self._prepare()
+        still_here = None
+        if state.meshes is not None:
+            if was_prepared:
+                check_everyone_calls("hub_tensors")
+            still_here = StillHere("hub_tensors", state.device)
+        placements = [layer.placement for layer in state.moe_layers]
+        device = next(self._model.parameters()).device if state.meshes is None else state.device
+        max_bytes = max(1, self._max_bytes // _SLABS)
+        if self._since is not None:
+            self._since.clear()
+        try:
+            for group in contents.groups:
+                for key, tensor in _assemble(group, still_here):
+                    yield from self._encode(key, tensor, contents)
+                    del tensor
+                    _check_not_moved(placements, state)
+            yield from send_extra(contents.extra, device, max_bytes, still_here)
+        except GeneratorExit:
+            if still_here is not None:
+                still_here.leave()
+            raise
         if still_here is not None:
-            still_here.leave()
-        raise
-    if still_here is not None:
-        still_here.end()
+            still_here.end()
+        if self._since is not None:
+            self._since.set(contents.signatures)
+
+
+def _empty_slabs(
+    model: nn.Module, group: TensorGroup, max_bytes: int
+) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
+    """Return the parameters of a group with slabs that have shapes but no values."""
+    tensors = distinct_tensors(model, left_out_by_merging(model))
+
+    def slabs(tensor: Tensor) -> Slabs:
+        for box in list_slabs(tensor, group.dtype, max_bytes):
+            yield box, torch.empty(box_sizes(box), dtype=group.dtype, device="meta")
+
+    parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = []
+    for number, (pieces, stock_slabs) in enumerate(group.parameters):
+        is_parameter = number < len(group.names)
+        own = partial(slabs, tensors[group.names[number]]) if is_parameter else stock_slabs
+        parameters.append((pieces, own))
+    return parameters
+
+
+def _find_extra(
+    state: ModelState, groups: list[TensorGroup], wanted: bool
+) -> dict[str, FileTensor]:
+    """Return where rank 0 has the extra tensors, on every rank."""
+    own_keys = {key for group in groups for key in group.shapes}
+
+    def find() -> dict[str, FileTensor]:
+        return find_to_copy(state.extra if wanted else None, own_keys)
+
+    return find() if state.meshes is None else on_first("hub_tensors", find)
 
 
 def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:

@@ -121,6 +121,30 @@ class Traced(torch.Tensor):
         axes = (*self.axes[:dim], *self.axes[dim + 1 :])
         return Traced(self.base + self.axes[dim][index], axes)
 
+    def __getitem__(self, index: Any) -> Traced:
+        """Take the elements of integers, slices and at most one list of integers, one per dim."""
+        indices = index if isinstance(index, tuple) else (index,)
+        kinds = [type(i) for i in indices]
+        if not {int, slice, list}.issuperset(kinds) or kinds.count(list) > (int not in kinds):
+            raise Untraceable(f"cannot take the elements {index!r}")
+        taken, dim = self, 0
+        for i in indices:
+            if isinstance(i, int):
+                taken = taken.select(dim, i)
+                continue
+            axes = taken.axes
+            taken = Traced(taken.base, (*axes[:dim], axes[dim][i], *axes[dim + 1 :]))
+            dim += 1
+        return taken
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Traced:
+        start, end = start_dim % self.ndim, end_dim % self.ndim
+        return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Traced:  # type: ignore[override]
+        dim %= self.ndim
+        return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+
     def squeeze(self, dim: int | None = None) -> Traced:  # type: ignore[override]
         if dim is not None:
             return self.select(dim, 0) if len(self.axes[dim]) == 1 else self

@@ -79,10 +79,12 @@ class TensorGroup:
             tensor) and a function that yields its slabs. Zeros that pad a checkpoint tensor are
             listed like a parameter.
         dtype: the dtype in the checkpoint.
+        names: the names of the parameters in the model.
     """
 
     parameters: Sequence[tuple[list[Piece], Callable[[], Slabs]]]
     dtype: torch.dtype
+    names: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -139,7 +141,7 @@ def group_tensors(
         keys = {piece.key for pieces, _ in parameters for piece in pieces}
         padding = [piece for piece in layout[PADDING] if piece.key in keys]
         parameters += [([piece], partial(_make_zero_slabs, piece, dtype)) for piece in padding]
-        groups.append(TensorGroup(parameters, dtype))
+        groups.append(TensorGroup(parameters, dtype, tuple(name_in_model[name] for name in group)))
     return groups
 
 

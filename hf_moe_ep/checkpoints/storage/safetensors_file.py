@@ -31,6 +31,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -69,6 +70,7 @@ _MAX_HEADER = 100_000_000  # the library's own limit
 # A fingerprint reads this many bytes of up to this many tensors of each kind.
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
 _CHUNK = 4 << 20  # bytes
+_HASHED_ASIDE = 1 << 18  # bytes
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,16 @@ def same_values(tensor: FileTensor, other: FileTensor) -> bool:
     return True
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that safetensors files have for a dtype: "BF16"."""
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that has the name `name` in safetensors files."""
+    return _DTYPES[name]
+
+
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError if safetensors files cannot hold a dtype."""
     if dtype not in _DTYPE_NAMES:
@@ -330,6 +342,7 @@ class Writer:
         self._tensors = {key: replace(tensor, start=data + tensor.start) for key, tensor in tensors}
         self._path, self._num_missing = path, data + end
         self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_moe_ep hashes")
         self._file = path.open("wb", buffering=0)
         self._write_bytes(len(text).to_bytes(8, "little") + text, 0)
 
@@ -347,7 +360,12 @@ class Writer:
 
     def _write_bytes(self, data: bytes | memoryview, start: int) -> None:
         self._in_order = self._in_order and start == self._end
-        if self._in_order:
+        # A large part is hashed while it is written. Both end before the next part, so that no part
+        # stays in memory.
+        hashed: Future[None] | None = None
+        if self._in_order and len(data) >= _HASHED_ASIDE:
+            hashed = self._hashing.submit(self._digest.update, data)
+        elif self._in_order:
             self._digest.update(data)
         if start != self._end:
             self._file.seek(start)
@@ -357,6 +375,9 @@ class Writer:
                 remaining = remaining[self._file.write(remaining) :]
         except OSError as error:  # add the file name: the disk may be full
             raise OSError(error.errno, error.strerror, os.fspath(self._path)) from error
+        finally:
+            if hashed is not None:
+                hashed.result()
         self._end = start + len(data)
         self._num_missing -= len(data)
 
@@ -376,6 +397,7 @@ class Writer:
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
+            self._hashing.shutdown()
 
     @property
     def sha256(self) -> str:

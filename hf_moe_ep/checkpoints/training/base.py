@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
+from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.together import on_first
@@ -42,8 +43,6 @@ BASE = "quantised_base.json"
 _FORMAT = 1
 # The words in which a row of bytes can be read; the first one that divides the row is used.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# The seeds of the two independent sums.
-_SEEDS = (1, 0x5851F42D4C957F2D)
 
 
 def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | None:
@@ -183,8 +182,8 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
         # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
         positions = _find_word_positions(words, box, expert_of[slot], tensor.shape[1])
-        for index, seed in enumerate(_SEEDS):
-            total[index] += _mix_bits(words + _mix_bits(positions + seed)).sum()
+        for index, seed in enumerate(SEEDS):
+            total[index] += mix_bits(words + mix_bits(positions + seed)).sum()
     return total
 
 
@@ -194,23 +193,3 @@ def _find_word_positions(words: Tensor, box: Box, expert: int, num_rows: int) ->
     words_per_row = words.shape[-1]
     start = (expert * num_rows + first_row) * words_per_row
     return torch.arange(start, start + words.numel(), device=words.device).view(words.shape)
-
-
-def _mix_bits(x: Tensor) -> Tensor:
-    """Make every bit of the result depend on all bits of x, by splitmix64.
-
-    Source: Steele, Lea, Flood, OOPSLA 2014.
-    """
-    x = x * _as_signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _as_signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _as_signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Shift int64 values to the right as if they were unsigned."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _as_signed(number: int) -> int:
-    return number - (1 << 64)

@@ -7,6 +7,7 @@
                              writes its shards in torch.distributed.checkpoint's format
                              (`part_files.py`)
     state.json               everything else (`state_file.py`)
+    extra_tensors.json       where tensors lie that the model's class ignores (`extra.py`)
     quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
     config.json, ..          the model's config, for `hf-moe-ep convert`
@@ -36,6 +37,7 @@ from hf_moe_ep.checkpoints.storage.part_files import (
 )
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
+from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.ranks.background import is_written
 from hf_moe_ep.ranks.together import this_rank, world_size
@@ -84,7 +86,7 @@ def check_free(path: Path) -> None:
 
 
 def _is_known(name: str) -> bool:
-    known = (TENSORS, STATE, BASE, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
+    known = (TENSORS, STATE, BASE, EXTRA, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
     return name in known or name.startswith(STAGED) or Path(name).match("random-*.json")
 
 

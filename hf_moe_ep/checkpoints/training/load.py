@@ -28,6 +28,7 @@ from hf_moe_ep.checkpoints.storage.json_values import decode
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import check_base
+from hf_moe_ep.checkpoints.training.extra import EXTRA, restore_extra
 from hf_moe_ep.checkpoints.training.same_run import check_model, check_optimizer
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
@@ -77,8 +78,8 @@ def load_checkpoint(
 
     Raises:
         ValueError: on every rank, before anything is changed: there is no complete checkpoint, a
-            file is damaged, or the model, its quantised base or the optimizer differs from the
-            saved one. The error names the file or the tensors.
+            file is damaged, or the model, its quantised base, the tensors that its class ignores or
+            the optimizer differs from the saved one. The error names the file or the tensors.
         RuntimeError: on every rank: a rank could not read.
     """
     check_everyone_calls("load_checkpoint")
@@ -93,6 +94,7 @@ def load_checkpoint(
     if verify:
         manifest.check(path)
     check_base(path, model)
+    on_first(f"reading {path}", lambda: restore_extra(state, path / EXTRA))
 
     def compare() -> tuple[StateFile, dict[str, Tensor]]:
         saved = folder.read_state(path)

@@ -32,6 +32,7 @@ from hf_moe_ep.checkpoints.storage.part_files import Shards
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
+from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -62,6 +63,7 @@ class _Snapshot:
     random: dict[str, Any]
     layout: dict[str, Any]
     base: dict[str, Any] | None = None
+    extra: dict[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -77,7 +79,9 @@ def save_checkpoint(
 
     For a model with PEFT adapters, all adapters (active or not), other trainable parameters and all
     persistent buffers are saved, but not the frozen base. For experts that are held quantised,
-    hashes are saved; `load_checkpoint` compares them with the base of the model.
+    hashes are saved; `load_checkpoint` compares them with the base of the model. Tensors of the
+    loaded checkpoint that the model's class ignores are not copied: the new checkpoint remembers
+    where they lie, and their hashes.
 
     Args:
         directory: a folder for this checkpoint only (`out/step-100`), shared by all ranks. If it
@@ -113,7 +117,11 @@ def save_checkpoint(
     def prepare() -> _Snapshot:
         if is_first():
             folder.check_free(path)
+            extra = describe_extra(state)
+        else:
+            extra = None
         snapshot = _take_snapshot(model, optimizer, scheduler, progress, state)
+        snapshot.extra = extra
         if asynchronous:
             snapshot.files = [
                 {name: (box, values.to("cpu", copy=True)) for name, (box, values) in shards.items()}
@@ -181,6 +189,8 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
             folder.write_json(path / folder.STATE, snapshot.state)
             if snapshot.base is not None:
                 folder.write_json(path / BASE, snapshot.base)
+            if snapshot.extra is not None:
+                folder.write_json(path / EXTRA, snapshot.extra)
 
     written = together(f"saving {path}", write_tensors, group)
     together(f"saving {path}", write_other_files, group)

@@ -178,7 +178,8 @@ class AllToAllExchange:
         token_of_row_N: the token of each row that is sent or stays, in the order of the module
             docstring; int32.
         slots_TJ: the rows of each token, see `ops/permute.py`; int32.
-        local_id_E: the number of each expert on this rank; L for experts of other ranks.
+        local_id_E: the number of each expert on this rank; L for experts of other ranks, and for
+            one more id, E, which means "no expert".
         send_counts, recv_counts: the numbers of rows to and from each rank of the ep group; 0 for
             this rank.
         num_own: the number of rows that stay on this rank.

@@ -22,7 +22,9 @@ def make_dispatcher(
     if meshes.ep_size == 1:
         return None
     group = meshes.ep.get_group()
-    chunks, limit = config.dispatch_chunks, config.max_tokens_per_rank
+    # The first forward chooses the number of chunks if the config does not.
+    chunks = 1 if isinstance(config.dispatch_chunks, str) else config.dispatch_chunks
+    limit = config.max_tokens_per_rank
     if config.dispatcher == "deepep":
         buffer = GroupBuffer(group, num_sms=config.deepep_num_sms)
         return DeepEP(buffer, num_experts, num_chunks=chunks, max_rows=limit)

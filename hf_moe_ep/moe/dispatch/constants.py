@@ -40,10 +40,14 @@ class Constants:
     def number_experts(
         self, num_experts: int, num_local: int, rank: int, device: torch.device
     ) -> Tensor:
-        """Number the experts of `rank` from 0, and give all other experts the number L."""
+        """Number the experts of `rank` from 0, and give all other experts the number L.
+
+        The result has one more element, for the id `num_experts`, which means "no expert": a token
+        may choose experts and "no expert" (`moe/stacked.py`).
+        """
         key = (num_experts, num_local, rank, device)
         if key not in self._tensors:
-            local_id_E = torch.full((num_experts,), num_local, device=device)
+            local_id_E = torch.full((num_experts + 1,), num_local, device=device)
             first = rank * num_local
             local_id_E[first : first + num_local] = torch.arange(num_local, device=device)
             self._tensors[key] = local_id_E

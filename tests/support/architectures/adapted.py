@@ -7,8 +7,13 @@ from support.adapters import expert_matrices
 from support.architectures.steps import build
 
 # Linear layers that PEFT cannot adapt: o_a_proj is a grouped product, a kernel reads the weight of
-# out_proj without a call of its forward, and router returns three values.
-NOT_BY_PEFT = {"deepseek_v4": ["o_a_proj"], "nemotron_h": ["out_proj"], "phimoe": ["router"]}
+# out_proj without a call of its forward, and routers return several values.
+NOT_BY_PEFT = {
+    "deepseek_v4": ["o_a_proj"],
+    "llama4_text": ["router"],
+    "nemotron_h": ["out_proj"],
+    "phimoe": ["router"],
+}
 
 
 def build_adapted(model_type: str, seed: int) -> PeftModel:

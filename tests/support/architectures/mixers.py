@@ -1,15 +1,15 @@
 """The modules of decoder layers that mix tokens outside of the attention interface (`MIXERS`).
 
-22 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
-have a type of their own for the text model, so these are 28 model types. test_refused.py compares
+25 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
+have a type of their own for the text model, so these are 32 model types. test_refused.py compares
 this table with the behaviour of the modules and with the derived plans.
 """
 
 from torch import nn
 
-from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.sequence.attach import mixers_by_split
 from hf_moe_ep.sequence.gather import Split
+from support.architectures.parts import parts_of
 
 # Model type, name of a module in its decoder layer, and class of the module in Transformers.
 MIXES = """
@@ -25,10 +25,19 @@ glm5_next          self_attn.indexer          Glm5NextTextIndexer
 glm_moe_dsa        self_attn.indexer          GlmMoeDsaIndexer
 granitemoehybrid   mamba                      GraniteMoeHybridMambaLayer
 hy_v4              self_attn.indexer          HYV4Indexer
+hy_v4_vl           self_attn.indexer          HYV4VLIndexer
 inkling2           post_attention_convolution Inkling2ShortConvolution
 inkling2           post_mlp_convolution       Inkling2ShortConvolution
 inkling2           self_attn.k_proj           Inkling2KeyValueProjection
 inkling2           self_attn.v_proj           Inkling2KeyValueProjection
+inkling2_loop      post_attention_convolution Inkling2LoopShortConvolution
+inkling2_loop      post_mlp_convolution       Inkling2LoopShortConvolution
+inkling2_loop      self_attn.k_proj           Inkling2LoopKeyValueProjection
+inkling2_loop      self_attn.v_proj           Inkling2LoopKeyValueProjection
+inkling2_loop_text post_attention_convolution Inkling2LoopShortConvolution
+inkling2_loop_text post_mlp_convolution       Inkling2LoopShortConvolution
+inkling2_loop_text self_attn.k_proj           Inkling2LoopKeyValueProjection
+inkling2_loop_text self_attn.v_proj           Inkling2LoopKeyValueProjection
 inkling2_text      post_attention_convolution Inkling2ShortConvolution
 inkling2_text      post_mlp_convolution       Inkling2ShortConvolution
 inkling2_text      self_attn.k_proj           Inkling2KeyValueProjection
@@ -43,6 +52,7 @@ inkling_text       self_attn.k_sconv          InklingShortConvolution
 inkling_text       self_attn.v_sconv          InklingShortConvolution
 jamba              mamba                      JambaMambaMixer
 kimi_linear        self_attn                  KimiLinearDeltaAttention
+lara_mini          linear_attn                LaraMiniGatedDeltaNet
 lfm2_moe           conv                       Lfm2MoeShortConv
 minimax            self_attn                  MiniMaxLightningAttention
 minimax_m3_vl      self_attn.indexer          MiniMaxM3VLIndexer
@@ -67,7 +77,7 @@ for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlin
 
 def gathered_names(model: nn.Module) -> list[str]:
     """List the modules of a model for which sequences or keys are gathered, as Markdown."""
-    mixers = mixers_by_split(find_parts(model))
+    mixers = mixers_by_split(parts_of(model))
     names = [f"`{name}` ({kind})" for name, kind in mixers.get(Split.NOT, ())]
     keys = [f"`{name}` ({kind}), only keys" for name, kind in mixers.get(Split.QUERIES, ())]
     return names + keys

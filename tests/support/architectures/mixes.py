@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_moe_ep.derive import derive_plan
 from support.architectures.models import tiny
+from support.architectures.parts import parts_of
 from support.architectures.pictures import mixed_batch, takes_sound
 from support.architectures.sizes import PLACEHOLDERS, tiny_config
 from support.architectures.types import MODEL_TYPES
@@ -141,15 +141,12 @@ def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) 
 
 
 COMPOSITES = {"kimi_k25": kimi_k25, "internvl": internvl}
-# patch() refuses the experts of this type before it looks at the tower (steps.py, REFUSED).
-REFUSED = {"inkling2"}
-# patch() refuses this type as well. Its forward is not causal and takes no labels.
+# patch() refuses this type (steps.py, REFUSED). Its forward is not causal and takes no labels.
 WITHOUT_LABELS = {"diffusion_gemma"}
 TYPES = [
     name
     for name in MODEL_TYPES
-    if getattr(tiny_config(name), "vision_config", None) is not None
-    and name not in REFUSED | WITHOUT_LABELS
+    if getattr(tiny_config(name), "vision_config", None) is not None and name not in WITHOUT_LABELS
 ]
 
 
@@ -177,6 +174,6 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 def parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the encoders (towers, projectors) of a model that is not sharded."""
-    plan = derive_plan(model)
+    plan = parts_of(model).plan
     names = plan.encoders or (plan.vision.tower,)
     return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))

@@ -1,19 +1,27 @@
 """Stock models with random weights: routing has no ties, and every parameter has an effect."""
 
 import re
+import warnings
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from support.architectures.sizes import tiny_config
 from support.architectures.types import CLASS_NAMES, MODEL_TYPES
+from support.fp64 import FP64
 
 # The routers of these types compute in fp32 without casting their weights, so stock itself fails
-# on an fp64 router. Every other type runs with all weights in fp64.
-_FP32_ROUTERS = ("inkling2", "inkling2_text")
+# on an fp64 router outside of FP64. Every other type runs with all weights in fp64.
+_FP32_ROUTERS = ("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text")
+
+# The forward of Llama4ForConditionalGeneration reads this field of the output of its language
+# model, which has no such field in Transformers 5.24.
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    MoeCausalLMOutputWithPast.image_outputs = None
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
@@ -47,7 +55,8 @@ def tiny(
         model = model_class(model_type)(config)
         _spread(model)
     half = dtype in (torch.float16, torch.bfloat16)
-    fp32_names = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
+    fp32_routers = model_type in _FP32_ROUTERS and not FP64.is_on()
+    fp32_names = model._keep_in_fp32_modules_strict if half or fp32_routers else ()
     return _cast(model, dtype, fp32_names or ()).train()
 
 
@@ -87,11 +96,15 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, fp32_names: Any) -> PreTrainedModel:
     """Cast a model as from_pretrained does: modules and tensors of `fp32_names` stay in fp32."""
+    # The rotary embedding of Llama-4's tower is complex, and `to` would drop its imaginary part.
+    spared = {name: b.data.clone() for name, b in model.named_buffers() if b.is_complex()}
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
     named = [*model.named_parameters(), *model.named_buffers()]
-    fp32 = {name: tensor.data.clone() for name, tensor in named if pattern.search(name)}
-    model.to(dtype)
+    spared |= {name: tensor.data.clone() for name, tensor in named if pattern.search(name)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model.to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in fp32:
-            tensor.data = fp32[name]
+        if name in spared:
+            tensor.data = spared[name]
     return model

@@ -96,8 +96,9 @@ def _num_placeholders(model: PreTrainedModel, kind: int, medium: dict[str, Tenso
 
 
 def _module_with(model: PreTrainedModel, name: str) -> nn.Module:
-    """Return the outermost module below the head that has the method `name`."""
-    return next(module for module in model.model.modules() if hasattr(module, name))
+    """Return the outermost module below the head, or the model, that has the method `name`."""
+    inner = getattr(model, "model", model)
+    return next(module for module in inner.modules() if hasattr(module, name))
 
 
 def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> dict[str, Any]:

@@ -98,6 +98,20 @@ _TEXT: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 6},
     "bailing_hybrid": {"short_conv_kernel_size": 3},
     "cohere2_moe": {"prefix_dense_intermediate_size": 48, "expert_selection_fn": "sigmoid"},
+    "dbrx": {
+        "d_model": 40,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 128,
+        # Transformers 5.24 reads rope_theta here, but its config has no such field.
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
+        "ffn_config": {
+            "ffn_hidden_size": 24,
+            "moe_num_experts": NUM_EXPERTS,
+            "moe_top_k": TOP_K,
+            "moe_loss_weight": 0.1,
+        },
+    },
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "deepseek_v4": {
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
@@ -177,13 +191,44 @@ _TEXT: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 3,
         "n_layers_per_attn_res_block": 2,
     },
+    "inkling2_loop_text": {
+        "unpadded_vocab_size": 95,
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 8,
+        "sliding_window_size": 5,
+        "d_rel": 10,
+        "rel_extent": 7,
+        "log_scaling_n_floor": 4,
+        "conv_kernel_size": 3,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 6,
+    },
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},  # experts follow both mixers
+    "jetmoe": {"intermediate_size": 24, "kv_channels": 12},
     "kimi_linear": {"q_lora_rank": None},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
         "num_attention_heads_per_layer": [4, 6, 4, 6],
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 56,
+        "moe_layers": [1, 2, 3],
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": 5,
+        "floor_scale": 4,
+    },
+    "longcat_flash": {
+        "num_layers": 3,
+        "ffn_hidden_size": 56,
+        "expert_ffn_hidden_size": 24,
+        "zero_expert_num": 5,
+    },
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "minimax": {"block_size": 4},
     "minimax_m3_vl_text": {
@@ -204,7 +249,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "chunk_size": 4,
         "conv_kernel": 3,
     },
-    "openai_privacy_filter": {"num_labels": 5},
+    "openai_privacy_filter": {"num_labels": 5, "classifier_dropout": 0.0},
     "phimoe": {"num_experts_per_tok": 2},  # the only number that its router supports
     "qwen3_5_moe_text": {
         "rope_parameters": _rope(mrope_section=[1, 1, 1], partial_rotary_factor=0.5),
@@ -228,6 +273,14 @@ _TEXT: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 16,
         "indexer_budget": 6,
         "indexer_compress_ratio": 2,
+    },
+    "step3p5": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 6,
+        "share_expert_dim": 32,
+        "moe_router_scaling_factor": 1.5,
+        "swiglu_limits": [0.0, 0.6, None, 0.3],
+        "swiglu_limits_shared": [0.0, None, 0.5, 0.4],
     },
     "zaya": {
         "num_experts_per_tok": 1,  # the only number that its router supports

@@ -4,6 +4,7 @@ The stock model runs the batches of all ranks, one after the other, and divides 
 tokens in all of them. The losses and gradients of the ranks must add up to those of stock.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,33 +14,39 @@ from transformers import CONFIG_MAPPING
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.module_names import canonical_name
 from support.architectures.inputs import batch
 from support.architectures.models import tiny
 from support.architectures.sizes import tiny_config
 from support.architectures.types import FAMILIES, MODEL_TYPES
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.fp64 import FP64
 from support.jobs.resume import Run
 from support.parity import full_tensor
 from support.quantised import in_place_of_bytes
 
 # The gate of these types, or the norm after their experts, computes in fp32 even in an fp64 model.
 FP32_GATE = {"beam", "muse_spark"}
+# These types compute nearly all in fp32, even in an fp64 model, so they are compared in `FP64`.
+FP32_EVERYWHERE = {"inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"}
 # The eager experts of these types sum in fp32. Transformers' batched experts are stock as well, and
 # sum in fp64.
 BATCHED = {"nemotron_h", "openai_privacy_filter"}
 # The forward of these types returns a slice of the logits: a view, which no test changes in place.
 CUT_LOGITS = {
     "ernie4_5_vl_moe",
+    "inkling2_loop",
     "inkling_mm_model",
     "inkling_text",
     "openai_privacy_filter",
 }
 REFUSED = {
     "diffusion_gemma": "its encoder and its decoder share",
-    "inkling2": "the gate of Inkling2Experts",
-    "inkling2_text": "the gate of Inkling2Experts",
 }
+# The stock experts of these types are not held in stacked weights, so they cannot have adapters.
+WITHOUT_ADAPTERS = ("dbrx", "jetmoe", "longcat_flash")
 TRAINED = [name for name in MODEL_TYPES if name not in REFUSED]
 # Types without a tower (towers have tests of their own), and those that represent them.
 TEXT_TYPES = [name for name in TRAINED if "text_config" not in CONFIG_MAPPING[name].sub_configs]
@@ -61,6 +68,11 @@ def build(model_type: str, seed: int = 0, **overrides: Any) -> nn.Module:
 
 def budget_of(model_type: str) -> float:
     return FP32_INSIDE if model_type in FP32_GATE else FP64_MODEL
+
+
+def exactly(model_type: str) -> Any:
+    """Return a context in which a type that computes in fp32 computes in fp64."""
+    return FP64() if model_type in FP32_EVERYWHERE else nullcontext()
 
 
 def batches(model: nn.Module, world: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -176,13 +188,15 @@ def assert_same_grads(where: str, model: nn.Module, stock: nn.Module, budget: fl
 
 
 def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather tensors that are named like the parameters of `model`, and pack adapters as PEFT does.
+    """Gather tensors that are named like the parameters of `model`, as stock and PEFT hold them.
 
-    Quantised matrices are dequantised.
+    Adapters are packed, quantised matrices are dequantised, and stacked weights of blocks outside
+    of the experts interface become the parameters of the stock blocks.
     """
-    gathered = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    gathered = {canonical_name(name): full_tensor(tensor) for name, tensor in tensors.items()}
     gathered = in_place_of_bytes(model, gathered)
-    return pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
+    packed = pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
+    return as_stock(model, packed)
 
 
 def _clip(model: nn.Module) -> Tensor:

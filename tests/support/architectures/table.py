@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_moe_ep.architectures import differences
 from support.architectures.results import COLUMNS, read_results
-from support.architectures.types import INSTALLED
+from support.architectures.types import INSTALLED, OUTSIDE
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests/architectures.json"
@@ -29,8 +29,11 @@ COMMAND = "make architectures"
 TEXT_ONLY = {"none": "text alone"}
 INTRODUCTION = f"""# Architectures
 
-This page lists every Mixture-of-Experts model type of Transformers {{version}} that computes its
-experts through the experts interface, and what tests found when they compared it with stock.
+This page lists every Mixture-of-Experts model type of Transformers {{version}}, and what
+tests found when they compared it with stock. Types with a star do not compute their experts
+through the experts interface of Transformers: a file in `model_patches` describes their MoE blocks,
+or says why they are refused.
+
 `{COMMAND}` runs the tests and writes the page from `tests/architectures.json`. That file
 also holds the largest error, max|got - want| / max|want|, of each comparison.
 
@@ -45,7 +48,8 @@ also holds the largest error, max|got - want| / max|want|, of each comparison.
 - vision tower: training equals stock, whichever ranks have pictures and whichever have only text.
   "-" marks a model that takes only text.
 - hub files: `save_pretrained` writes the same keys and the same bits as stock, and
-  `from_pretrained` reads them.
+  `from_pretrained` reads them. For `qwen3_vl_moe` they are compared with published checkpoints,
+  whose experts are transposed; stock reads these, but writes experts as they are in memory.
 - resume at another layout: `save_checkpoint` saves a run with `ep_size=2`, and `load_checkpoint`
   loads it with another layout. Parameters and moments are the same, and so is the loss of the next
   step; for some types the whole next step is compared.
@@ -66,7 +70,7 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     """
     old: Results = data.get("types", {})
     types = {}
-    for model_type in sorted({*old, *found, *INSTALLED}):
+    for model_type in sorted({*old, *found, *INSTALLED, *OUTSIDE}):
         columns = {**_without_copies_of_ep(old.get(model_type, {})), **found.get(model_type, {})}
         if reason := differences(model_type).refused:
             columns = {name: {"refused": reason} for name in COLUMNS}
@@ -99,7 +103,8 @@ def page(data: Mapping[str, Any]) -> str:
     lines += [" | ".join(["| model type", *COLUMNS.values()]) + " |", "|---" * 7 + "|"]
     for model_type, found in types.items():
         cells = [_cell(found.get(column), reasons) for column in COLUMNS]
-        lines.append(" | ".join([f"| `{model_type}`", *cells]) + " |")
+        star = " *" if model_type in OUTSIDE else ""
+        lines.append(" | ".join([f"| `{model_type}`{star}", *cells]) + " |")
     lines += ["", "## Gathered sequences", ""]
     lines += [
         f"- `{model_type}`: {', '.join(gathered)}"

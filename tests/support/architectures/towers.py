@@ -55,8 +55,15 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_audio": {"subsampling_conv_channels": [8, 4], "output_proj_dims": 18},
     "gemma4_vision": {"pooling_kernel_size": 2, "position_embedding_size": 9},
     "glm5_next_vision": {"projection_intermediate_size": 28},
+    "hy_v4_vl_vision": {"max_image_size": 16},
     "inkling2_vision": {"posemb_grid_size": 5, "projection_hidden_dim": 28},
     "inkling_audio": {"n_mel_bins": 5, "mel_vocab_size": 7},
+    "llama4_vision_model": {
+        "intermediate_size": 64,  # 16 values of each of 2 x 2 patches
+        "vision_output_dim": 28,
+        "projector_input_dim": 28,
+        "projector_output_dim": 28,
+    },
     "muse_spark_audio": {
         "patch_sizes": [4, 3],
         "hidden_sizes": [8, 16],
@@ -74,6 +81,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "n_window_infer": 100,  # upstream's code needs the default n_window with it
         "downsample_hidden_size": 6,
     },
+    "step3p5_vision": {"mlp_ratio": 1.25, "max_position_embeddings": 16},
     "unlimited_ocr_vision_encoder": {"image_size": 8},
     "unlimited_ocr_sam_vision_model": {
         "image_size": 32,

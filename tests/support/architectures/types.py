@@ -1,4 +1,7 @@
-"""Find the model types whose experts use the experts interface, by reading Transformers' files."""
+"""Find the MoE types whose experts use the experts interface, or have a plan for their MoE blocks.
+
+The interface is found by reading Transformers' files, and a plan in `model_patches`.
+"""
 
 import json
 import os
@@ -17,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
+
+from hf_moe_ep.architectures import differences
 
 # The recorded results of all types, and the variable that `make architectures` sets (results.py).
 RECORDED = Path(__file__).resolve().parents[2] / "architectures.json"
@@ -46,8 +51,8 @@ FAMILIES = (
 )
 
 
-def _on_the_interface() -> dict[str, str]:
-    """Return model type -> name of the class that is trained, for types that use the interface."""
+def _with_experts() -> dict[str, str]:
+    """Return model type -> name of the class that is trained."""
     models = Path(transformers.__file__).parent / "models"
     folders = {
         path.parent.name
@@ -59,7 +64,8 @@ def _on_the_interface() -> dict[str, str]:
         names = (head[model_type] for head in _HEADS if model_type in head)
         name = _HEADLESS.get(model_type) or next(names, None)
         in_folder = model_type_to_module_name(model_type) in folders
-        if in_folder and name is not None and name not in NOT_BUILT_UPSTREAM:
+        has_plan = "block" in differences(model_type).fields
+        if (in_folder or has_plan) and name is not None and name not in NOT_BUILT_UPSTREAM:
             class_names[model_type] = name
     return class_names
 
@@ -74,7 +80,13 @@ def _recorded() -> set[str]:
     }
 
 
-CLASS_NAMES = _on_the_interface()
+# Types outside of the experts interface, which patch() refuses (`model_patches`).
+REFUSED_OUTSIDE = ("doge", "nllb-moe", "switch_transformers", "vitpose")
+CLASS_NAMES = _with_experts()
+# All types outside of the experts interface.
+OUTSIDE = tuple(
+    sorted({*REFUSED_OUTSIDE, *(x for x in CLASS_NAMES if "block" in differences(x).fields)})
+)
 INSTALLED = tuple(sorted(CLASS_NAMES))
 # Types that a newer Transformers adds have no tiny configs yet, and are "not tested" on the page.
 # After their configs are added, `make architectures` tests all types, which records results.

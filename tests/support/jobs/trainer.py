@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_moe_ep import patch
+from hf_moe_ep import Muon, patch
 from hf_moe_ep.lora.factors import pack_factors
 from support.adapters import TARGETS, with_lora
+from support.fp64 import FP64
 from support.generation import continuations
+from support.muon_by_matrix import ByMatrix
 from support.poison import poison_empty
 from support.quantised import dequantise_experts, in_place_of_bytes
 from support.scripts import run_script
@@ -61,9 +63,11 @@ class Case:
         lora_on: "both", "experts" or "attention".
         lora_after: attach the adapters after `patch`.
         held: the format of quantised experts. A stock model gets their dequantised values.
+        exact: compute everything in fp64, as `support.fp64.FP64` explains.
         split: a factor that divides the batch size and multiplies the number of micro-batches.
         load: the folder for `from_pretrained`; if None, `tiny` builds the model. Ranks other than 0
             get other weights.
+        muon: train by Muon; a stock model gets torch.optim.Muon on every matrix.
         arguments: arguments of TrainingArguments, which override those of `_arguments`.
         environment: variables that a launch config would set.
         folder: the output_dir, if a case resumes from the folder of another case.
@@ -80,12 +84,14 @@ class Case:
     lora_on: str = "both"
     lora_after: bool = False
     held: str = ""
+    exact: bool = False
     split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
     load: Path | None = None
     model: dict[str, Any] = field(default_factory=dict)
     rows: str = "uneven"
+    muon: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     folder: Path | None = None
@@ -344,6 +350,7 @@ def _run(case: Case, folder: Path) -> Result:
     elif case.held:
         dequantise_experts(model, case.held)
     vision = case.rows == "vision"
+    muon = (Muon if case.ep else ByMatrix, {"model": model, "lr": 3e-3})
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -351,6 +358,7 @@ def _run(case: Case, folder: Path) -> Result:
         train_dataset=vision_rows() if vision else training_rows(case.rows),
         eval_dataset=None if vision else evaluation_rows(),
         callbacks=[_Recorder(case, result)],
+        optimizer_cls_and_kwargs=muon if case.muon else None,
     )
     for step in case.steps:
         result.values[step] = _STEPS[step](trainer, folder)
@@ -368,7 +376,8 @@ def main(folder: Path) -> None:
         print(f"rank {rank}: {case.name}", flush=True)
         with _environment(case.environment):
             try:
-                result = _run(case, folder)
+                with FP64() if case.exact else nullcontext():
+                    result = _run(case, folder)
             except Exception:
                 if not case.fails:
                     raise

@@ -1,15 +1,16 @@
-"""Delta nets that are split by heads call the stock kernels, for any number of heads and tokens.
+"""Recurrences that are split by heads: any number of heads and tokens, and the bytes that are sent.
 
-`test_granted.py` compares all types that have a delta net with stock code.
+`test_granted.py` compares all types that have a recurrence with stock code.
 """
 
 import inspect
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
-from support.architectures import batch
+from support.architectures import MODEL_TYPES, batch
 from support.architectures.steps import (
     assert_same_grads,
     build,
@@ -22,9 +23,9 @@ from support.fp64 import FP64
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
-from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep import apply_ep_fsdp2, describe, patch
 from hf_moe_ep.sequence import slices, ulysses
-from hf_moe_ep.upstream.delta_nets import RECURRENCES
+from hf_moe_ep.upstream.recurrences import RECURRENCES, has_recurrence
 
 _NAMES = inspect.unwrap(stock_file.Qwen3NextGatedDeltaNet.forward).__code__.co_names
 RECURRENCE = next((name for name in RECURRENCES if name in _NAMES), "")
@@ -70,9 +71,54 @@ def kernels_get_heads_and_flags(rank: int, world: int) -> None:
     assert options["output_final_state"] is False and options["initial_state"] is None
 
 
-def bytes_of_heads(rank: int, world: int) -> None:
-    """A rank exchanges the values of all heads of its tokens, and gathers two tokens per slice."""
-    model = build("qwen3_next", seed=rank)
+@dataclass(frozen=True)
+class Sent:
+    """The values that the mixers of a model send, as the docstring of recurrences.py counts them.
+
+    Attributes:
+        swapped: values per token whose heads are exchanged, outputs included.
+        gathered: values per token that are gathered.
+        halos: channels of each convolution, in the order of the layers.
+    """
+
+    swapped: int
+    gathered: int
+    halos: list[int]
+
+
+def _delta_net(config: Any) -> Sent:
+    """Queries, keys, values, outputs, and two gates per head."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    number = config.layer_types.count("linear_attention")
+    per_layer = 2 * keys + 2 * values + 2 * config.linear_num_value_heads
+    return Sent(number * per_layer, 0, [2 * keys + values] * number)
+
+
+def _mamba_2(config: Any) -> Sent:
+    """x, the output, dt, B and C."""
+    values = config.mamba_num_heads * config.mamba_head_dim
+    groups = config.n_groups * config.ssm_state_size
+    number = config.layers_block_type.count("linear_attention")
+    per_layer = 2 * values + config.mamba_num_heads + 2 * groups
+    return Sent(number * per_layer, 0, [values + 2 * groups] * number)
+
+
+def _mamba_1(config: Any) -> Sent:
+    """u, delta, the gate and the output; B and C are gathered."""
+    channels = config.mamba_expand * config.hidden_size
+    number = sum(kind != "full_attention" for kind in config.layer_types)
+    per_token = 2 * number * config.mamba_d_state
+    return Sent(4 * channels * number, per_token, [channels] * number)
+
+
+def _short_convolution(config: Any) -> Sent:
+    return Sent(0, 0, [config.hidden_size] * config.layer_types.count("conv"))
+
+
+def _bytes_sent(model_type: str, count: Any, rank: int, world: int) -> None:
+    """A rank exchanges the values of its tokens, and gathers a few tokens per slice for halos."""
+    model = build(model_type, seed=rank)
     config = model.config
     apply_ep_fsdp2(model, sp_size=world)
     swapped: list[int] = []
@@ -86,19 +132,17 @@ def bytes_of_heads(rank: int, world: int) -> None:
             slices, "all_gather", lambda x, group: gathered.append(x.nbytes) or gather(x, group)
         ),
     ):
-        model(**batch(model, 2, 12))
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
+        model(**batch(model, 2, 12), use_cache=False)
+    sent: Sent = count(config)
     heads = config.num_attention_heads + config.num_key_value_heads
-    # Queries, keys, values, outputs, and two gates per head.
-    delta_net = 8 * (2 * keys + 2 * values + 2 * config.linear_num_value_heads)
-    attention = 8 * 2 * heads * config.head_dim
-    kinds = config.layer_types
-    delta_nets = kinds.count("linear_attention")
-    per_token = delta_nets * delta_net + (len(kinds) - delta_nets) * attention
-    assert sum(swapped) == 2 * 6 * per_token
-    (*halos, of_loss) = gathered
-    assert halos == [2 * 2 * (2 * keys + values) * 8] * delta_nets and of_loss in (4, 8)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * heads * head_dim * config.layer_types.count("full_attention")
+    tokens = 2 * 6 * 8
+    assert sum(swapped) == tokens * (sent.swapped + attention)
+    (*others, of_loss) = gathered
+    width = 2  # tokens in front of the last one of a kernel
+    halos = sum(2 * width * channels * 8 for channels in sent.halos)
+    assert sum(others) == halos + tokens * sent.gathered and of_loss in (4, 8)
 
 
 def _equals_stock(length: int, options: dict[str, int], rank: int, world: int) -> None:
@@ -116,6 +160,16 @@ def _equals_stock(length: int, options: dict[str, int], rank: int, world: int) -
         assert_same_grads("delta net", model, stock, FP64_MODEL)
 
 
+BYTES: dict[str, Any] = {
+    f"bytes of {name}": partial(_bytes_sent, name, count)
+    for name, count in {
+        "qwen3_next": _delta_net,
+        "nemotron_h": _mamba_2,
+        "jamba": _mamba_1,
+        "lfm2_moe": _short_convolution,
+    }.items()
+    if name in MODEL_TYPES
+}
 SIZES: dict[str, Any] = {
     "heads that 2 does not divide": partial(
         _equals_stock, LENGTH, {"linear_num_value_heads": 3, "linear_num_key_heads": 3}
@@ -126,8 +180,19 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "claim", on_ranks(2, kernels_get_heads_and_flags, bytes_of_heads, SIZES, skip=SKIP)
-)
-def test_delta_net(found: Found, claim: Check) -> None:
+@pytest.mark.parametrize("claim", on_ranks(2, kernels_get_heads_and_flags, SIZES, BYTES, skip=SKIP))
+def test_recurrence(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+@pytest.mark.skipif(bool(SKIP), reason=SKIP)
+def test_a_mixer_whose_forward_was_replaced_gets_whole_sequences() -> None:
+    """A kernel for a whole mixer replaces its forward, and cannot be run for some heads."""
+    model: Any = build("qwen3_next")
+    mixer = model.model.layers[0].linear_attn
+    assert has_recurrence(mixer)
+    mixer.forward = lambda hidden_states, **kwargs: hidden_states
+    assert not has_recurrence(mixer)
+    report = describe(patch(model, sp_size=2))
+    assert "gathered for model.layers.*.linear_attn" in report
+    assert "heads split in model.layers.*.linear_attn" in report

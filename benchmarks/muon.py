@@ -1,0 +1,200 @@
+"""Time a step of `hf_moe_ep.Muon` on 4 CPU ranks against torch.optim.Muon in one process.
+
+    python benchmarks/muon.py
+
+The one process holds the whole model. torch.optim.Muon takes matrices, so each matrix of an expert
+is a parameter of its own there. Both sides time the optimizer's step alone. With fewer cores than
+ranks the seconds of a clock say little, so the CPU seconds of the busiest rank are printed as well.
+The table also has the bytes that all ranks send in a step, counted by hand and at the collective,
+the operations of the busiest rank, and the largest bucket, of which a rank has two at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from figures import setting
+from models import qwen3_moe
+from ranks import spawn
+from torch import nn
+
+from hf_moe_ep import Muon, apply_ep_fsdp2
+from hf_moe_ep.optim import muon
+from hf_moe_ep.optim.matrices import find_layouts
+
+VOCAB = 512
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int = 512
+    intermediate: int = 256
+    layers: int = 4
+    experts: int = 32
+    top_k: int = 4
+    steps: int = 5
+    bucket_bytes: int = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank: seconds of a step, bytes sent, bytes by hand, operations, and its buckets."""
+
+    clock: float
+    cpu: float
+    sent: int = 0
+    by_hand: int = 0
+    operations: int = 0
+    buckets: int = 0
+    largest_bucket: int = 0
+
+
+def _fill_gradients(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        shard = torch.randn(parameter.shape, generator=generator)
+        if hasattr(parameter, "to_local"):
+            shard = torch.randn(parameter.to_local().shape, generator=generator)
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().copy_(shard)
+        else:
+            parameter.grad = shard
+
+
+def _time(optimizer: Any, steps: int) -> tuple[float, float]:
+    clock, cpu = [], []
+    for _ in range(steps + 1):
+        if dist.is_initialized():
+            dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        optimizer.step()
+        clock.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
+    return median(clock[1:]), median(cpu[1:])
+
+
+def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
+    """Time Muon on this rank of a sharded model."""
+    torch.manual_seed(0)
+    model = qwen3_moe(sizes, VOCAB)
+    apply_ep_fsdp2(model, **layout)
+    optimizer = Muon(model, 1e-3)
+    optimizer._bucket_bytes = sizes.bucket_bytes
+    _fill_gradients(model)
+    clock, cpu = _time(optimizer, sizes.steps)
+    sent = 0
+
+    def count(received: Any, values: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        counts = list(kwargs["send_counts"])
+        counts[dist.get_rank(kwargs["group"])] = 0
+        sent += sum(counts) * values.element_size()
+        return start(received, values, **kwargs)
+
+    start = muon.start_all_to_all
+    with patch.object(muon, "start_all_to_all", count):
+        optimizer.step()
+    dealt = optimizer._dealt
+    assert dealt is not None
+    entries = dealt.matrices
+    whole = [run for runs in dealt.whole for run in runs]
+    owned = [run for b in dealt.buckets for run in b.runs[dist.get_rank(b.group)]]
+    by_hand = 0
+    for entry in entries:
+        # Of the elements of a sharded matrix, 1 / ranks are with the owner already. This rank's
+        # part of all bytes is an average over ranks, which the sum over ranks makes exact.
+        shard = entry.shard
+        if shard.group is not None:
+            elements = shard.experts * entry.layout.parts * entry.shape[0] * entry.shape[1]
+            ranks = len(shard.bounds)
+            by_hand += 2 * elements * (ranks - 1) // ranks * entry.itemsize // ranks
+    operations = sum((run.stop - run.start) * entries[run.index].flops for run in whole + owned)
+    sizes_of_buckets = [
+        sum(
+            (run.stop - run.start) * entries[run.index].shape[0] * entries[run.index].shape[1]
+            for run in bucket.runs[dist.get_rank(bucket.group)]
+        )
+        * entries[0].itemsize
+        for bucket in dealt.buckets
+    ]
+    return Measured(
+        clock, cpu, sent, by_hand, operations, len(dealt.buckets), max(sizes_of_buckets, default=0)
+    )
+
+
+def in_one_process(rank: int, sizes: Sizes) -> Measured:
+    """Time torch.optim.Muon on all matrices of the model, and torch's AdamW on the rest."""
+    from hf_moe_ep import patch as patch_model
+
+    torch.manual_seed(0)
+    model = qwen3_moe(sizes, VOCAB)
+    patch_model(model)
+    layouts = find_layouts(model).of_matrices
+    matrices = []
+    for parameter, layout in layouts.items():
+        values = layout.stacked_view(parameter.detach())
+        rows = layout.matrix_shape(values.shape)[0]
+        for part in range(layout.parts):
+            matrices += layout.block(values, 0, rows * layout.parts, part, rows).unbind()
+    copies = [nn.Parameter(matrix.clone()) for matrix in matrices]
+    for copy in copies:
+        copy.grad = torch.randn_like(copy)
+    _fill_gradients(model)
+    rest = [p for p in model.parameters() if p not in layouts]
+    adamw = torch.optim.AdamW(rest, 1e-3, fused=True)
+    stock = torch.optim.Muon(copies, 1e-3)
+
+    class Both:
+        def step(self) -> None:
+            stock.step()
+            adamw.step()
+
+    return Measured(*_time(Both(), sizes.steps))
+
+
+def report(sizes: Sizes, world: int, machine: list[str]) -> str:
+    """Measure all layouts and return the page."""
+    (stock,) = spawn(in_one_process, 1, sizes, timeout=600.0)
+    lines = [
+        *machine,
+        f"- {sizes}",
+        f"- torch.optim.Muon in one process: {stock.clock:.3f} s, {stock.cpu:.3f} CPU seconds",
+        "",
+        "| layout | seconds / one process | CPU seconds of the busiest rank / one process "
+        "| MB sent by all ranks | by hand | operations, busiest / mean | buckets "
+        "| MB of the largest bucket |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    layouts = {
+        f"ep {world}": {"ep_size": world},
+        f"ep {world // 2}, whole experts": {"ep_size": world // 2, "expert_shard_dim": 0},
+        f"ep {world // 2}, rows of experts": {"ep_size": world // 2, "expert_shard_dim": 1},
+    }
+    for name, layout in layouts.items():
+        ranks = spawn(on_ranks, world, layout, sizes, timeout=600.0)
+        sent, by_hand = sum(r.sent for r in ranks), sum(r.by_hand for r in ranks)
+        operations = [r.operations for r in ranks]
+        level = max(operations) * world / sum(operations)
+        lines.append(
+            f"| {name} | {max(r.clock for r in ranks) / stock.clock:.2f} | "
+            f"{max(r.cpu for r in ranks) / stock.cpu:.2f} | {sent / 1e6:.2f} | "
+            f"{by_hand / 1e6:.2f} | {level:.3f} | {ranks[0].buckets} | "
+            f"{max(r.largest_bucket for r in ranks) / 1e6:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    load = os.getloadavg()[0]
+    print(report(Sizes(), 4, setting("benchmarks/muon.py", load, 4)))
+
+
+if __name__ == "__main__":
+    main()

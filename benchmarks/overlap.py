@@ -1,0 +1,198 @@
+"""Time steps over a slow link: shared experts and chunks that are computed while rows travel.
+
+    python benchmarks/overlap.py                              prints the table
+    python benchmarks/overlap.py --write benchmarks/results   also writes it as Markdown
+
+Two ranks are on two network namespaces of this machine (`tests/support/namespaces.py`), so the
+benchmark needs root and iproute2. `tc tbf` limits their link to each of the --rates. Every rank
+holds four models with the same weights, whose steps take turns:
+
+    one after the other    shared experts run where stock code calls them, and rows are one chunk
+    shared under transfer  shared experts run while results are sent back (`moe/shared_experts.py`)
+    2 chunks               the same, with dispatch_chunks=2
+    auto                   the same, with dispatch_chunks="auto", which prints its choice
+
+    step     forward and backward of all layers, until the slowest rank is done
+    ratio    to the step of "one after the other" in the same turn
+
+No GPU is measured. A transfer over gloo takes CPU time as well, so on a fast link of two ranks that
+share the cores of one machine, little can be hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from figures import setting, spread
+from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support import namespaces
+from support.agents import run_agents, torchrun
+
+from hf_moe_ep import apply_ep_fsdp2
+
+SERIAL, SHARED, CHUNKS, AUTO = "one after the other", "shared under transfer", "2 chunks", "auto"
+OPTIONS: dict[str, dict[str, Any]] = {
+    SERIAL: {},
+    SHARED: {},
+    CHUNKS: {"dispatch_chunks": 2},
+    AUTO: {"dispatch_chunks": "auto"},
+}
+RATES = ("100mbit", "300mbit", "")
+RANKS = 2
+VOCAB = 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the model, and the tokens of a rank, in sequences of `seq`."""
+
+    tokens: int = 2048
+    seq: int = 64
+    hidden: int = 256
+    intermediate: int = 192
+    shared: int = 384
+    experts: int = 8
+    top_k: int = 2
+    layers: int = 2
+    steps: int = 7
+
+
+Figures = dict[str, dict[str, list[float]]]
+
+
+def build(sizes: Sizes, kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.intermediate,
+        shared_expert_intermediate_size=sizes.shared,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+    )
+    model = Qwen2MoeForCausalLM(config)
+    apply_ep_fsdp2(model, ep_size=RANKS, **OPTIONS[kind]).train()
+    if kind == SERIAL:
+        for layer in model._hf_moe_ep.moe_layers:
+            begin = layer.shared.begin
+            layer.shared.begin = lambda _, begin=begin: begin(None)
+    return model
+
+
+def measure(sizes: Sizes) -> Figures:
+    """Run steps of all models in turn, and drop the first turn, in which "auto" measures."""
+    models = {kind: build(sizes, kind) for kind in OPTIONS}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    input_ids = torch.randint(VOCAB, (sizes.tokens // sizes.seq, sizes.seq), generator=generator)
+    batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
+    figures: Figures = {kind: {"seconds": [], "loss": []} for kind in OPTIONS}
+    for turn in range(1 + sizes.steps):
+        for kind in list(OPTIONS)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            began = time.perf_counter()
+            loss = models[kind](**batch).loss
+            loss.backward()
+            dist.barrier()
+            seconds = time.perf_counter() - began
+            models[kind].zero_grad()
+            if turn:
+                figures[kind]["seconds"].append(seconds)
+                figures[kind]["loss"].append(float(loss.detach()))
+    figures[AUTO]["chunks"] = [models[AUTO]._hf_moe_ep.num_chunks]
+    return figures
+
+
+def rank_main(file: Path) -> None:
+    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    figures = measure(Sizes(**json.loads(os.environ["SIZES"])))
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def run(sizes: Sizes, rate: str, timeout: float = 500.0) -> Figures:
+    """Measure with a link that is limited to `rate`; "" means no limit."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark_overlap_") as folder,
+        namespaces.Nodes(RANKS, rate=rate or None) as nodes,
+    ):
+        file = Path(folder, "figures.json")
+        os.environ["SIZES"] = json.dumps(asdict(sizes))
+        script = [__file__, "--rank", str(file)]
+        commands = [torchrun(nodes, node, *script, ranks=1) for node in range(RANKS)]
+        run_agents(nodes, commands, Path(folder), timeout=timeout)
+        figures: Figures = json.loads(file.read_text())
+    return figures
+
+
+def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
+    lines = [
+        "# Computation while rows travel\n",
+        *about,
+        f"- model: Qwen2-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
+        f"{sizes.experts} experts of {sizes.intermediate}, shared expert of {sizes.shared}, fp32, "
+        f"ep {RANKS}; {sizes.tokens} tokens a rank, {RANKS} gloo ranks of one thread each, "
+        f"{sizes.steps} steps",
+        "- link between the ranks: limited by `tc tbf`, each way; all on one machine\n",
+        f"| link | {' | '.join(f'{kind}, s | ratio' for kind in OPTIONS)} | chunks of auto |",
+        "|---" * (2 * len(OPTIONS) + 2) + "|",
+    ]
+    for rate, figures in by_rate.items():
+        serial = figures[SERIAL]["seconds"]
+        cells = [rate or "no limit"]
+        for kind in OPTIONS:
+            seconds = figures[kind]["seconds"]
+            ratios = [ours / other for ours, other in zip(seconds, serial, strict=True)]
+            cells += [spread(seconds), spread(ratios)]
+        lines.append(f"| {' | '.join(cells)} | {figures[AUTO]['chunks'][0]:.0f} |")
+    lines.append(
+        "\nMedian (min .. max) over steps. Every figure is explained at the top of "
+        "`benchmarks/overlap.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--rates", nargs="+", default=list(RATES), help="links, in tc's format")
+    parser.add_argument("--write", type=Path, help="also write overlap-cpu.md to this folder")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.rank)
+        return
+    if namespaces.WHY_NOT:
+        print(f"not measured: {namespaces.WHY_NOT}")
+        return
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    load_before = os.getloadavg()[0]
+    by_rate = {rate: run(sizes, rate) for rate in args.rates}
+    text = report(sizes, by_rate, setting("benchmarks/overlap.py", load_before, RANKS))
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "overlap-cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

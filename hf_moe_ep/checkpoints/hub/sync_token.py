@@ -1,0 +1,131 @@
+"""`SyncToken`: what an engine holds already, so that the next sync sends only what has changed.
+
+    token = SyncToken()                                     one per engine
+    for step in range(steps):
+        train()
+        engine.load_weights(hub_tensors(model, since=token))
+
+The first sync sends everything. A later one leaves out each checkpoint tensor whose parameters have
+the values of the sync before: frozen parameters, and with LoRA all weights without an adapter. Two
+64-bit sums over the bits and positions of a parameter's elements stand for its values
+(`storage/checksums.py`). They are computed from the values themselves, because writes through
+`.data` are invisible to autograd, and a wrong guess would leave an engine with old weights.
+
+A sum over the shards of all ranks is the same at any layout, so the token of a run with ep 8 is
+that of a run with ep 1. Experts that `balance_experts` has moved count in hub order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
+from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits
+from hf_moe_ep.ranks.collectives import sum_over_ranks
+
+# The number of elements whose bits are mixed at a time, about 60 bytes of memory for each.
+_ELEMENTS = 1 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Sums = tuple[int, int]
+
+
+@dataclass
+class SyncToken:
+    """What one engine has received from `hub_tensors(model, since=token)`.
+
+    A token is the same on every rank. It is empty at first, and becomes empty again if a sync
+    fails, so that the next sync sends everything. Call `clear` if the engine has lost its weights
+    (vLLM's sleep level 2).
+    """
+
+    _received: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        """The number of groups of checkpoint tensors that the engine holds."""
+        return len(self._received)
+
+    def clear(self) -> None:
+        """Forget what the engine has received."""
+        self._received.clear()
+
+    def holds(self, key: str, signature: str) -> bool:
+        """Return True if the engine has the tensors that a key and their values stand for."""
+        return self._received.get(key) == signature
+
+    def set(self, signatures: dict[str, str]) -> None:
+        """Remember the values that the engine has received."""
+        self._received = dict(signatures)
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[Sums]:
+    """Compute the sums of tensors over all ranks; every rank calls this.
+
+    Args:
+        tensors: (tensor, slots), where slots is the row in which each expert is stored; None if
+            row e is expert e.
+    """
+    results: list[Sums | None] = [None] * len(tensors)
+    of_layout: dict[tuple[object, ...], list[int]] = {}
+    for number, (tensor, _) in enumerate(tensors):
+        layout = (tensor.device_mesh, *tensor.placements) if isinstance(tensor, DTensor) else ()
+        of_layout.setdefault(layout, []).append(number)
+    for numbers in of_layout.values():
+        sums = torch.stack([_sum_shard(*tensors[number]) for number in numbers])
+        total = _sum_over_shards(sums, tensors[numbers[0]][0])
+        for number, (first, second) in zip(numbers, total.tolist(), strict=True):
+            results[number] = first, second
+    return [result for result in results if result is not None]
+
+
+def _sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
+    """Sum over all shards the sums of tensors that are sharded like the tensor `like`."""
+    if not isinstance(like, DTensor):
+        return sums
+    mesh = like.device_mesh
+    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
+    total = sums.to(mesh.device_type)
+    for axis, placement in enumerate(like.placements):
+        if not isinstance(placement, Replicate):
+            total = sum_over_ranks(total, mesh.get_group(axis))
+    return total
+
+
+def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:
+    """Compute the two sums of this rank's shard, a few rows at a time."""
+    local, box = local_tensor(tensor).detach(), local_box(tensor)
+    total = torch.zeros(len(SEEDS), dtype=torch.int64, device=local.device)
+    if local.numel() == 0:
+        return total
+    words = local.contiguous().view(_WORDS[local.element_size()])
+    if local.ndim == 0:
+        words, box = words.view(1), ((0, 1),)
+    shape = tensor.shape or (1,)
+    row_of_expert = None if slots is None else slots.argsort().tolist()
+    step = max(1, _ELEMENTS // max(1, words[0].numel()))
+    for start in range(0, len(words), step):
+        part = words[start : start + step].to(torch.int64)
+        first = box[0][0] + start
+        rows: Sequence[int] = range(first, first + len(part))
+        if row_of_expert is not None:
+            rows = [row_of_expert[row] for row in rows]
+        positions = _find_positions(rows, box, shape, local.device)
+        for index, seed in enumerate(SEEDS):
+            total[index] += mix_bits(part + mix_bits(positions + seed)).sum()
+    return total
+
+
+def _find_positions(
+    rows: Sequence[int], box: Box, shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return the position in the whole tensor of each element of some rows of a box."""
+    positions = torch.tensor(list(rows), dtype=torch.int64, device=device)
+    for (start, stop), size in zip(box[1:], shape[1:], strict=True):
+        positions = positions.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
+    return positions

@@ -1,0 +1,253 @@
+"""Remember where tensors lie in files, without their values, and notice when the files change.
+
+    references = FileReferences.of(folder, read_index(folder))
+    references.check_unchanged()                        before anything is written
+    references.tensors()                                {key: FileTensor}
+
+A list of FileTensors would need about 600 bytes per tensor. `FileReferences` keeps one compressed
+text, about 10 bytes per tensor, and 32 bytes more per tensor when `hashes` has been called. The
+list is made anew for each use.
+
+A file counts as unchanged if its size and its time of modification are those of the first look. If
+only the time differs, the bytes of its tensors are hashed and compared, provided that their hashes
+are known; otherwise nobody can tell, and the file counts as changed. References that were read from
+a checkpoint (`from_json`) know hashes but no times, so their first check reads the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_moe_ep.checkpoints.storage.safetensors_file import (
+    FileTensor,
+    dtype_name,
+    dtype_named,
+)
+
+_FORMAT = 1
+_CHUNK = 4 << 20  # bytes
+_DIGEST = 32  # bytes of a sha256
+
+
+class FileReferences:
+    """Where the tensors of some files lie; a copy of a model shares them.
+
+    Attributes:
+        folder: the folder of the files.
+        source: the name under which the user knows the folder, such as a model's name on the hub.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        source: str,
+        packed: bytes,
+        stamps: dict[str, tuple[int, int | None]],
+        digests: bytes | None = None,
+    ) -> None:
+        self.folder, self.source = folder, source
+        self._packed = packed
+        # The size and the time of modification of each file; the time is None if it is not known.
+        self._stamps = stamps
+        self._digests = digests
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        tensors: Mapping[str, FileTensor],
+        source: str = "",
+        digests: bytes | None = None,
+    ) -> FileReferences:
+        """Refer to tensors of the files in a folder.
+
+        Args:
+            folder: an existing folder.
+            tensors: the tensors by the keys under which they are used later.
+            source: the name under which the user knows the folder; "" is the folder's path.
+            digests: the sha256 of each tensor, one behind the other, if they are known.
+        """
+        names = sorted({_name_in(folder, tensor) for tensor in tensors.values()})
+        number = {name: index for index, name in enumerate(names)}
+        rows = [
+            [
+                key,
+                number[_name_in(folder, tensor)],
+                dtype_name(tensor.dtype),
+                *tensor.shape,
+                tensor.start,
+            ]
+            for key, tensor in tensors.items()
+        ]
+        stamps: dict[str, tuple[int, int | None]] = {}
+        for name in names:
+            status = (folder / name).stat()
+            stamps[name] = status.st_size, status.st_mtime_ns
+        folder = folder.absolute()  # os.chdir must not redirect a later save
+        return cls(folder, source or os.fspath(folder), _pack(names, rows), stamps, digests)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileReferences:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._rows()[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that the references take while they are not used."""
+        return len(self._packed) + len(self._digests or b"")
+
+    def tensors(self) -> dict[str, FileTensor]:
+        """List the tensors by key, in their order in the checkpoint."""
+        names, rows = self._rows()
+        paths = [self.folder / name for name in names]
+        return {
+            key: FileTensor(paths[file], dtype_named(dtype), tuple(shape), start)
+            for key, file, dtype, *shape, start in rows
+        }
+
+    def _rows(self) -> tuple[list[str], list[list[Any]]]:
+        names, rows = json.loads(zlib.decompress(self._packed))
+        return names, rows
+
+    def files(self) -> dict[str, Path]:
+        """Return the file of each tensor."""
+        return {key: tensor.file for key, tensor in self.tensors().items()}
+
+    def check_unchanged(self, *, reads: bool = True) -> None:
+        """Raise ValueError if a file is gone, or has changed since the first look at it.
+
+        Args:
+            reads: compare hashes if the times of modification do not tell; False compares only
+                sizes then.
+        """
+        for name, (size, time) in self._stamps.items():
+            path = self.folder / name
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise ValueError(
+                    f"{self.folder} has no readable {name} any more ({error.strerror})"
+                ) from error
+            if status.st_size != size:
+                raise ValueError(
+                    f"{path} has {status.st_size} bytes, and had {size} when it was looked at first"
+                )
+            if status.st_mtime_ns == time or not reads:
+                continue
+            if self._digests is None:
+                raise ValueError(
+                    f"{path} was written to after it was looked at first (time of modification "
+                    f"{status.st_mtime_ns} ns instead of {time} ns)"
+                )
+            self._compare_hashes(name)
+            self._stamps[name] = size, status.st_mtime_ns
+
+    def hashes(self) -> dict[str, str]:
+        """Return the sha256 of each tensor's bytes by key; only the first call reads them.
+
+        Raises:
+            ValueError: as `check_unchanged`.
+        """
+        if self._digests is None:
+            self.check_unchanged()
+            self._digests = b"".join(_sha256(tensor) for tensor in self.tensors().values())
+        return dict(zip(self.tensors(), self._known_hashes(), strict=True))
+
+    def _known_hashes(self) -> Iterator[str]:
+        assert self._digests is not None
+        for start in range(0, len(self._digests), _DIGEST):
+            yield self._digests[start : start + _DIGEST].hex()
+
+    def _compare_hashes(self, name: str) -> None:
+        for (key, tensor), known in zip(self.tensors().items(), self._known_hashes(), strict=True):
+            if _name_in(self.folder, tensor) == name and (actual := _sha256(tensor).hex()) != known:
+                raise ValueError(f"{tensor.file}: {key} has changed: sha256 {actual}, was {known}")
+
+    def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
+        """Return references to a copy of the tensors in another place, with the known hashes."""
+        copies = {key: tensors[key] for key in self.tensors()}
+        return FileReferences.of(folder, copies, self.source, self._digests)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values, with the hash of each tensor."""
+        hashes = self.hashes()
+        return {
+            "format": _FORMAT,
+            "folder": os.fspath(self.folder),
+            "source": self.source,
+            "files": {name: size for name, (size, _) in self._stamps.items()},
+            "tensors": {
+                key: {
+                    "file": _name_in(self.folder, tensor),
+                    "dtype": dtype_name(tensor.dtype),
+                    "shape": list(tensor.shape),
+                    "start": tensor.start,
+                    "sha256": hashes[key],
+                }
+                for key, tensor in self.tensors().items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], path: Path) -> FileReferences:
+        """Read what `to_json` returned; `path` is the file that holds it, for errors.
+
+        Raises:
+            ValueError: the content is damaged, or of another format. The referred files are not
+                looked at.
+        """
+        try:
+            if content["format"] != _FORMAT:
+                raise ValueError(f"{path} has format {content['format']}, not {_FORMAT}")
+            names = sorted(content["files"])
+            number = {name: index for index, name in enumerate(names)}
+            rows = [
+                [key, number[row["file"]], row["dtype"], *row["shape"], row["start"]]
+                for key, row in content["tensors"].items()
+            ]
+            digests = b"".join(bytes.fromhex(row["sha256"]) for row in content["tensors"].values())
+            if len(digests) != _DIGEST * len(rows):
+                raise ValueError("a sha256 has another length")
+            stamps: dict[str, tuple[int, int | None]] = {
+                name: (int(content["files"][name]), None) for name in names
+            }
+            references = cls(
+                Path(content["folder"]), content["source"], _pack(names, rows), stamps, digests
+            )
+            references.tensors()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+        return references
+
+
+def _name_in(folder: Path, tensor: FileTensor) -> str:
+    return tensor.file.relative_to(folder).as_posix()
+
+
+def _pack(names: list[str], rows: list[list[Any]]) -> bytes:
+    return zlib.compress(json.dumps([names, rows], separators=(",", ":")).encode())
+
+
+def _sha256(tensor: FileTensor) -> bytes:
+    digest, remaining = hashlib.sha256(), tensor.nbytes
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        while remaining:
+            data = file.read(min(remaining, _CHUNK))
+            if not data:
+                raise ValueError(f"{tensor.file} ends in the middle of a tensor")
+            digest.update(data)
+            remaining -= len(data)
+    return digest.digest()

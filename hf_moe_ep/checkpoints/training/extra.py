@@ -1,0 +1,114 @@
+"""Remember in a training checkpoint where the extra tensors lie, instead of a copy.
+
+    extra_tensors.json    {"format": 1, "folder": "/models/Qwen3-Next", "source": "Qwen/Qwen3-Next",
+                           "files": {"model-00041-of-00041.safetensors": 3992912},
+                           "tensors": {"mtp.fc.weight": {"file": .., "dtype": "BF16",
+                                       "shape": [2048, 4096], "start": 1024, "sha256": "03f2.."}}}
+
+Extra tensors (`hub/extra.py`) never change, so a checkpoint of each step need not hold them.
+`hf-moe-ep convert` copies them from their files and compares the hashes. A resumed run that has
+loaded its model from another folder compares the hashes of both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from hf_moe_ep.checkpoints.storage.references import FileReferences
+from hf_moe_ep.state import ModelState
+
+EXTRA = "extra_tensors.json"
+_logger = logging.getLogger("hf_moe_ep")
+
+
+def extra_file(index: int) -> str:
+    """Return the file name for model `index` of a folder, numbered as Accelerate numbers files."""
+    return EXTRA if index == 0 else f"{Path(EXTRA).stem}_{index}.json"
+
+
+def describe_extra(state: ModelState) -> dict[str, Any] | None:
+    """Return the content of extra_tensors.json; None for a model without extra tensors.
+
+    The first call reads the tensors for their hashes. If their files are gone or have changed, the
+    content says so, because a training run must not end for tensors that it does not need.
+    """
+    extra: FileReferences | None = state.extra
+    if extra is None:
+        return None
+    try:
+        return extra.to_json()
+    except (ValueError, OSError) as error:
+        _logger.warning(
+            "checkpoints cannot refer to the tensors of %s that the model's class ignores: %s",
+            extra.source,
+            error,
+        )
+        return {"folder": str(extra.folder), "problem": str(error)}
+
+
+def read_extra(path: Path) -> FileReferences | None:
+    """Read extra_tensors.json; None if the checkpoint has no such file.
+
+    Raises:
+        ValueError: the file is damaged, or the tensors were lost before the checkpoint was saved.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        problem = content.get("problem")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+    if problem is not None:
+        raise ValueError(
+            f"the tensors in {content.get('folder')} that the model's class ignores were lost "
+            f"before {path} was saved: {problem}; do without them: hf-moe-ep convert "
+            f"--no-extra-tensors"
+        )
+    return FileReferences.from_json(content, path)
+
+
+def restore_extra(state: ModelState, path: Path) -> None:
+    """Let a resumed model carry the extra tensors that its checkpoint remembers; rank 0 calls this.
+
+    Raises:
+        ValueError: the model was loaded from a checkpoint with other extra tensors.
+    """
+    try:
+        saved = read_extra(path)
+    except ValueError as error:
+        _logger.warning("%s", error)
+        return
+    own: FileReferences | None = state.extra
+    if saved is None:
+        return
+    if own is None:
+        state.extra = saved
+        return
+    own_tensors, saved_tensors = own.tensors(), saved.tensors()
+    if own_tensors == saved_tensors:
+        # The hashes of the checkpoint show if the files have changed since the first run.
+        state.extra = saved
+        return
+    own_hashes, saved_hashes = own.hashes(), saved.hashes()
+    for key in own_hashes.keys() & saved_hashes.keys():
+        if own_hashes[key] != saved_hashes[key]:
+            raise ValueError(
+                f"two tensors are called {key}: {own_tensors[key].file}, from which this model was "
+                f"loaded, has sha256 {own_hashes[key]}, and {path} names "
+                f"{saved_tensors[key].file} with sha256 {saved_hashes[key]}; load the model from "
+                f"the checkpoint from which the saved run had loaded it"
+            )
+    if own_hashes.keys() < saved_hashes.keys():
+        state.extra = saved
+    elif not saved_hashes.keys() <= own_hashes.keys():
+        only = min(saved_hashes.keys() - own_hashes.keys())
+        other = min(own_hashes.keys() - saved_hashes.keys())
+        raise ValueError(
+            f"{path} names {only} in {saved_tensors[only].file}, which the checkpoint of this "
+            f"model lacks, and {own_tensors[other].file} has {other}, which the saved run lacked; "
+            f"load the model from the checkpoint from which the saved run had loaded it"
+        )

@@ -1,0 +1,178 @@
+"""Compute the shared experts of a MoE block while the routed experts' results are sent back.
+
+Shared experts compute every token, so they need nothing from other ranks. Stock code calls them
+before or after the routed experts, and adds up both results. With ep_size > 1, both orders become
+
+    dispatch  >  routed experts  >  start to send results  >  shared experts  >  wait for results
+
+and in backward, the shared experts' gradients are computed while the gradients of the results are
+sent. The stock forward of the block still runs:
+
+    stock calls the shared experts first    The call returns a `Deferred`, which computes its value
+                                            when the layer asks for it, or when it is first read.
+    stock calls the routed experts first    The layer computes the shared experts of the block's
+                                            input. The later call returns this result if its
+                                            argument is that input, and computes its own otherwise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
+from hf_moe_ep.upstream.code import takes_one_argument
+from hf_moe_ep.upstream.dispatch_modes import replace_in, storage_id, without_memory
+from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.sharded_models import times_written
+
+# The names of shared experts in transformers begin like this: shared_expert, shared_experts.
+_PREFIX = "shared_expert"
+
+
+class Deferred(Tensor):
+    """A tensor that `compute` returns. It is computed when it is read, or by `value`."""
+
+    @staticmethod
+    def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
+        deferred: Deferred = without_memory(cls)
+        return deferred
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._compute: Callable[[], Tensor] | None = compute
+        self._computed: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """Return the computed tensor."""
+        if self._computed is None:
+            assert self._compute is not None
+            self._computed, self._compute = self._compute(), None
+        return self._computed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = replace_in((args, kwargs or {}), Deferred, Deferred.value)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, *_: Any, **__: Any
+    ) -> Any:
+        raise AssertionError(f"{func} got a {cls.__name__} without its __torch_function__")
+
+
+class SharedExperts:
+    """The shared experts of one MoE block: replaces their forward, and decides when it runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # The input of the block whose routed experts have not run yet.
+        self._input: Tensor | None = None
+        self._deferred: Deferred | None = None
+        # An input, how often it had been written in place, and the shared experts' result for it.
+        self._computed: tuple[Tensor, tuple[int, ...], Tensor] | None = None
+
+    @property
+    def num_values(self) -> int:
+        """The number of values in all parameters."""
+        return sum(parameter.numel() for parameter in self._module.parameters())
+
+    def begin(self, block_input: Tensor | None) -> None:
+        """Begin a forward of the block. None: its shared experts run where stock code runs them."""
+        self._input, self._deferred, self._computed = block_input, None, None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the result that is computed already, or a `Deferred`."""
+        if args or kwargs or torch.compiler.is_compiling():
+            return self._run(x, *args, **kwargs)
+        if self._computed is not None:
+            return self._take(x)
+        if self._input is None or self._deferred is not None:
+            return self._run(x)
+        self._deferred = Deferred(lambda: self._run(x))
+        return self._deferred
+
+    def run(self) -> None:
+        """Compute the shared experts. The layer calls this while results are sent back."""
+        x, deferred, self._input = self._input, self._deferred, None
+        if deferred is not None:
+            deferred.value()
+        elif x is not None:
+            self._computed = x, times_written(x), self._run(x)
+
+    def _take(self, x: Tensor) -> Tensor:
+        """Return the result for `x`, which is an argument of the stock call."""
+        assert self._computed is not None
+        (known, version, out), self._computed = self._computed, None
+        if _same_values(x, known) and times_written(known) == version:
+            return out.view(x.shape)
+        warnings.warn(
+            f"{type(self._module).__name__} was computed twice, because its block gives it another "
+            f"tensor than its own input; the results are right, but slow. Please report this model",
+            stacklevel=2,
+        )
+        return self._run(x)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = type(self._module).forward(self._module, *args, **kwargs)
+        return out
+
+
+class BeginBlock(Ours):
+    """Pre-forward hook of a MoE block: tells its shared experts the block's input."""
+
+    def __init__(self, shared: SharedExperts) -> None:
+        self._shared = shared
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        x = args[0] if args else kwargs.get("hidden_states")
+        self._shared.begin(x if isinstance(x, Tensor) else None)
+
+
+def attach_shared_experts(root: nn.Module, state: ModelState) -> None:
+    """Let the shared experts of every MoE block run while results are sent back (ep_size > 1)."""
+    if state.config.ep_size in (None, 1):
+        return
+    modules = {stock_name(name): module for name, module in root.named_modules()}
+    for name, module in modules.items():
+        layer = vars(module).get(STATE)
+        block = name.rpartition(".")[0]
+        if isinstance(layer, MoELayer) and not matches(state.plan.layers, block):
+            shared = _find_shared(modules, block, state.plan)
+            if shared is not None:
+                layer.shared = SharedExperts(shared)
+                state.replace(shared, "forward", layer.shared.forward)
+                modules[block].register_forward_pre_hook(BeginBlock(layer.shared), with_kwargs=True)
+
+
+def _find_shared(modules: dict[str, nn.Module], block: str, plan: ModelPlan) -> nn.Module | None:
+    """Return the shared experts of a block, if they take hidden states and nothing else."""
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        is_shared = parent == block and child.startswith(_PREFIX) and any(module.children())
+        if is_shared and takes_one_argument(module) and not matches(plan.router, name):
+            return module
+    return None
+
+
+def _same_values(x: Tensor, known: Tensor) -> bool:
+    """Return True if both tensors are contiguous and have the same memory and dtype."""
+    return (
+        storage_id(x.untyped_storage()) == storage_id(known.untyped_storage())
+        and x.storage_offset() == known.storage_offset()
+        and x.numel() == known.numel()
+        and x.dtype == known.dtype
+        and x.shape[-1:] == known.shape[-1:]
+        and x.is_contiguous()
+        and known.is_contiguous()
+    )

@@ -1,0 +1,210 @@
+"""Find the matrices of a patched model: which parameters hold matrices for Muon, and where.
+
+    parameter                               matrices [out, in]
+    gate_up_proj of experts [E, 2F, H]      2E: gate (rows 0 .. F-1) and up of each expert
+    the same, interleaved                   2E: gate (rows 0, 2, ..) and up (rows 1, 3, ..)
+    the same, transposed [E, H, 2F]         2E: columns instead of rows
+    down_proj of experts [E, H, F]          E
+    weight of an nn.Linear in a decoder     1; with split_heads, one per head of queries, keys and
+    layer, or in an encoder of pictures     values
+
+AdamW trains all other parameters of at most two dims: embeddings, the head and everything else
+outside of layers and encoders; routers; convolutions; norms, biases, and whatever has only one
+dimension larger than 1; tables of positions and the like, which are no weight of an nn.Linear;
+adapters, unless the user asks for Muon. No rule covers other parameters of three or more dims.
+
+With 2 experts of F = 3, gate_up_proj has 12 rows. A rank that holds the rows 2 .. 5 of each expert
+has row 2 of the gate and rows 0 .. 2 of up. `MatrixLayout.block` returns these parts as views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.lora.computed import stacked_factors
+from hf_moe_ep.lora.factors import is_stacked
+from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.state import patched_state
+from hf_moe_ep.upstream.adapters import adapter_parameters
+from hf_moe_ep.upstream.experts_interface import experts_flags, is_experts_module
+from hf_moe_ep.upstream.module_names import stock_name, unwrap
+
+# The projections of attention whose rows are the rows of one head after the other.
+_OF_QUERY_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")
+_OF_KEY_HEADS = ("k_proj", "v_proj")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """How a parameter holds matrices [out, in] of one shape.
+
+    Attributes:
+        stacked: dim 0 counts experts; otherwise the parameter has two dims.
+        transposed: the last two dims are (in, out).
+        parts: the number of matrices that share the dim `out` of the parameter.
+        interleaved: row r of `out` belongs to part r % parts; otherwise one part follows the
+            other.
+        stack: converts a packed LoRA factor of experts to a stacked view, or None.
+    """
+
+    stacked: bool = False
+    transposed: bool = False
+    parts: int = 1
+    interleaved: bool = False
+    stack: Callable[[Tensor], Tensor] | None = None
+
+    def stacked_view(self, values: Tensor) -> Tensor:
+        """View a tensor of the parameter's layout as [E, rows, columns]; E is 1 without experts."""
+        if self.stack is not None:
+            return self.stack(values)
+        return values if self.stacked else values.unsqueeze(0)
+
+    @property
+    def out_dim(self) -> int:
+        """The dim `out` of `stacked_view`."""
+        return 2 if self.transposed else 1
+
+    def matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
+        """Return (out, in) of one matrix. `shape` is that of the whole `stacked_view`."""
+        return shape[self.out_dim] // self.parts, shape[3 - self.out_dim]
+
+    def part_bounds(self, start: int, stop: int, part: int, rows: int) -> tuple[int, int]:
+        """Return which rows of a part are among the rows start .. stop - 1 of the parameter.
+
+        `rows` is the number of rows of the part.
+        """
+        if self.interleaved:
+            return tuple(-(-(row - part) // self.parts) for row in (start, stop))  # type: ignore[return-value]
+        first = part * rows
+        low, high = (min(max(row - first, 0), rows) for row in (start, stop))
+        return low, high
+
+    def block(self, values: Tensor, start: int, stop: int, part: int, rows: int) -> Tensor:
+        """View a rank's rows of one part as [E, out, in].
+
+        Args:
+            values: the rank's `stacked_view`, with the rows start .. stop - 1 of dim `out`.
+            start, stop: as in `part_bounds`, and so are `part` and `rows`.
+        """
+        low, high = self.part_bounds(start, stop, part, rows)
+        if self.interleaved:
+            index = slice(low * self.parts + part - start, None, self.parts)
+        else:
+            index = slice(part * rows + low - start, part * rows + high - start)
+        block = values[:, index] if self.out_dim == 1 else values[:, :, index]
+        return block.mT if self.transposed else block
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The rules of the module docstring, applied to a model.
+
+    Attributes:
+        of_matrices: the layouts of the parameters that Muon trains.
+        unknown: the parameters that no rule covers, with their names.
+    """
+
+    of_matrices: dict[nn.Parameter, MatrixLayout]
+    unknown: dict[nn.Parameter, str]
+
+
+def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
+    """Apply the rules to the parameters of a patched model that require gradients.
+
+    Args:
+        model: patched; if it is sharded, it must be resharded.
+        split_heads: each head of queries, keys and values is a matrix of its own.
+
+    Raises:
+        ValueError: `model` is not patched, or heads cannot be found.
+    """
+    inner = unwrap(model)
+    plan = patched_state(model).plan
+    of_adapters = adapter_parameters(inner)
+    heads = dict(_find_heads(inner, plan)) if split_heads else {}
+    layouts = Layouts({}, {})
+    for path, module in inner.named_modules():
+        name = stock_name(path)
+        of_adamw = not _is_hidden(name, plan) or _is_router(name, plan)
+        if of_adamw or isinstance(module, (nn.Embedding, *_CONVOLUTIONS)):
+            continue
+        for own_name, parameter in module.named_parameters(recurse=False):
+            is_matrix = sum(size > 1 for size in parameter.shape) >= 2
+            if not parameter.requires_grad or not is_matrix or id(parameter) in of_adapters:
+                continue
+            if parameter.ndim == 3 and is_experts_module(module):
+                layouts.of_matrices[parameter] = _layout_of_experts(module, own_name)
+            elif parameter.ndim > 2:
+                layouts.unknown[parameter] = f"{path}.{own_name} {tuple(parameter.shape)}"
+            elif isinstance(module, nn.Linear) and own_name == "weight":
+                layouts.of_matrices[parameter] = MatrixLayout(parts=heads.get(name, 1))
+    return layouts
+
+
+def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout | None:
+    """Return the layout of a parameter for which a user asks for Muon, or None if it has none."""
+    for factor in stacked_factors(unwrap(model)):
+        if factor.parameter is parameter:
+            stack = None if is_stacked(parameter) else factor.stack
+            return MatrixLayout(stacked=True, stack=stack)
+    return MatrixLayout() if parameter.ndim == 2 else None
+
+
+def _layout_of_experts(module: nn.Module, name: str) -> MatrixLayout:
+    flags = experts_flags(module)
+    parts = 2 if flags.has_gate and name != "down_proj" else 1
+    return MatrixLayout(
+        stacked=True,
+        transposed=flags.is_transposed,
+        parts=parts,
+        interleaved=parts == 2 and not flags.is_concatenated,
+    )
+
+
+def _is_hidden(name: str, plan: ModelPlan) -> bool:
+    """Return True if a module is in a decoder layer, or in an encoder of pictures or sound."""
+    towers = [] if plan.vision is None else [plan.vision.tower]
+    return any(
+        matches(pattern, owner)
+        for owner in _owners(name)
+        for pattern in (plan.layers, *plan.encoders, *towers)
+    )
+
+
+def _is_router(name: str, plan: ModelPlan) -> bool:
+    return bool(plan.router) and any(matches(plan.router, owner) for owner in _owners(name))
+
+
+def _owners(name: str) -> Iterator[str]:
+    """Yield the name of a module, and the names of the modules that contain it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _find_heads(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, int]]:
+    """Yield the projections of attention that consist of heads, and their numbers of heads."""
+    for path, module in model.named_modules():
+        name = stock_name(path)
+        if not plan.attention or not matches(plan.attention, name):
+            continue
+        config = getattr(module, "config", None)
+        query_heads = getattr(config, "num_attention_heads", None)
+        groups = getattr(module, "num_key_value_groups", 1)
+        for child, projection in module.named_children():
+            child = stock_name(child)
+            if child not in (*_OF_QUERY_HEADS, *_OF_KEY_HEADS):
+                continue
+            rows = getattr(projection, "out_features", 0)
+            count = query_heads if child in _OF_QUERY_HEADS else (query_heads or 0) // groups
+            if not count or rows % count:
+                raise ValueError(
+                    f"split_heads=True: the heads of {name}.{child} are unknown ({rows} rows, "
+                    f"{count} heads); leave out split_heads"
+                )
+            yield f"{name}.{child}", count

@@ -1,0 +1,532 @@
+"""`Muon`: orthogonalised momentum for matrices, AdamW for everything else, on a patched model.
+
+`step` does the following on each rank:
+
+    momentum    on the rank's shards; they have the sharding of their parameters
+    update      whole matrices are orthogonalised where they are; sharded ones travel to their
+                owner and back (deal.py)
+    AdamW       one fused call for all shards of the other parameters
+
+While the first sharded matrices travel, the rank orthogonalises its whole experts, and while a
+bucket of sharded matrices travels, it orthogonalises the bucket before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from hf_moe_ep.optim.deal import BUCKET_BYTES, Bucket, Matrices, Run, deal, shard_of, whole_runs
+from hf_moe_ep.optim.matrices import Layouts, MatrixLayout, find_layouts, layout_on_request
+from hf_moe_ep.optim.orthogonal import adjusted_lr, dtype_of_steps, orthogonalise
+from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
+from hf_moe_ep.ranks.together import check_alike
+from hf_moe_ep.sharding.units import reshard
+from hf_moe_ep.state import patched_state
+
+_ADJUST = (None, "original", "match_rms_adamw")
+# Devices for which torch has a fused AdamW.
+_FUSED_ON = ("cpu", "cuda")
+
+
+class Muon(Optimizer):
+    """Train the matrices of a patched model by Muon, and its other parameters by AdamW.
+
+    Each matrix is trained as by `torch.optim.Muon`: the same momentum, the same steps of
+    Newton-Schulz in bf16, the same decoupled weight decay. An expert's gate, up and down are three
+    matrices [out, in], also where gate and up are stored as one parameter. Projections of attention
+    are matrices as they are stored. AdamW trains embeddings, the head, routers, convolutions,
+    norms, biases and adapters.
+
+    No rank gathers the model. Experts that are whole on a rank need no communication; every other
+    matrix is sent to one rank in bf16, and its update is sent back.
+
+        model = apply_ep_fsdp2(patch(model, ep_size=8))
+        optimizer = Muon(model, lr=3e-4, adjust_lr_fn="match_rms_adamw")
+
+    For the Trainer: `Trainer(optimizer_cls_and_kwargs=(Muon, {"model": model, "lr": 3e-4}))`.
+
+    Args:
+        model: patched, sharded or not. Accelerate may shard it after the optimizer was created;
+            with apply_ep_fsdp2, create the optimizer afterwards.
+        lr: the learning rate of the matrices. A matrix [out, in] uses `adjust_lr_fn` of it.
+        momentum: the factor of the momentum.
+        nesterov: use Nesterov momentum.
+        weight_decay: the decoupled weight decay of all parameters, also of those of AdamW.
+        ns_steps: the number of Newton-Schulz steps.
+        adjust_lr_fn: None or "original" multiplies lr by sqrt(max(1, out / in)). "match_rms_adamw"
+            multiplies it by 0.2 * sqrt(max(out, in)), so that learning rates and weight decays of
+            AdamW fit (https://arxiv.org/abs/2502.16982, section 2.2).
+        split_heads: each head of the projections to queries, keys and values is a matrix.
+        adamw_lr: the learning rate of AdamW; None takes `lr`.
+        adamw_betas, adamw_eps: as in torch.optim.AdamW.
+        param_groups: the parameters to train, as dicts with "params" and options of their own, as
+            in torch.optim. "use_muon" chooses the algorithm of a group; without it the rules above
+            do. None trains all parameters that require gradients.
+
+    Raises:
+        ValueError: the model is not patched; an option is invalid; no rule covers a parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        split_heads: bool = False,
+        adamw_lr: float | Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        param_groups: Iterable[Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"Muon takes the patched model, because it must know which parameters are "
+                f"matrices, got {type(model).__name__}; write Muon(model, lr=...), and choose "
+                f"parameters with param_groups=[{{'params': ...}}]"
+            )
+        patched_state(model)
+        self.model = model
+        self.split_heads = split_heads
+        self._bucket_bytes = BUCKET_BYTES
+        self._dealt: _Dealt | None = None
+        self._of_muon = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._of_adamw = {
+            "lr": lr if adamw_lr is None else adamw_lr,
+            "weight_decay": weight_decay,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+        }
+        if param_groups is None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            param_groups = [{"params": trained}]
+        self._layouts = self._find_layouts()
+        super().__init__([dict(group) for group in param_groups], {"lr": lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the ones that are trained, as in torch.optim.
+
+        A group without "use_muon" becomes two groups, if the rules choose both algorithms.
+        """
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        plain = [p[1] if isinstance(p, tuple) else p for p in params]
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        if "use_muon" in options:
+            self._add_group(params, plain, options)
+            return
+        if unknown := [self._layouts.unknown[p] for p in plain if p in self._layouts.unknown]:
+            raise ValueError(
+                f"it is unknown whether these parameters are matrices for Muon: "
+                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
+                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
+            )
+        for use_muon in (True, False):
+            chosen = [(p in self._layouts.of_matrices) == use_muon for p in plain]
+            if any(chosen):
+                self._add_group(
+                    [p for p, is_chosen in zip(params, chosen, strict=True) if is_chosen],
+                    [p for p, is_chosen in zip(plain, chosen, strict=True) if is_chosen],
+                    options | {"use_muon": use_muon},
+                )
+
+    def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
+        use_muon = options["use_muon"]
+        options = (self._of_muon if use_muon else self._of_adamw) | options
+        _check_options(options)
+        for parameter in plain if use_muon else ():
+            if self._layout(parameter) is None:
+                raise ValueError(
+                    f"a group with 'use_muon': True has a parameter {tuple(parameter.shape)}, "
+                    f"which is neither a matrix nor a stacked weight of experts; set 'use_muon': "
+                    f"False for it"
+                )
+        super().add_param_group({"params": params, **options})
+
+    def _find_layouts(self) -> Layouts:
+        reshard(self.model)
+        return find_layouts(self.model, split_heads=self.split_heads)
+
+    def _layout(self, parameter: nn.Parameter) -> MatrixLayout | None:
+        """Return the layout of a parameter that the rules or the user give to Muon."""
+        by_rule = self._layouts.of_matrices.get(parameter)
+        return by_rule or layout_on_request(self.model, parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients. Every rank calls this.
+
+        Args:
+            closure: computes the loss again, as in torch.optim.
+
+        Returns:
+            The result of `closure`, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates: list[_Update] = []
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if group["use_muon"]:
+                updates += self._update_momentum(group, trained)
+            else:
+                self._run_adamw(group, trained)
+        self._orthogonalise(updates)
+        return loss
+
+    def _run_adamw(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
+        """Run torch's AdamW on this rank's shards."""
+        columns: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
+        for parameter in params:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=_local(parameter).device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for key, column in columns.items():
+                column.append(_local(state[key]))
+        beta1, beta2 = group["betas"]
+        if params:
+            adamw(
+                [_local(p) for p in params],
+                [_local(p.grad) for p in params],
+                columns["exp_avg"],
+                columns["exp_avg_sq"],
+                [],
+                columns["step"],
+                foreach=False,
+                fused=all(_local(p).device.type in _FUSED_ON for p in params),
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _update_momentum(
+        self, group: dict[str, Any], params: list[nn.Parameter]
+    ) -> Iterator[_Update]:
+        """Update momentum and weight decay of a group, and yield what is to be orthogonalised."""
+        if not params:
+            return
+        for parameter in params:
+            if "momentum_buffer" not in self.state[parameter]:
+                assert parameter.grad is not None
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        buffers = [_local(self.state[p]["momentum_buffer"]) for p in params]
+        shards, grads = [_local(p) for p in params], [_local(p.grad) for p in params]
+        lr = float(group["lr"])
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
+        for parameter, shard, grad, buffer in zip(params, shards, grads, buffers, strict=True):
+            yield _Update(parameter, shard, grad, buffer, lr, group)
+
+    def _orthogonalise(self, updates: Sequence[_Update]) -> None:
+        """Orthogonalise all updates and add them to the parameters."""
+        if not updates:
+            return
+        dealt = self._deal(updates)
+        device = patched_state(self.model).device
+        work = [
+            _Exchange(bucket, dealt.matrices, updates, device, f"bucket {number} of Muon.step")
+            for number, bucket in enumerate(dealt.buckets)
+        ]
+        if work:
+            work[0].start()
+        for runs in dealt.whole:
+            _apply_whole(runs, dealt.matrices, updates, device)
+        for number, exchange in enumerate(work):
+            if number + 1 < len(work):
+                work[number + 1].start()
+            exchange.orthogonalise()
+            if number > 0:
+                work[number - 1].finish()
+        if work:
+            work[-1].finish()
+
+    def _deal(self, updates: Sequence[_Update]) -> _Dealt:
+        """Deal out the matrices, or return the last result if nothing has changed."""
+        key = tuple((id(update.parameter), update.group["ns_steps"]) for update in updates)
+        if self._dealt is not None and self._dealt.key == key:
+            return self._dealt
+        self._layouts = self._find_layouts()
+        names = {p: name for name, p in self.model.named_parameters()}
+        matrices = []
+        for update in updates:
+            parameter = update.parameter
+            if parameter not in names:
+                raise ValueError(
+                    f"a parameter {tuple(parameter.shape)} of this optimizer does not belong to "
+                    f"its model any more; create Muon after apply_ep_fsdp2(model), or pass model "
+                    f"and optimizer to accelerator.prepare together"
+                )
+            layout = self._layout(parameter)
+            assert layout is not None
+            matrices.append(_describe(names[parameter], parameter, layout, update))
+        check_alike(
+            "Muon.step",
+            matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
+        )
+        self._dealt = _Dealt(
+            key,
+            matrices,
+            list(whole_runs(matrices, self._bucket_bytes)),
+            deal(matrices, self._bucket_bytes),
+        )
+        return self._dealt
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A parameter of Muon in one step: its shards on this rank, and the options of its group."""
+
+    parameter: nn.Parameter
+    shard: Tensor
+    grad: Tensor
+    buffer: Tensor
+    lr: float
+    group: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Which matrices this rank orthogonalises, for the parameters in `key`."""
+
+    key: tuple[tuple[int, int], ...]
+    matrices: list[Matrices]
+    whole: list[tuple[Run, ...]]
+    buckets: list[Bucket]
+
+
+class _Exchange:
+    """One bucket in one step: to its owners, and back."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        matrices: Sequence[Matrices],
+        updates: Sequence[_Update],
+        device: torch.device,
+        where: str,
+    ) -> None:
+        self._bucket, self._matrices, self._updates = bucket, matrices, updates
+        self._device, self._where = device, where
+        self._own_rank = next(
+            matrices[run.index].shard.rank for runs in bucket.runs for run in runs
+        )
+        self._transfer: Transfer | None = None
+        self._received: Tensor | None = None
+
+    def start(self) -> None:
+        """Send this rank's blocks of all matrices to their owners."""
+        blocks = [
+            [self._block_of_update(run).flatten() for run in runs] for runs in self._bucket.runs
+        ]
+        sent = [sum(block.numel() for block in of_owner) for of_owner in blocks]
+        owned = self._bucket.runs[self._own_rank]
+        received = [sum(self._block_size(run, rank) for run in owned) for rank in range(len(sent))]
+        flat = [block for of_owner in blocks for block in of_owner]
+        self._send(torch.cat(flat), sent, received)
+
+    def orthogonalise(self) -> None:
+        """Orthogonalise the matrices of this rank, and send the results back."""
+        matrices = self._receive_matrices()
+        results = _orthogonalise_all(matrices, self._steps(self._own_rank))
+        blocks = []
+        counts = []
+        for rank in range(len(self._bucket.runs)):
+            of_rank = [
+                self._cut(result, run, rank).flatten()
+                for run, result in zip(self._bucket.runs[self._own_rank], results, strict=True)
+            ]
+            counts.append(sum(block.numel() for block in of_rank))
+            blocks += of_rank
+        back = [
+            sum(self._block_size(run, self._own_rank) for run in runs) for runs in self._bucket.runs
+        ]
+        self._send(torch.cat(blocks) if blocks else self._empty(), counts, back)
+
+    def finish(self) -> None:
+        """Add the results to this rank's shards."""
+        received = self._wait()
+        for run in (run for runs in self._bucket.runs for run in runs):
+            shape = self._block_shape(run, self._own_rank)
+            size = shape[0] * shape[1] * shape[2]
+            _apply(run, received[:size].view(shape), self._matrices, self._updates)
+            received = received[size:]
+
+    def _send(self, values: Tensor, counts: list[int], expected: list[int]) -> None:
+        self._received = values.new_empty(sum(expected))
+        self._transfer = start_all_to_all(
+            self._received,
+            values,
+            send_counts=counts,
+            recv_counts=expected,
+            group=self._bucket.group,
+            where=self._where,
+        )
+
+    def _wait(self) -> Tensor:
+        assert self._transfer is not None and self._received is not None
+        self._transfer.wait()
+        received, self._transfer, self._received = self._received, None, None
+        return received
+
+    def _receive_matrices(self) -> list[Tensor]:
+        """Wait for the blocks of all ranks, and join them to this rank's matrices."""
+        received = self._wait()
+        owned = self._bucket.runs[self._own_rank]
+        blocks: list[list[Tensor]] = [[] for _ in owned]
+        for rank in range(len(self._bucket.runs)):
+            for run, of_run in zip(owned, blocks, strict=True):
+                shape = self._block_shape(run, rank)
+                size = shape[0] * shape[1] * shape[2]
+                of_run.append(received[:size].view(shape))
+                received = received[size:]
+        return [
+            torch.cat(of_run, dim=self._matrices[run.index].sharded_dim)
+            for run, of_run in zip(owned, blocks, strict=True)
+        ]
+
+    def _steps(self, rank: int) -> list[int]:
+        return [self._matrices[run.index].steps for run in self._bucket.runs[rank]]
+
+    def _block_of_update(self, run: Run) -> Tensor:
+        return _block_of_update(run, self._matrices, self._updates, self._device)
+
+    def _block_shape(self, run: Run, rank: int) -> tuple[int, int, int]:
+        """Return the shape of a rank's block of the matrices of a run."""
+        entry = self._matrices[run.index]
+        shape = [run.stop - run.start, *entry.shape]
+        shape[entry.sharded_dim] = entry.lengths(run.part)[rank]
+        return shape[0], shape[1], shape[2]
+
+    def _block_size(self, run: Run, rank: int) -> int:
+        shape = self._block_shape(run, rank)
+        return shape[0] * shape[1] * shape[2]
+
+    def _cut(self, result: Tensor, run: Run, rank: int) -> Tensor:
+        """Return the block of a rank in orthogonalised matrices."""
+        entry = self._matrices[run.index]
+        lengths = entry.lengths(run.part)
+        return result.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
+
+    def _empty(self) -> Tensor:
+        update = self._updates[next(run.index for runs in self._bucket.runs for run in runs)]
+        return torch.empty(0, dtype=dtype_of_steps(update.grad.dtype), device=self._device)
+
+
+def _apply_whole(
+    runs: Sequence[Run],
+    matrices: Sequence[Matrices],
+    updates: Sequence[_Update],
+    device: torch.device,
+) -> None:
+    """Orthogonalise matrices that are whole on this rank, and add them to the parameters."""
+    for run in runs:
+        block = _block_of_update(run, matrices, updates, device)
+        _apply(run, orthogonalise(block, matrices[run.index].steps), matrices, updates)
+
+
+def _orthogonalise_all(matrices: list[Tensor], steps: list[int]) -> list[Tensor]:
+    """Orthogonalise runs of matrices; those of one shape at once."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, (matrix, count) in enumerate(zip(matrices, steps, strict=True)):
+        alike.setdefault((*matrix.shape[1:], count), []).append(index)
+    results: dict[int, Tensor] = {}
+    for (*_, count), indices in alike.items():
+        joined = torch.cat([matrices[index] for index in indices])
+        sizes = [len(matrices[index]) for index in indices]
+        results |= dict(zip(indices, orthogonalise(joined, count).split(sizes), strict=True))
+    return [results[index] for index in range(len(matrices))]
+
+
+def _block_of_update(
+    run: Run, matrices: Sequence[Matrices], updates: Sequence[_Update], device: torch.device
+) -> Tensor:
+    """Return this rank's block of the update before it is orthogonalised, [N, out, in]."""
+    update, entry = updates[run.index], matrices[run.index]
+    buffer = _block(run, entry, update.buffer)
+    if update.group["nesterov"]:
+        buffer = _block(run, entry, update.grad).lerp(buffer, update.group["momentum"])
+    return buffer.to(device=device, dtype=dtype_of_steps(update.grad.dtype))
+
+
+def _apply(
+    run: Run, result: Tensor, matrices: Sequence[Matrices], updates: Sequence[_Update]
+) -> None:
+    """Add an orthogonalised block to this rank's shard of a parameter."""
+    update, entry = updates[run.index], matrices[run.index]
+    lr = adjusted_lr(update.lr, update.group["adjust_lr_fn"], *entry.shape)
+    target = _block(run, entry, update.shard)
+    target.add_(result.to(target.device), alpha=-lr)
+
+
+def _block(run: Run, entry: Matrices, values: Tensor) -> Tensor:
+    return entry.block(entry.layout.stacked_view(values)[run.start : run.stop], run.part)
+
+
+def _describe(
+    name: str, parameter: nn.Parameter, layout: MatrixLayout, update: _Update
+) -> Matrices:
+    whole = layout.stacked_view(torch.empty(parameter.shape, device="meta"))
+    return Matrices(
+        name=name,
+        layout=layout,
+        shape=layout.matrix_shape(whole.shape),
+        shard=shard_of(parameter, layout),
+        steps=update.group["ns_steps"],
+        itemsize=dtype_of_steps(update.grad.dtype).itemsize,
+    )
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError if an option of a group is out of its range."""
+    use_muon = options["use_muon"]
+    known = {"use_muon", "lr", "weight_decay", "initial_lr", "param_names"}
+    known |= {"momentum", "nesterov", "ns_steps", "adjust_lr_fn"} if use_muon else {"betas", "eps"}
+    if unknown := options.keys() - known:
+        raise ValueError(
+            f"a group with use_muon={use_muon} has the options {', '.join(sorted(known))}, got "
+            f"{', '.join(sorted(unknown))}"
+        )
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        if name in options and not options[name] >= 0:
+            raise ValueError(f"{name} must be a number >= 0, got {options[name]}")
+    if use_muon:
+        if not 1 <= options["ns_steps"] < 100:
+            raise ValueError(f"ns_steps must be 1 .. 99, got {options['ns_steps']}; try 5")
+        if options["adjust_lr_fn"] not in _ADJUST:
+            raise ValueError(
+                f"adjust_lr_fn must be one of {', '.join(map(repr, _ADJUST))}, got "
+                f"{options['adjust_lr_fn']!r}"
+            )
+    elif not all(0 <= beta < 1 for beta in options["betas"]):
+        raise ValueError(f"betas must be numbers in [0, 1), got {options['betas']}")

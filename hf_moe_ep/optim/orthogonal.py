@@ -1,0 +1,65 @@
+"""Newton-Schulz for many matrices at once, with the operations of torch.optim.Muon in their order.
+
+torch's function (torch/optim/_muon.py) takes one matrix. A rank with 16 experts has 48 matrices of
+two shapes in each layer, so here the matrices of one shape are a batch of `torch.baddbmm`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# The quintic polynomial and the smallest norm of torch.optim.Muon, which took them from
+# https://kellerjordan.github.io/posts/muon/.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+
+
+def dtype_of_steps(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are orthogonalised.
+
+    This is bf16, as in torch.optim.Muon. The only exception is fp64, in which nobody trains and
+    tests compare numbers.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.bfloat16
+
+
+def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
+    """Make the singular values of each matrix about 1, in `steps` steps of Newton-Schulz.
+
+    Args:
+        x_NAB: N matrices [A, B], in the dtype of `dtype_of_steps`.
+        steps: the number of steps.
+
+    Returns:
+        A new tensor of the shape and dtype of `x_NAB`. As in torch.optim.Muon, the singular values
+        end between about 0.5 and 1.5.
+    """
+    is_tall = x_NAB.shape[1] > x_NAB.shape[2]
+    x = x_NAB.mT if is_tall else x_NAB
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        x = torch.baddbmm(x, polynomial, x, beta=_A)
+    return x.mT if is_tall else x
+
+
+def count_flops(rows: int, columns: int, steps: int) -> int:
+    """Return the floating-point operations of `orthogonalise` for one matrix."""
+    short, long = sorted((rows, columns))
+    return steps * 2 * short * short * (2 * long + short)
+
+
+def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """Return the learning rate of a matrix [rows = out, columns = in], as torch.optim.Muon does.
+
+    None or "original": lr * sqrt(max(1, rows / columns)). "match_rms_adamw": the update has the
+    root mean square of AdamW's, so a learning rate of AdamW fits: lr * 0.2 * sqrt(max(rows,
+    columns)); source: https://arxiv.org/abs/2502.16982, section 2.2.
+    """
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * 0.2 * math.sqrt(max(rows, columns))
+    return lr * math.sqrt(max(1, rows / columns))

@@ -1,0 +1,282 @@
+"""Plan the kernels of compiled layers from the operators of uncompiled ones.
+
+A plan runs uncompiled layers, whose operators each read their inputs from memory and write their
+results to memory. A compiler fuses operators that move bytes only into kernels: between two
+products, it reads each input once, and writes only results that another kernel needs. In backward
+it computes what forward has not written again. `Fusion` counts these kernels:
+
+    x -> to fp32 -> square -> mean -> rsqrt -> times x -> to bf16 -> times weight -> product
+
+Uncompiled, this norm of a bf16 tensor of N bytes moves about 20 N bytes in 7 launches. Compiled, it
+is one kernel that reads x and writes the factor of the product: 2 N bytes. Its backward reads x
+again, instead of the results that autograd has saved.
+
+A tensor is written to memory if
+
+- a product, attention, or an operator outside of the compiled code made it, or reads it;
+- it crosses the border of a graph: the MoE block and each layer are borders;
+- it is a sum over rows, which is small, and which a kernel of its own may need.
+
+A tensor that is not written costs the tensors from which it is computed, wherever it is read. A
+kernel is a series of operators without a product or attention in between. A sum over columns, such
+as the gradient of a norm's weight, is a kernel of its own: it needs all rows, while other kernels
+compute one row at a time.
+
+The code of training itself says which regions are compiled: inside of `in_place_of_compile`,
+torch.compile marks a region instead of compiling it. Autograd numbers its nodes, so the numbers of
+the nodes that a region makes tell which operators of backward belong to the region.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.compiled import layers as compiled_layers
+from hf_moe_ep.planner.replaced import replace_attribute
+from hf_moe_ep.upstream.autograd_modes import next_sequence_number, running_sequence_number
+from hf_moe_ep.upstream.dispatch_modes import storage_id
+
+# A tensor of at most this fraction of the largest input of its operator is written to memory.
+_SMALL = 1 / 16
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A tensor that an operator reads or writes: the number of its storage, and its bytes."""
+
+    storage: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Node:
+    """An operator that ran.
+
+    Attributes:
+        graph: the number of the graph that contains the operator; None outside of compiled code.
+        in_backward: True for the backward of the graph.
+        fuses: True if the operator only moves bytes.
+        sums_columns: True if the operator adds up all rows of its input.
+    """
+
+    stretch: str
+    graph: int | None
+    in_backward: bool
+    fuses: bool
+    sums_columns: bool
+    dtype: str
+    reads: tuple[_Use, ...]
+    writes: tuple[_Use, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A series of fused operators: its bytes, and how many tensors it writes."""
+
+    stretch: str
+    dtype: str
+    nbytes: int
+    launches: int
+
+
+@dataclass
+class Fusion:
+    """Records the operators of a step, and counts the kernels of its compiled regions."""
+
+    _nodes: list[_Node] = field(default_factory=list)
+    # Storages that are alive, each with its number.
+    _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
+    _next_number: int = 0
+    # The graph of the code that runs, or None where code is not compiled; innermost last.
+    _running: list[int | None] = field(default_factory=list)
+    _num_graphs: int = 0
+    # The first sequence number of each series of autograd nodes, and the graph of the series.
+    _starts: list[int] = field(default_factory=list)
+    _graphs: list[int | None] = field(default_factory=list)
+    _paused: int = 0
+
+    @contextmanager
+    def region(self, *, compiled: bool) -> Iterator[None]:
+        """Count the code of the block as one graph, or as code that is not compiled."""
+        self._num_graphs += 1
+        self._running.append(self._num_graphs if compiled else None)
+        self._begin_series()
+        try:
+            yield
+        finally:
+            self._running.pop()
+            if self._running and self._running[-1] is not None:
+                self._num_graphs += 1  # what follows in the outer region is another graph
+                self._running[-1] = self._num_graphs
+            self._begin_series()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the block: its operators are counted otherwise."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def see(self, stretch: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        """Record an operator (`work.Operator`). Return True if it becomes a part of a kernel."""
+        if self._paused:
+            return False
+        graph = self._find_graph()
+        fuses = graph is not None and operator.kind == "memory"
+        node = _Node(
+            stretch,
+            graph,
+            not self._running,
+            fuses,
+            fuses and _sums_columns(reads, writes),
+            operator.dtype,
+            tuple(map(self._use, reads)),
+            tuple(map(self._use, writes)),
+        )
+        self._nodes.append(node)
+        return fuses
+
+    def kernels(self) -> list[Kernel]:
+        """Return the kernels of all operators for which `see` has returned True."""
+        written = self._find_written()
+        sources: dict[int, tuple[_Use, ...]] = {}
+        kernels: list[Kernel] = []
+        reads: dict[int, int] = {}
+        writes: dict[int, int] = {}
+        last: _Node | None = None
+
+        def end() -> None:
+            if last is not None and writes:
+                outside = {
+                    storage: size for storage, size in reads.items() if storage not in writes
+                }
+                nbytes = sum(outside.values()) + sum(writes.values())
+                large = max(writes.values()) * _SMALL
+                launches = sum(size > large for size in writes.values())
+                kernels.append(Kernel(last.stretch, last.dtype, nbytes, launches))
+            reads.clear()
+            writes.clear()
+
+        for node in self._nodes:
+            if node.graph is None:
+                continue
+            if not node.fuses or (last is not None and _differ(node, last)):
+                end()
+                last = None
+            if not node.fuses:
+                continue
+            needed = [source for use in node.reads for source in sources.get(use.storage, (use,))]
+            if node.sums_columns:
+                nbytes = sum(use.nbytes for use in dict.fromkeys((*needed, *node.writes)))
+                kernels.append(Kernel(node.stretch, node.dtype, nbytes, 1))
+                continue
+            last = node
+            for use in node.writes:
+                if use.storage in written:
+                    writes[use.storage] = max(use.nbytes, writes.get(use.storage, 0))
+                else:
+                    sources[use.storage] = tuple(dict.fromkeys(needed))
+            if any(use.storage in written for use in node.writes):
+                for use in needed:
+                    reads[use.storage] = max(use.nbytes, reads.get(use.storage, 0))
+        end()
+        return kernels
+
+    def _find_written(self) -> set[int]:
+        """Return the storages that exist in memory."""
+        made_in: dict[int, int | None] = {}
+        written: set[int] = set()
+        for node in self._nodes:
+            for use in node.reads:
+                if not node.fuses or made_in.get(use.storage) != node.graph:
+                    written.add(use.storage)
+            largest = max((use.nbytes for use in node.reads), default=0)
+            for use in node.writes:
+                if not node.fuses or use.nbytes <= _SMALL * largest:
+                    written.add(use.storage)
+                made_in[use.storage] = node.graph
+        return written
+
+    def _begin_series(self) -> None:
+        self._starts.append(next_sequence_number())
+        self._graphs.append(self._running[-1] if self._running else None)
+
+    def _find_graph(self) -> int | None:
+        """Return the graph of the operator that runs now, in forward or in backward."""
+        if self._running:
+            return self._running[-1]
+        number = running_sequence_number()
+        if number is None or not self._starts:
+            return None
+        index = bisect_right(self._starts, number) - 1
+        return self._graphs[index] if index >= 0 else None
+
+    def _use(self, tensor: Tensor) -> _Use:
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        known = self._numbers.get(key)
+        if known is None or known[0]() is not storage:
+            known = weakref.ref(storage), self._next_number
+            self._numbers[key] = known
+            self._next_number += 1
+        return _Use(known[1], tensor.numel() * tensor.element_size())
+
+
+def _sums_columns(reads: list[Tensor], writes: list[Tensor]) -> bool:
+    """Return True if the operator's result has the width of its input, and few or no rows."""
+    if not reads or not writes:
+        return False
+    rows, result = reads[0], writes[0]
+    is_small = result.numel() <= _SMALL * rows.numel()
+    return is_small and result.ndim > 0 and result.shape[-1] == rows.shape[-1] > 1
+
+
+def _differ(node: _Node, last: _Node) -> bool:
+    """Return True if no kernel can contain both operators."""
+    return any(
+        getattr(node, name) != getattr(last, name) for name in ("graph", "in_backward", "stretch")
+    )
+
+
+@contextmanager
+def in_place_of_compile(fusion: Fusion) -> Iterator[None]:
+    """Inside the block, torch.compile marks the code of a function as a region of `fusion`."""
+
+    def mark(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        @wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with fusion.region(compiled=True):
+                return function(*args, **kwargs)
+
+        return marked
+
+    def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            with fusion.region(compiled=False):
+                return function(*args, **kwargs)
+
+        return outside
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch, "compile", mark),
+        (torch.compiler, "disable", not_compiled),
+    ]
+    replaced.append((compiled_layers, "has_given_up", lambda *_: False))
+    for name in ("_run_block_without_tracing", "_run_without_tracing"):
+        replaced.append((compiled_layers, name, not_compiled(vars(compiled_layers)[name])))
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(replace_attribute(owner, name, value))
+        yield

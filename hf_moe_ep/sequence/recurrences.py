@@ -1,0 +1,179 @@
+"""Split recurrences by heads: each rank runs those of some heads over the whole sequence.
+
+The forward of a delta net or a state space model is the stock code, but two functions that it calls
+are replaced:
+
+    projections, gates            for the tokens of this rank            (stock)
+    causal convolution            for the tokens of this rank, behind the last tokens of the
+                                  previous rank (the halo)               (`convolve_slice`)
+    recurrence                    for all tokens, some of the heads      (`run_heads`)
+    norm, output projection       for the tokens of this rank            (stock)
+
+With 2 ranks, 4 heads of values, and 8 tokens, the recurrence of rank 1 computes heads 2 and 3 of
+the tokens 0-7. If there are fewer heads of keys (in Mamba-2: fewer groups) than ranks, these heads
+are repeated, as in attention. A channel of Mamba-1 is a head here. If sp_size does not divide the
+number of heads, the recurrence runs on whole sequences of all heads. Everything else is divided by
+sp_size in any case. A module with a convolution and no recurrence, such as the short convolutions
+of LFM2, needs only the halo.
+
+For each token of its slice, a rank sends (sp - 1) / sp of the queries, keys, values, gates and
+outputs of all heads, and the same number of gradients in backward; in Mamba-2, of x, dt, B, C and
+the output; in Mamba-1, of x, dt, the gate and the output, and (sp - 1) times B and C. The halo is
+an all-gather of the last K - 1 tokens of each slice, for a kernel of K tokens. Parameters with one
+entry per head are sliced. Their gradients need no collective of their own, because FSDP2 adds the
+gradients of all ranks.
+
+Stock code finds the functions in the globals of its file: kernels of flash-linear-attention,
+causal-conv1d and mamba-ssm if they are installed, otherwise PyTorch. The replacements call the
+stock function with all its arguments. The kernel of mamba-ssm that also computes the norm and the
+output projection needs all heads, so the forward calls the two separate kernels instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.sequence.gather import GatherArguments, Split
+from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.sequence.ulysses import exchange_all_for_heads, exchange_for_tokens
+from hf_moe_ep.upstream.recurrences import (
+    CONVOLUTION,
+    FUSED,
+    RECURRENCES,
+    Layout,
+    Recurrence,
+    forward_with,
+)
+
+
+def run_slice(
+    module: nn.Module, gather: GatherArguments, stock: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a mixer for the slice of this rank, if its hook `gather` has chosen so.
+
+    This function replaces the forward of the mixer.
+    """
+    part = gather.layer.part
+    if part is None or gather.now not in (Split.HEADS, Split.HALO):
+        return stock(*args, **kwargs)
+    replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: partial(convolve_slice, part)}
+    if gather.now == Split.HEADS:
+        replaced |= {name: partial(run_heads, part, r) for name, r in RECURRENCES.items()}
+        replaced[FUSED] = lambda *args, **kwargs: None
+    return forward_with(module, replaced)(module, *args, **kwargs)
+
+
+def convolve_slice(
+    part: Slice, stock: Callable[..., Tensor], x_BCS: Tensor, weight: Tensor, *args: Any, **kw: Any
+) -> Tensor:
+    """Call the causal convolution for a slice (B, C, S / sp), with the halo in front of it.
+
+    The first rank has zeros in front, which is what the convolution itself would add.
+    """
+    width = weight.shape[-1] - 1
+    ends = Slice(part.group, part.rank, part.size, length=part.size * width)
+    all_ends_BSC = gather_slices(x_BCS[:, :, -width:].transpose(1, 2), ends)
+    before_BCS = all_ends_BSC.unflatten(1, (part.size, width))[:, part.rank - 1].transpose(1, 2)
+    # Zeros of the first rank depend on the all-gather, because its backward needs every rank.
+    is_first = x_BCS.new_full((), part.rank == 0, dtype=torch.bool)
+    halo = before_BCS.masked_fill(is_first, 0)
+    out = stock(torch.cat([halo, x_BCS], dim=2), weight, *args, **kw)
+    return out[:, :, width:]
+
+
+def run_heads(
+    part: Slice, recurrence: Recurrence, stock: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a recurrence for the heads of this rank, over the whole sequence.
+
+    The tensors have the layouts that `recurrence` names, for the tokens of this rank.
+    """
+    layouts = recurrence.layouts(args, kwargs)
+    given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+    tensors = {key: given[key] for key in layouts}
+    like = tensors[recurrence.like_output]
+    layout = layouts[recurrence.like_output]
+    splits = _by_head(like, layout).shape[1] % part.size == 0 and all(
+        _can_split(_by_head(x, layouts[key]).shape[1], part.size)
+        for key, x in tensors.items()
+        if layouts[key] in (Layout.HEADS, Layout.CHANNELS)
+    )
+    given |= _exchange(tensors, layouts, part) if splits else _gather(tensors, layouts, part)
+    out = stock(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
+    first, *others = out if isinstance(out, tuple) else (out,)
+    first_BSQW = _by_head(first, layout).transpose(1, 2)
+    own_BSQW = exchange_for_tokens(first_BSQW, part) if splits else part.take(first_BSQW, 1)
+    own = _as_given(own_BSQW.transpose(1, 2), first, layout)
+    return (own, *others) if isinstance(out, tuple) else own
+
+
+def _exchange(
+    tensors: dict[int | str, Tensor], layouts: dict[int | str, Layout], part: Slice
+) -> dict[int | str, Tensor]:
+    """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
+
+    Tensors of one dtype are sent together. Parameters are sliced, and states are gathered.
+    """
+    whole: dict[int | str, Tensor] = {}
+    by_dtype: dict[torch.dtype, dict[int | str, Tensor]] = {}
+    for key, x in tensors.items():
+        if layouts[key] == Layout.PER_HEAD:
+            whole[key] = x.unflatten(0, (part.size, -1))[part.rank]
+        elif layouts[key] == Layout.STATES:
+            whole[key] = _gather_tokens(x, layouts[key], part)
+        else:
+            heads = _repeat_heads(_by_head(x, layouts[key]), part.size)
+            by_dtype.setdefault(x.dtype, {})[key] = heads
+    for heads_of in by_dtype.values():
+        exchanged = exchange_all_for_heads([*heads_of.values()], part)
+        for key, x in zip(heads_of, exchanged, strict=True):
+            whole[key] = _as_given(x, tensors[key], layouts[key])
+    return whole
+
+
+def _gather(
+    tensors: dict[int | str, Tensor], layouts: dict[int | str, Layout], part: Slice
+) -> dict[int | str, Tensor]:
+    """Gather all tokens of all heads. Parameters are whole already."""
+    return {
+        key: _gather_tokens(x, layouts[key], part)
+        for key, x in tensors.items()
+        if layouts[key] != Layout.PER_HEAD
+    }
+
+
+def _gather_tokens(x: Tensor, layout: Layout, part: Slice) -> Tensor:
+    if layout == Layout.HEADS:
+        return gather_slices(x, part)
+    return gather_slices(x.transpose(1, 2), part).transpose(1, 2).contiguous()
+
+
+def _by_head(x: Tensor, layout: Layout) -> Tensor:
+    """Return a tensor in the order (B, heads, S, W)."""
+    if layout == Layout.CHANNELS:
+        return x.unsqueeze(3)
+    x_BQSW = x.transpose(1, 2)
+    return x_BQSW if x.ndim == 4 else x_BQSW.unsqueeze(3)
+
+
+def _as_given(x_BQSW: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """Return the reverse of `_by_head`, with as many dimensions as `like`."""
+    if layout == Layout.CHANNELS:
+        return x_BQSW.squeeze(3).contiguous()
+    x_BSQW = x_BQSW.transpose(1, 2).contiguous()
+    return x_BSQW if like.ndim == 4 else x_BSQW[..., 0]
+
+
+def _can_split(heads: int, size: int) -> bool:
+    return heads % size == 0 or size % heads == 0
+
+
+def _repeat_heads(x_BQSW: Tensor, size: int) -> Tensor:
+    """Repeat the heads if there are fewer heads than ranks."""
+    heads = x_BQSW.shape[1]
+    return x_BQSW.repeat_interleave(size // heads, 1) if heads < size else x_BQSW

@@ -1,0 +1,144 @@
+"""The convolutions and recurrences that mixers of transformers call, found in their files' globals.
+
+The names come from transformers' models/qwen3_next/modeling_qwen3_next.py (delta nets),
+models/kimi_linear/modeling_kimi_linear.py (KDA), models/nemotron_h/modeling_nemotron_h.py (Mamba-2)
+and models/jamba/modeling_jamba.py (Mamba-1). A decorator there replaces a function by a kernel if
+the package of the kernel is installed (integrations/hub_kernels.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+# convolution(x (B, C, S), weight (C, K), ...)
+CONVOLUTION = "causal_conv1d_fn"
+# A kernel for the convolution, the recurrence, the norm and the output projection together. Without
+# the kernel it returns None, and the forward calls the other functions.
+FUSED = "mamba2_split_conv1d_scan_combined"
+
+
+class Layout(Enum):
+    """What the dimensions of an argument of a recurrence count.
+
+    HEADS: (B, S, heads) or (B, S, heads, W), where groups of heads may share one entry.
+    CHANNELS: (B, heads, S), a head being one channel.
+    STATES: (B, N, S), the same for all heads.
+    PER_HEAD: (heads, ...), a parameter.
+    """
+
+    HEADS = "heads"
+    CHANNELS = "channels"
+    STATES = "states"
+    PER_HEAD = "per head"
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The arguments of a recurrence that depend on tokens or heads.
+
+    Attributes:
+        positional: the layouts of the first arguments.
+        named: the layouts of other arguments, by their names.
+        like_output: the position of an argument that has as many heads as the output, which has
+            the same layout. The output may be the first element of a tuple.
+    """
+
+    positional: tuple[Layout, ...]
+    named: Mapping[str, Layout] = field(default_factory=dict)
+    like_output: int = 0
+
+    def layouts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Layout]:
+        """Return the layout of each tensor of a call, by its position or name."""
+        by_key: dict[int | str, Layout] = {
+            index: layout
+            for index, (layout, x) in enumerate(zip(self.positional, args, strict=False))
+            if isinstance(x, Tensor)
+        }
+        named = (name for name in self.named if isinstance(kwargs.get(name), Tensor))
+        return by_key | {name: self.named[name] for name in named}
+
+
+_HEADS, _CHANNELS, _PER_HEAD = Layout.HEADS, Layout.CHANNELS, Layout.PER_HEAD
+# recurrence(query, key, value, g=..., beta=...)
+_DELTA_RULE = Recurrence((_HEADS,) * 3, {"g": _HEADS, "beta": _HEADS}, like_output=2)
+# scan(x, dt, A, B, C, ...), where groups of heads share B and C
+_MAMBA_2 = Recurrence(
+    (_HEADS, _HEADS, _PER_HEAD, _HEADS, _HEADS),
+    {"D": _PER_HEAD, "z": _HEADS, "dt_bias": _PER_HEAD},
+)
+# scan(u, delta, A, B, C, ...), where all channels share B and C
+_MAMBA_1 = Recurrence(
+    (_CHANNELS, _CHANNELS, _PER_HEAD, Layout.STATES, Layout.STATES),
+    {"D": _PER_HEAD, "z": _CHANNELS, "delta_bias": _PER_HEAD},
+)
+RECURRENCES = {
+    "chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "mamba2_chunk_scan": _MAMBA_2,
+    "mamba_selective_scan": _MAMBA_1,
+}
+
+
+def has_recurrence(module: nn.Module) -> bool:
+    """Return True if the forward of a module calls the convolution and one of the recurrences."""
+    return has_convolution(module) and not RECURRENCES.keys().isdisjoint(_called(module))
+
+
+def has_convolution(module: nn.Module) -> bool:
+    """Return True if the forward of a module calls the convolution, and can be copied.
+
+    `forward_with` cannot copy a forward that has defaults of keyword-only arguments. A forward that
+    was replaced on the instance, such as by a kernel for the whole module, is not that of the file.
+    The weights of the convolution must be those of a child, whose width is known.
+    """
+    is_stock = "forward" not in vars(module) and not _stock_forward(module).__kwdefaults__
+    has_weights = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return is_stock and has_weights and CONVOLUTION in _called(module)
+
+
+def convolution_width(module: nn.Module) -> int:
+    """Return the number of tokens in the kernel of a module's convolution."""
+    widths = (int(m.kernel_size[0]) for m in module.children() if isinstance(m, nn.Conv1d))
+    return max(widths)
+
+
+def forward_with(
+    module: nn.Module, replacements: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return the stock forward of a module, which calls other functions.
+
+    A replacement gets the stock function as its first argument.
+    """
+    stock = _stock_forward(module)
+    found = {
+        name: partial(replacement, stock.__globals__[name])
+        for name, replacement in replacements.items()
+        if name in stock.__globals__
+    }
+    return FunctionType(
+        stock.__code__,
+        {**stock.__globals__, **found},
+        stock.__name__,
+        stock.__defaults__,
+        stock.__closure__,
+    )
+
+
+def _called(module: nn.Module) -> set[str]:
+    """Return the names of the functions of its file that the forward of a module may call."""
+    function = _stock_forward(module)
+    return set(function.__code__.co_names) & function.__globals__.keys()
+
+
+def _stock_forward(module: nn.Module) -> Any:
+    """Return the forward of the module's class without decorators."""
+    return inspect.unwrap(type(module).forward)

@@ -1,0 +1,7 @@
+"""Llama-4 with its vision tower. The language model is that of `llama4_text`."""
+
+from __future__ import annotations
+
+from hf_moe_ep.model_patches.llama4_text import BLOCK
+
+DIFFERS = {"block": BLOCK, "whole_sequences": ("language_model.model.layers.*.self_attn",)}

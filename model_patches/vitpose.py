@@ -1,0 +1,5 @@
+"""ViTPose, whose backbone has experts."""
+
+from __future__ import annotations
+
+from hf_moe_ep.model_patches.vitpose_backbone import REFUSED as REFUSED

@@ -1,0 +1,510 @@
+"""Tensors that a model's class ignores are in every checkpoint that is saved, byte for byte.
+
+The tests load tiny checkpoints with layers for multi-token prediction (`support.extra_files`),
+train on two ranks, and save in every way.
+"""
+
+import copy
+import json
+import random
+import re
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from support.adapters import EXPERTS
+from support.checks import Check, Found, on_ranks
+from support.extra_files import (
+    INDEX,
+    TYPES,
+    add_tensors,
+    assert_same_bytes,
+    read_files,
+    write_with_extra,
+)
+from support.killing import kill_later
+from support.launched import launched
+from support.ranks import run_ranks
+from support.tiny_models import batch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    from_pretrained,
+    hub_tensors,
+    load_checkpoint,
+    patch,
+    save_checkpoint,
+    save_pretrained,
+    unpatch,
+)
+from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.checkpoints.storage.references import FileReferences
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, read_index
+from hf_moe_ep.checkpoints.verify import verify
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.ranks import together as together_module
+from hf_moe_ep.state import find_state
+
+WAYS = ("lean", "stock")
+SHARD = "60KB"
+
+
+def load(way: str, folder: Path, **options: Any) -> nn.Module:
+    """Load a checkpoint in shards, or whole with stock's from_pretrained."""
+    if way == "lean":
+        return from_pretrained(folder, **options)
+    return apply_ep_fsdp2(patch(AutoModelForCausalLM.from_pretrained(folder), **options))
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: int = 3) -> None:
+    for step in range(steps):
+        model(**batch(model, 2, 9, seed=2 * step + rank)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def write_on_first(rank: int, write: Callable[[], object]) -> None:
+    if rank == 0:
+        write()
+    dist.barrier()
+
+
+def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder: str) -> None:
+    """Load, train at ep 2, save in every way; resume at ep 1, and save again."""
+    root = Path(folder)
+    base = root / "base"
+    write_on_first(rank, lambda: write_with_extra(base, model_type))
+    before = read_files(base)
+    own = AutoModelForCausalLM.from_pretrained(base).state_dict().keys()
+    model = load(way, base, ep_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank)
+    save_pretrained(model, root / "saved", max_shard_size=SHARD)
+    model.save_pretrained(root / "method")
+    save_checkpoint(root / "step", model, optimizer)
+    stream = dict(hub_tensors(model, max_bytes=100_000))
+    saved = read_files(root / "saved")
+    assert saved.keys() == before.keys()
+    changed = {key for key in saved if not torch.equal(saved[key].float(), before[key].float())}
+    extra = {key: tensor for key, tensor in before.items() if key not in changed}
+    assert len(extra) >= 10 and changed, "training changes the model's own tensors"
+    from_first = load("lean", root / "saved", ep_size=2)
+    names = {key for key in before if is_extra(model_type, key, from_first)}
+    assert names and names <= extra.keys() and not names & own
+    assert_same_bytes(saved, {key: before[key] for key in names})
+    assert_same_bytes(read_files(root / "method"), saved)
+    assert_same_bytes(stream, saved)
+    assert stream.keys() == saved.keys()
+    if rank == 0:
+        convert(root / "step", root / "converted", max_shard_size=SHARD)
+        assert_same_bytes(read_files(root / "converted"), saved)
+        AutoModelForCausalLM.from_pretrained(root / "saved")
+    dist.barrier()
+    for name in ("saved", "method", "converted"):
+        config = json.loads((base / "config.json").read_text())
+        assert json.loads((root / name / "config.json").read_text()) == config
+        facts = verify(root / name).facts
+        assert facts["ignored tensors"].startswith(f"{len(names)}, such as ")
+    assert verify(root / "step").facts["ignored tensors"].startswith(f"{len(names)} in ")
+    resumed = load(way, base, ep_size=1)
+    new_optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    load_checkpoint(root / "step", resumed, new_optimizer)
+    save_pretrained(resumed, root / "again")
+    assert_same_bytes(read_files(root / "again"), saved)
+
+
+def is_extra(model_type: str, key: str, model: Any) -> bool:
+    """Return True if a key belongs to the layer for multi-token prediction."""
+    layers = model.config.num_hidden_layers
+    return bool(re.match(rf"(model\.)?mtp\.|model\.layers\.{layers}\.", key))
+
+
+MATRIX = {
+    f"{model_type} {way}": partial(every_save_has_them, model_type, way)
+    for model_type in TYPES
+    for way in WAYS
+}
+FAST = ("qwen3_next lean", "deepseek_v3 stock")
+CASES = on_ranks(2, {name: MATRIX.pop(name) for name in FAST})
+CASES += on_ranks(2, MATRIX, slow=True)
+
+
+@pytest.mark.parametrize("claim", CASES)
+def test_every_save_has_the_extra_tensors(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def source_that_changes(rank: int, world: int, folder: str) -> None:
+    """Nothing is written if the files have changed or are gone, and the error says which."""
+    root = Path(folder)
+    write_on_first(rank, lambda: write_with_extra(root / "base", "glm4_moe"))
+    before = read_files(root / "base")
+    model = from_pretrained(root / "base", ep_size=2)
+    file = root / "base" / "extra.safetensors"
+    content = file.read_bytes()
+    dist.barrier()
+
+    def refuses(words: str) -> None:
+        dist.barrier()
+        with pytest.raises(ValueError, match=words):
+            save_pretrained(model, root / "out")
+        with pytest.raises(ValueError, match=words):
+            list(hub_tensors(model))
+        assert not (root / "out").exists()
+        dist.barrier()
+
+    write_on_first(rank, lambda: file.write_bytes(content + b" "))
+    refuses(f"extra.safetensors has {len(content) + 1} bytes, and had {len(content)} when")
+    write_on_first(rank, lambda: file.write_bytes(content[:-1] + bytes([content[-1] ^ 1])))
+    refuses("extra.safetensors was written to after it was looked at first")
+    write_on_first(rank, lambda: shutil.move(root / "base", root / "moved"))
+    refuses(r"holds 41 tensors: model.layers.4.*base has no readable .*extra_tensors=False")
+    save_pretrained(model, root / "without", extra_tensors=False)
+    left_out = before.keys() - read_files(root / "without").keys()
+    assert len(left_out) == 41 and all(key.startswith("model.layers.4.") for key in left_out)
+    assert {key for key, _ in hub_tensors(model, extra_tensors=False)} == before.keys() - left_out
+
+
+def saves_over_its_own_source(rank: int, world: int, folder: str) -> None:
+    """A save that replaces the loaded files copies the tensors first, and refers to the copies."""
+    root = Path(folder)
+    write_on_first(rank, lambda: write_with_extra(root / "base", "qwen3_next"))
+    before = read_files(root / "base")
+    model = from_pretrained(root / "base", ep_size=2)
+    for _ in range(3):
+        save_pretrained(model, root / "base", max_shard_size=SHARD)
+        dist.barrier()
+        assert_same_bytes(read_files(root / "base"), before)
+
+
+def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> None:
+    """Keys that the class does not declare as ignored are an error, or are carried on request."""
+    root = Path(folder)
+    named = {"head.of.mine.weight": torch.arange(6.0), "head.of.mine.steps": torch.tensor(3)}
+
+    def write() -> None:
+        write_with_extra(root / "base", "qwen3_next")
+        add_tensors(root / "base", named, "mine")
+
+    write_on_first(rank, write)
+    with pytest.raises(ValueError, match=r"unexpected 2 tensors: head.of.*ignore_unexpected=\[pat"):
+        from_pretrained(root / "base", ep_size=2)
+    for wrong, words in (("mine", r"pass a list of.*\['mine'\]"), (["("], "no regular expression")):
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(root / "base", ep_size=2, ignore_unexpected=wrong)
+    model = from_pretrained(root / "base", ep_size=2, ignore_unexpected=[r"^head\.of\.mine\."])
+    save_pretrained(model, root / "out")
+    assert_same_bytes(read_files(root / "out"), read_files(root / "base"))
+    with pytest.raises(ValueError, match="unexpected 2 tensors: head"):
+        verify(root / "out")
+    facts = verify(root / "out", ignore_unexpected=["^head"]).facts
+    count = sum(is_extra("qwen3_next", key, model) for key in read_files(root / "out")) + 2
+    assert facts["ignored tensors"].startswith(f"{count}, such as ")
+    assert main(["verify", str(root / "out"), "--ignore-unexpected", "^head"]) == 0
+
+
+def one_name_twice(rank: int, world: int, folder: str) -> None:
+    """A key of the model that is extra too, and two sources of one key, are errors."""
+    root = Path(folder)
+    stacked = "model.layers.0.mlp.experts.down_proj"
+
+    def write() -> None:
+        write_with_extra(root / "base", "qwen3_5_moe_text")
+        write_with_extra(root / "other", "qwen3_5_moe_text", seed=1)
+        other = {
+            key: tensor + 1 for key, tensor in read_files(root / "other").items() if "mtp.fc" in key
+        }
+        edit_file(root / "other", other)
+
+    write_on_first(rank, write)
+    model = from_pretrained(root / "base", ep_size=2)
+    save_checkpoint(root / "step", model, None)
+    other = from_pretrained(root / "other", ep_size=2)
+    words = rf"two tensors are called mtp.fc.weight: {root}/other/.* names {root}/base/"
+    with pytest.raises(ValueError, match=words):
+        load_checkpoint(root / "step", other, None)
+    # An extra tensor whose key is one that the model writes.
+    assert stacked
+    references = find_state(model).extra if rank == 0 else None
+    if references is not None:
+        tensors = references.tensors()
+        tensors["lm_head.weight"] = tensors.pop("mtp.fc.weight")
+        find_state(model).extra = FileReferences.of(root / "base", tensors)
+    with pytest.raises(ValueError, match=rf"two tensors are called lm_head.weight: .*{root}/base/"):
+        save_pretrained(model, root / "out")
+    assert not (root / "out").exists()
+
+
+def edit_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace tensors of a checkpoint."""
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    state = read_files(folder)
+    for name in {index[key] for key in tensors}:
+        in_file = {key: state[key] for key, file in index.items() if file == name}
+        save_file(in_file | {k: t for k, t in tensors.items() if k in in_file}, folder / name)
+
+
+def train_adapters(rank: int, world: int, folder: str) -> list[str]:
+    """Train LoRA on two ranks, save the adapter, and return the keys of a stream for an engine."""
+    from peft import LoraConfig
+
+    root = Path(folder)
+    lora = LoraConfig(r=4, target_modules=["o_proj"], target_parameters=list(EXPERTS))
+    model = from_pretrained(root / "base", ep_size=2, peft_config=lora)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    train(model, optimizer, rank)
+    save_pretrained(model, root / "adapter")
+    stream = dict(hub_tensors(model, merge_adapters=True))
+    before = read_files(root / "base")
+    assert_same_bytes(stream, {key: t for key, t in before.items() if key.startswith("mtp.")})
+    return sorted(stream)
+
+
+def test_adapters_are_merged_into_a_base_with_them(tmp_path: Path) -> None:
+    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+    before = read_files(tmp_path / "base")
+    streams = run_ranks(train_adapters, 2, str(tmp_path))
+    assert main(["merge-adapter", *(str(tmp_path / n) for n in ("base", "adapter", "merged"))]) == 0
+    merged = read_files(tmp_path / "merged")
+    assert merged.keys() == before.keys()
+    assert [sorted(merged)] * 2 == streams
+    assert_same_bytes(merged, extra)
+    expert = next(key for key in before if re.match(r"model\..*experts.*down_proj", key))
+    assert not torch.equal(merged[expert], before[expert])
+
+
+def with_the_trainer(rank: int, world: int, folder: str) -> None:
+    """trainer.save_model, and the checkpoint of the Trainer that is converted."""
+    from transformers import Trainer, TrainingArguments
+
+    root = Path(folder)
+    write_on_first(rank, lambda: write_with_extra(root / "base", "deepseek_v3"))
+    before = read_files(root / "base")
+    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        args = TrainingArguments(
+            str(root / "run"), max_steps=2, save_steps=2, use_cpu=True, report_to="none",
+            per_device_train_batch_size=1, disable_tqdm=True, learning_rate=1e-2,
+        )  # fmt: skip
+        model = patch(AutoModelForCausalLM.from_pretrained(root / "base"), ep_size=2)
+        rows = [{k: v[0] for k, v in batch(model, 1, 9, seed=i).items()} for i in range(8)]
+        trainer = Trainer(model, args, train_dataset=rows)
+        trainer.train()
+        trainer.save_model(str(root / "saved"))
+    dist.barrier()
+    saved = read_files(root / "saved")
+    extra = {key: t for key, t in before.items() if is_extra("", key, model)}
+    assert saved.keys() == before.keys() and len(extra) > 40
+    assert_same_bytes(saved, extra)
+    assert {t.dtype for t in extra.values()} >= {torch.float8_e4m3fn, torch.float32}
+    if rank == 0:
+        convert(root / "run" / "checkpoint-2", root / "converted", config=root / "base")
+        assert_same_bytes(read_files(root / "converted"), saved)
+
+
+ON_TWO_RANKS = (
+    source_that_changes,
+    saves_over_its_own_source,
+    undeclared_tensors_need_the_option,
+    one_name_twice,
+    with_the_trainer,
+)
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_one_process_saves_them_by_the_method_of_the_model(tmp_path: Path) -> None:
+    """A patched model that is not sharded; stock's save_pretrained would lose them."""
+    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "stock")
+    assert not extra.keys() & read_files(tmp_path / "stock").keys()
+    patch(model)
+    copied = copy.deepcopy(model)
+    for number, saved in enumerate((model, copied, patch(model, experts_backend="torch"))):
+        saved.save_pretrained(tmp_path / str(number))
+        assert_same_bytes(read_files(tmp_path / str(number)), read_files(tmp_path / "base"))
+    with pytest.raises(ValueError, match="does not take push_to_hub"):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    model.save_pretrained(tmp_path / "without", extra_tensors=False)
+    assert not extra.keys() & read_files(tmp_path / "without").keys()
+    assert not hasattr(find_state(unpatch(model)), "extra")
+
+
+def test_a_model_that_was_not_loaded_has_none(tmp_path: Path) -> None:
+    """The config names the folder, but the weights do not come from it."""
+    write_with_extra(tmp_path / "base", "qwen3_next")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = patch(AutoModelForCausalLM.from_config(loaded.config))
+    assert model.config._name_or_path == str(tmp_path / "base")
+    assert find_state(model).extra is None
+
+
+def test_a_source_that_cannot_be_found_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_with_extra(tmp_path / "base", "qwen3_next")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    patch(model)
+    assert f"{tmp_path}/base does not exist" in caplog.text
+    assert "saved checkpoints will not have them" in caplog.text
+
+
+def test_a_lost_source_is_an_error_of_the_conversion(tmp_path: Path) -> None:
+    """A training checkpoint is saved all the same, and says what is missing."""
+    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    save_checkpoint(tmp_path / "step", model, None)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/base .* were lost before .*--no-extra-te"):
+        convert(tmp_path / "step", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    arguments = ["convert", str(tmp_path / "step"), str(tmp_path / "out"), "--no-extra-tensors"]
+    assert main(arguments) == 0
+    assert not extra.keys() & read_files(tmp_path / "out").keys()
+
+
+def test_a_conversion_compares_hashes(tmp_path: Path) -> None:
+    write_with_extra(tmp_path / "base", "qwen3_next")
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    save_checkpoint(tmp_path / "step", model, None)
+    file = tmp_path / "base" / "extra.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content)  # the same bytes at another time
+    convert(tmp_path / "step", tmp_path / "same")
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"extra.safetensors: mtp.* has changed: sha256 [0-9a-f]+"):
+        convert(tmp_path / "step", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"extra.safetensors: mtp.* has changed: sha256 [0-9a-f]+"):
+        verify(tmp_path / "step")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_of_ten_thousand_references(tmp_path: Path) -> None:
+    """10,000 tensors with the keys of DeepSeek-V3 need at most 1 MiB, hashes included."""
+    names = [
+        f"model.layers.{61 + layer}.mlp.experts.{expert}.{kind}_proj.{part}"
+        for layer in range(7)
+        for expert in range(256)
+        for kind in ("gate", "up", "down")
+        for part in ("weight", "weight_scale_inv")
+    ][:10_000]
+    file = tmp_path / "model-00001-of-00001.safetensors"
+    save_file({name: torch.zeros(1) for name in names}, file)
+    tensors = read_index(tmp_path, file.name)
+    tracemalloc.start()
+    before = tracemalloc.take_snapshot()
+    references = FileReferences.of(tmp_path, tensors)
+    references.hashes()
+    after = tracemalloc.take_snapshot()
+    tracemalloc.stop()
+    held = sum(row.size_diff for row in after.compare_to(before, "filename"))
+    print(f"{held / 2**20:.2f} MiB for {len(references)} tensors")
+    assert len(references) == 10_000 and held <= 2**20
+    assert references.tensors() == tensors
+    content = references.to_json()
+    assert FileReferences.from_json(content, tmp_path / "x.json").tensors() == tensors
+
+
+def test_damaged_references_are_an_error(tmp_path: Path) -> None:
+    file = FileTensor(tmp_path / "a.safetensors", torch.float32, (2,), 0)
+    file.file.write_bytes(bytes(8))
+    content = FileReferences.of(tmp_path, {"a": file}).to_json()
+    for damage in (
+        {"tensors": {"a": {"file": "b"}}},
+        {"format": 7},
+        {"files": None},
+        {"tensors": {"a": content["tensors"]["a"] | {"sha256": "00"}}},
+        {"tensors": {"a": content["tensors"]["a"] | {"dtype": "F3"}}},
+    ):
+        with pytest.raises(ValueError, match=r"extra.json is damaged \(.*\); take an older"):
+            FileReferences.from_json(content | damage, tmp_path / "extra.json")
+
+
+def test_a_name_of_the_hub_is_found_in_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit that was loaded is found by its values, whatever the branch is now."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--owner--model"
+    loaded, newer, copied = (cache / "snapshots" / (letter * 40) for letter in "abc")
+    extra = write_with_extra(loaded, "qwen3_next")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(loaded.name)
+    options = {"cache_dir": str(tmp_path), "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained("owner/model", **options)
+    assert find_state(patch(copy.deepcopy(model))).extra.folder == loaded
+    write_with_extra(newer, "qwen3_next", seed=1)
+    (cache / "refs" / "main").write_text(newer.name)
+    of_loaded = find_state(patch(copy.deepcopy(model))).extra
+    assert of_loaded.source == "owner/model" and of_loaded.folder == loaded
+    assert of_loaded.tensors().keys() == extra.keys()
+    shutil.copytree(loaded, copied)
+    assert find_state(patch(model)).extra is None
+    assert f"2 of 3 folders in the cache have the weights of this model: {loaded}" in caplog.text
+
+
+def save_until_killed(
+    rank: int, world: int, folder: str, target: str, victim: int, after: float
+) -> None:
+    """Save versions 0, 1, 2, .. of the model's own weights until rank `victim` is killed."""
+    together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
+    model = from_pretrained(Path(folder), ep_size=2)
+    if rank == victim:
+        kill_later(after)
+    for version in range(1000):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(version)
+        save_pretrained(model, target, max_shard_size=SHARD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [20])
+def test_after_a_kill_the_folder_has_one_version_and_them(rounds: int, tmp_path: Path) -> None:
+    """Every second round saves over the files from which the model was loaded."""
+    draw, versions = random.Random(rounds), set()
+    extra = write_with_extra(tmp_path / "base", "glm4_moe")
+    before = read_files(tmp_path / "base")
+    loaded = {float(t.float().mean()) for key, t in before.items() if key not in extra}
+    for number in range(rounds):
+        source = tmp_path / f"base{number}"
+        shutil.copytree(tmp_path / "base", source)
+        target = source if number % 2 else tmp_path / f"out{number}"
+        victim, after = draw.randrange(2), draw.uniform(0.3, 1.5)
+        arguments = (str(source), str(target), victim, after)
+        outcomes = run_ranks_until_death(*arguments)
+        assert outcomes[victim] == "ProcessDied", outcomes
+        if not (target / INDEX).is_file():
+            continue  # the kill came before the first commit
+        state = read_files(target)
+        assert_same_bytes(state, extra)
+        own = {key: tensor for key, tensor in state.items() if key not in extra}
+        values = {float(tensor.float().mean()) for tensor in own.values()}
+        # Before the first commit, the source of the round has the weights that were loaded.
+        assert len(values) == 1 or (number % 2 and values == loaded), f"a mixture: {values}"
+        versions |= values if len(values) == 1 else set()
+        AutoModelForCausalLM.from_pretrained(target)
+    assert len(versions) > 1, "all kills came at the same version"
+
+
+def run_ranks_until_death(folder: str, target: str, victim: int, after: float) -> list[str]:
+    outcomes = run_ranks(
+        save_until_killed, 2, folder, target, victim, after,
+        expect_errors=True, group_timeout=20.0,
+    )  # fmt: skip
+    return [outcome[1] for outcome in outcomes]

@@ -1,0 +1,262 @@
+"""GRPO and RLOO, 5 steps on 2 ranks: after each sync the engine holds what save_pretrained writes.
+
+The engine records (key, tensor) as they arrive. The model is a Qwen3-Next in bf16 whose checkpoint
+has a layer for multi-token prediction: the first sync sends its tensors too, byte for byte.
+"""
+
+import os
+import re
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel
+from support.adapters import EXPERTS
+from support.checks import Check, Found, on_ranks
+from support.extra_files import assert_same_bytes, read_files, write_with_extra
+from support.launched import launched
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import hub_tensors, patch, save_pretrained
+from hf_moe_ep.state import find_state
+
+pytest.importorskip("trl", minversion="1.16")
+
+STEPS = 5
+LORA = LoraConfig(r=4, target_modules=["o_proj"], target_parameters=list(EXPERTS))
+
+
+class Recorder:
+    """An engine that keeps what it is sent.
+
+    Attributes:
+        held: the last tensor of each key.
+        syncs: the keys of each sync, in order.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+        self.syncs: list[list[str]] = []
+
+    def begin(self) -> None:
+        self.syncs.append([])
+
+    def load_weights(self, weights: Any) -> None:
+        for key, tensor in weights:
+            assert key not in self.syncs[-1], f"{key} was sent twice"
+            self.syncs[-1].append(key)
+            self.held[key] = tensor.clone()
+
+    def update_named_params(self, metadata: Any, named_params: Any) -> None:
+        """Stand for TRL's client of a server, which announces the tensors first."""
+        received = []
+        for key, tensor in named_params:
+            received.append((key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+            self.load_weights([(key, tensor)])
+        assert received == list(metadata)
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+def _generation(engine: Recorder, mode: str, rank: int, check: Any) -> Any:
+    """Make a subclass of TRL's class whose engine is a recorder; its sync is TRL's own."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    class Generation(VLLMGeneration):
+        def _init_vllm(self) -> None:
+            self.mode = mode
+            runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
+            executor = SimpleNamespace(driver_worker=runner)
+            self.llm = SimpleNamespace(
+                llm_engine=SimpleNamespace(model_executor=executor),
+                reset_prefix_cache=lambda: None,
+            )
+            self.vllm_client = engine
+
+        def sync_weights(self) -> None:
+            engine.begin()
+            super().sync_weights()
+            check(self.model)
+
+        def generate(self, prompts: Any, images: Any, num_generations: int, **_: Any) -> Any:
+            completions = [torch.randint(3, 60, (6,)).tolist() for _ in prompts]
+            return prompts, completions, [[[-1.0]] * 6 for _ in prompts], None
+
+    return Generation
+
+
+def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def _config(kind: str, folder: str) -> Any:
+    import trl
+
+    return getattr(trl, f"{kind}Config")(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=6,
+        max_steps=STEPS,
+        beta=0.0,
+        learning_rate=3e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        **({} if kind == "RLOO" else {"vllm_importance_sampling_correction": False}),
+    )
+
+
+def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) -> None:
+    """Every sync sends all tensors of the step's checkpoint; only the first sends extra tensors."""
+    import trl
+    from datasets import Dataset
+    from support.jobs.sft import tokenizer
+
+    root, engine = Path(folder), Recorder()
+    if rank == 0:
+        write_with_extra(root / "base", "qwen3_next", dtype=torch.bfloat16)
+    dist.barrier()
+    extra = {k: t for k, t in read_files(root / "base").items() if k.startswith("mtp.")}
+    experts: list[Tensor] = []
+
+    def check(model: Any) -> None:
+        number = len(experts)
+        saved = root / f"step{number}"
+        save_pretrained(model, saved)
+        expected = _merged(root / "base", saved) if lora else read_files(saved)
+        dist.barrier()
+        key = next(k for k in sorted(expected) if re.match(r"model\..*experts.*down_proj", k))
+        experts.append(expected[key])
+        if mode == "server" and rank:
+            assert not engine.held, "only rank 0 sends to a server"
+            return
+        assert all(tensor.dtype == torch.bfloat16 for tensor in expected.values())
+        assert_same_bytes(engine.held, expected | extra)
+        assert set(engine.syncs[-1]) == expected.keys() | (extra.keys() if number == 0 else set())
+
+    module = f"trl.trainer.{kind.lower()}_trainer"
+    __import__(module)
+    rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
+    generation = _generation(engine, mode, rank, check)
+    with launched(), mock.patch(f"{module}.VLLMGeneration", generation):
+        model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.bfloat16)
+        patch(model, ep_size=2)
+        trainer = getattr(trl, f"{kind}Trainer")(
+            model,
+            reward_funcs=_reward,
+            args=_config(kind, folder),
+            train_dataset=rows,
+            processing_class=tokenizer(model.config.vocab_size),
+            peft_config=LORA if lora else None,
+        )
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+    assert len(experts) == STEPS + 1
+    assert not any(torch.equal(a, b) for a, b in pairwise(experts))
+
+
+def _merged(base: Path, adapter: Path) -> dict[str, Tensor]:
+    """Merge an adapter with PEFT, and return the tensors that stock's save_pretrained writes."""
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model = PeftModel.from_pretrained(stock, adapter).merge_and_unload()
+    folder = adapter.with_name(f"{adapter.name}-merged-{dist.get_rank()}")
+    model.save_pretrained(folder)
+    return read_files(folder)
+
+
+def a_protocol_of_trl_gets_the_same(rank: int, world: int, folder: str) -> None:
+    """AsyncGRPOTrainer sends through any object with TRL's WeightTransferProtocol."""
+    from trl.experimental.async_grpo import async_grpo_trainer
+
+    root, engine, calls = Path(folder), Recorder(), []
+    if rank == 0:
+        write_with_extra(root / "base", "qwen3_next", dtype=torch.bfloat16)
+    dist.barrier()
+    model = patch(AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.bfloat16))
+    named = list(async_grpo_trainer._iter_vllm_named_params(model))
+    from hf_moe_ep import apply_ep_fsdp2
+
+    apply_ep_fsdp2(model, ep_size=2)
+
+    class Transfer:
+        def __init__(self) -> None:
+            names = [name for name, _ in named]
+            self._weight_update_info = {"names": names, "dtype_names": [], "shapes": []}
+
+        def pause(self) -> None:
+            calls.append("pause")
+
+        def send_weights(self, iterator: Any) -> None:
+            engine.begin()
+            engine.load_weights(iterator)
+            assert self._weight_update_info["names"] == engine.syncs[-1]
+
+        def resume(self) -> None:
+            calls.append("resume")
+
+    trainer = SimpleNamespace(
+        model=model,
+        model_version=0,
+        rollout_worker=None,
+        weight_transfer=Transfer() if rank == 0 else None,
+        accelerator=SimpleNamespace(
+            unwrap_model=lambda module: module,
+            is_main_process=rank == 0,
+            wait_for_everyone=dist.barrier,
+        ),
+    )
+    for _ in range(2):
+        async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged(trainer, 0.0)
+    saved = dict(hub_tensors(model))
+    if rank == 0:
+        assert_same_bytes(engine.held, saved)
+        assert calls == ["pause", "resume"] * 2 and trainer.model_version == 2
+        assert {name for name, _ in named} == set(engine.syncs[0]) == saved.keys()
+        assert all(tensor.is_meta for _, tensor in named)
+        left = set(engine.syncs[0]) - set(engine.syncs[1])
+        assert left and all(key.startswith("mtp.") for key in left)
+        trainer.weight_transfer.send_weights = _fails
+    with pytest.raises(KeyError if rank == 0 else RuntimeError, match=r"no room|stopped iterating"):
+        async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged(trainer, 0.0)
+    assert find_state(model) is not None and len(list(hub_tensors(model))) == len(saved)
+
+
+def _fails(iterator: Any) -> None:
+    next(iterator)
+    raise KeyError("no room")
+
+
+CASES = {
+    "GRPO colocate full": partial(syncs, "GRPO", "colocate", False),
+    "GRPO colocate LoRA": partial(syncs, "GRPO", "colocate", True),
+    "GRPO server full": partial(syncs, "GRPO", "server", False),
+    "RLOO colocate full": partial(syncs, "RLOO", "colocate", False),
+    "RLOO server LoRA": partial(syncs, "RLOO", "server", True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", on_ranks(2, CASES))
+def test_after_each_sync_the_engine_holds_the_checkpoint(found: Found, claim: Check) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", on_ranks(2, a_protocol_of_trl_gets_the_same))
+def test_the_weight_transfer_protocol(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

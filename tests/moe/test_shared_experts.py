@@ -1,0 +1,160 @@
+"""Shared experts run between the start and the end of the transfer of results, and equal stock."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch as mock_patch
+
+import pytest
+import torch
+from support.architectures.steps import adamw, assert_same_step, build
+from support.checks import Check, Found, on_ranks
+from support.tiny_models import batch
+from torch import Tensor, nn
+
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.moe.dispatch import async_exchange
+from hf_moe_ep.moe.shared_experts import Deferred, SharedExperts
+from hf_moe_ep.state import STATE, MoELayer
+
+# In stock, qwen2_moe calls its shared experts before the routed experts, deepseek_v3 after them.
+TYPES = ("qwen2_moe", "deepseek_v3")
+
+
+def _shared(model: nn.Module) -> list[SharedExperts]:
+    layers = [getattr(module, STATE, None) for module in model.modules()]
+    return [layer.shared for layer in layers if isinstance(layer, MoELayer)]
+
+
+def _record(stack: ExitStack, events: list[str]) -> None:
+    """Record transfers of results, shared experts, and what backward does instead."""
+
+    def note(kind: type, name: str, event: str) -> None:
+        function = getattr(kind, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return function(*args, **kwargs)
+
+        stack.enter_context(mock_patch.object(kind, name, staticmethod(noted)))
+
+    note(async_exchange._StartCombine, "forward", "send")
+    note(async_exchange._FinishCombine, "forward", "wait")
+    note(async_exchange._FinishCombine, "backward", "send gradients")
+    note(async_exchange._StartCombine, "backward", "wait for gradients")
+    run = SharedExperts._run
+
+    def run_noted(self: SharedExperts, *args: Any) -> Tensor:
+        events.append("shared")
+        out = run(self, *args)
+        out.register_hook(lambda _: events.append("gradients of shared"))
+        return out
+
+    stack.enter_context(mock_patch.object(SharedExperts, "_run", run_noted))
+
+
+def _runs_under_the_transfer(model_type: str, rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(build(model_type), ep_size=world)
+    layers = len(_shared(model))
+    assert layers and all(_shared(model))
+    events: list[str] = []
+    with ExitStack() as stack:
+        _record(stack, events)
+        model(**batch(model, 2, 9 + rank)).loss.backward()
+    forward = ["send", "shared", "wait"] * layers
+    backward = ["send gradients", "gradients of shared", "wait for gradients"] * layers
+    assert events == forward + backward, events
+
+
+def _equals_stock(model_type: str, use_reentrant: bool | None, rank: int, world: int) -> None:
+    model, stock = build(model_type, seed=rank), build(model_type)
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    apply_ep_fsdp2(model, ep_size=world, dispatch_chunks=2)
+    optimizers = adamw(model), adamw(stock)
+    for step in range(2):
+        assert_same_step(f"{model_type}, step {step}", (model, stock), optimizers, seed=10 * step)
+
+
+def _another_input(rank: int, world: int) -> None:
+    """A block that gives its shared experts another tensor gets their result for this tensor."""
+    model = build("deepseek_v3", seed=rank)
+    kind = type(model.model.layers[1].mlp)
+    stock = kind.forward
+
+    def doubled(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        shared = self.shared_experts
+        double = shared.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+        out = stock(self, hidden_states)
+        double.remove()
+        return out
+
+    doubled.__module__ = kind.__module__
+    with mock_patch.object(kind, "forward", doubled):
+        reference = build("deepseek_v3")
+        apply_ep_fsdp2(model, ep_size=world)
+        with pytest.warns(UserWarning, match="computed twice"):
+            assert_same_step("doubled", (model, reference), (adamw(model), adamw(reference)))
+
+
+MORE = {
+    f"{name}, {checkpoints}": partial(_equals_stock, name, use_reentrant)
+    for name in TYPES
+    for checkpoints, use_reentrant in {"no checkpoints": None, "reentrant": True}.items()
+}
+CLAIMS = [
+    *on_ranks(
+        2,
+        {f"{name}, order": partial(_runs_under_the_transfer, name) for name in TYPES},
+        {f"{name}, checkpoints": partial(_equals_stock, name, False) for name in TYPES},
+    ),
+    *on_ranks(2, MORE, _another_input, slow=True),
+]
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_a_deferred_tensor_is_computed_once_when_it_is_read() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    calls: list[int] = []
+
+    def compute() -> Tensor:
+        calls.append(0)
+        return 2 * weight
+
+    deferred = Deferred(compute)
+    assert isinstance(deferred, Tensor) and not calls
+    (torch.ones(3) * deferred + deferred.view(3)).sum().backward()
+    assert len(calls) == 1
+    assert torch.equal(weight.grad, torch.full((3,), 4.0))
+
+
+def test_an_autograd_function_that_reads_a_deferred_tensor_fails() -> None:
+    """torch gives autograd functions the tensor itself, so no gradient would reach its value."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+    weight = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="invalid gradient"):
+        Double.apply(Deferred(lambda: 2 * weight)).sum().backward()
+
+
+def test_only_models_that_send_rows_are_changed_and_unpatch_restores_them() -> None:
+    model = build("deepseek_v3")
+    patch(model)
+    assert not any(_shared(model))
+    patch(model, ep_size=2)
+    block = model.model.layers[1].mlp
+    assert "forward" in vars(block.shared_experts) and block._forward_pre_hooks
+    unpatch(model)
+    assert "forward" not in vars(block.shared_experts) and not block._forward_pre_hooks

@@ -1,0 +1,119 @@
+"""How sharded matrices are dealt out: each one once, evenly, in buckets of a limited size."""
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.flop_counter
+from support.close import FP64_LAYER, max_error
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from hf_moe_ep.optim.deal import BUCKET_BYTES, Matrices, Shard, deal, whole_runs
+from hf_moe_ep.optim.matrices import MatrixLayout
+from hf_moe_ep.optim.orthogonal import adjusted_lr, count_flops, orthogonalise
+
+# (rows, columns) of the dense matrices in a layer of Qwen3-30B-A3B: queries, keys, values, output.
+QWEN3_30B = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+
+
+def _sharded(shape: tuple[int, int], ranks: int, experts: int = 1, parts: int = 1) -> Matrices:
+    rows = shape[0] * parts
+    size = -(-rows // ranks)
+    bounds = tuple((min(r * size, rows), min((r + 1) * size, rows)) for r in range(ranks))
+    layout = MatrixLayout(stacked=experts > 1, parts=parts)
+    group: Any = "a process group"
+    return Matrices("w", layout, shape, Shard(group, 1, bounds, experts), 5, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 32])
+@pytest.mark.parametrize("layers", [48])
+def test_dense_matrices_of_a_30b_model_are_level(ranks: int, layers: int) -> None:
+    matrices = [_sharded(shape, ranks) for shape in QWEN3_30B * layers]
+    buckets = deal(matrices)
+    flops = [0] * ranks
+    dealt: Counter[tuple[int, int, int]] = Counter()
+    for bucket in buckets:
+        assert len(bucket.runs) == ranks
+        for rank, runs in enumerate(bucket.runs):
+            sizes = [matrices[run.index].shape[0] * matrices[run.index].shape[1] for run in runs]
+            assert 2 * sum(sizes) <= BUCKET_BYTES or len(runs) == 1
+            for run in runs:
+                flops[rank] += matrices[run.index].flops
+                dealt[run.index, run.part, run.start] += 1
+    assert dealt == Counter({(index, 0, 0): 1 for index in range(len(matrices))})
+    print(f"{ranks} ranks: largest over mean {max(flops) * ranks / sum(flops):.3f}")
+    assert max(flops) * ranks / sum(flops) <= 1.05
+
+
+def test_experts_are_dealt_out_evenly() -> None:
+    """7 experts of 2 parts over 3 ranks: 2 of each part to each rank, and the rest singly."""
+    matrices = [_sharded((24, 32), 3, experts=7, parts=2)]
+    (bucket,) = deal(matrices)
+    owned = [
+        [(run.part, expert) for run in runs for expert in range(run.start, run.stop)]
+        for runs in bucket.runs
+    ]
+    assert sorted(itertools.chain(*owned)) == list(itertools.product(range(2), range(7)))
+    assert sorted(map(len, owned)) == [4, 5, 5]
+
+
+def test_whole_experts_are_divided_into_runs() -> None:
+    entry = Matrices("w", MatrixLayout(True, parts=2), (4, 6), Shard(None, 1, (), 7), 5, 2)
+    runs = [run for (run,) in whole_runs([entry], bucket_bytes=3 * 4 * 6 * 2)]
+    assert [(run.part, run.start, run.stop) for run in runs] == [
+        (part, start, min(start + 3, 7)) for part in range(2) for start in (0, 3, 6)
+    ]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_of_all_ranks_make_up_each_part(interleaved: bool, transposed: bool) -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        parts, rows, columns, experts = (rng.randint(1, n) for n in (4, 7, 5, 3))
+        layout = MatrixLayout(True, transposed, parts, interleaved)
+        whole = torch.randn(experts, rows * parts, columns)
+        stored = whole.mT.contiguous() if transposed else whole
+        ends = sorted(rng.choices(range(rows * parts + 1), k=3))
+        cuts = list(itertools.pairwise([0, *ends, rows * parts]))
+        for part in range(parts):
+            want = whole[:, part::parts] if interleaved else whole.chunk(parts, 1)[part]
+            blocks = []
+            for start, stop in cuts:
+                mine = stored.narrow(layout.out_dim, start, stop - start)
+                blocks.append(layout.block(mine, start, stop, part, rows))
+                low, high = layout.part_bounds(start, stop, part, rows)
+                assert blocks[-1].shape[1] == high - low
+            assert torch.equal(torch.cat(blocks, 1), want)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (8, 8), (1, 5)])
+def test_newton_schulz_is_torchs(shape: tuple[int, int]) -> None:
+    """In bf16 our error against fp64 is that of torch; in fp64 both are equal."""
+    torch.manual_seed(0)
+    x = torch.randn(6, *shape, dtype=torch.float64)
+    coefficients = (3.4445, -4.7750, 2.0315)
+    truth = orthogonalise(x, 5)
+    for matrix, got in zip(x, truth, strict=True):
+        from support.muon_by_matrix import newton_schulz_in_fp64
+
+        with newton_schulz_in_fp64():
+            want = _zeropower_via_newtonschulz(matrix, coefficients, 5, 1e-7)
+        assert max_error(got, want) <= FP64_LAYER
+    rounded = orthogonalise(x.bfloat16(), 5)
+    stock = [_zeropower_via_newtonschulz(matrix.float(), coefficients, 5, 1e-7) for matrix in x]
+    errors = [(torch.stack(stock) - truth).norm(), (rounded - truth).norm()]
+    print("bf16, error of torch and of ours", *(f"{error / truth.norm():.2e}" for error in errors))
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_learning_rates_and_operations() -> None:
+    assert adjusted_lr(1e-3, None, 64, 16) == adjusted_lr(1e-3, "original", 64, 16) == 2e-3
+    assert adjusted_lr(1e-3, None, 16, 64) == 1e-3
+    assert adjusted_lr(1e-3, "match_rms_adamw", 16, 64) == pytest.approx(1.6e-3)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        orthogonalise(torch.randn(3, 10, 6), 5)
+    assert counter.get_total_flops() == 3 * count_flops(10, 6, 5)

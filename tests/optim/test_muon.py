@@ -1,0 +1,167 @@
+"""Muon on ranks, compared with torch.optim.Muon on every matrix and AdamW in one process."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import steps
+from support.checks import Check, Found
+from support.close import FP64_MODEL, assert_close
+from support.muon_by_matrix import ByMatrix
+from support.parity import Batch, full_tensor, uneven_batches
+from support.tiny_models import tiny, vision_batch
+from torch import nn
+
+from hf_moe_ep import (
+    Muon,
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    data_parallel_rank,
+    data_parallel_size,
+    global_token_count,
+    patch,
+)
+
+LR = 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a layout of ranks and options of Muon. `bucket` is the size of a bucket in bytes."""
+
+    name: str
+    world: int
+    model: str = "qwen3_moe"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    muon: dict[str, Any] = field(default_factory=dict)
+    bucket: int = 4096
+    slow: bool = False
+
+
+CASES = [
+    Case("ep 2", 2, layout={"ep_size": 2}),
+    Case("ep 1, rows of experts", 2, layout={"expert_shard_dim": 1}, slow=True),
+    Case("ep 2, rows of experts", 4, layout={"ep_size": 2, "expert_shard_dim": 1}),
+    Case("ep 4", 4, layout={"ep_size": 4}, slow=True),
+    Case(
+        "3 experts over ep_fsdp",
+        4,
+        sizes={"num_experts": 6},
+        layout={"ep_size": 2, "expert_shard_dim": 1},
+        slow=True,
+    ),
+    Case(
+        "experts of dim 0, padded",
+        4,
+        sizes={"num_experts": 6},
+        layout={"expert_shard_dim": 0},
+        slow=True,
+    ),
+    Case("HSDP", 4, layout={"ep_size": 1, "dp_replicate_size": 2, "expert_shard_dim": 1}),
+    Case("sp 2", 4, layout={"ep_size": 2, "sp_size": 2}, slow=True),
+    Case(
+        "tied embeddings", 2, sizes={"tie_word_embeddings": True}, layout={"ep_size": 2}, slow=True
+    ),
+    Case("one bucket", 2, layout={"ep_size": 1, "expert_shard_dim": 1}, bucket=2**30, slow=True),
+    Case(
+        "options",
+        2,
+        layout={"ep_size": 2},
+        muon={
+            "adjust_lr_fn": "match_rms_adamw",
+            "nesterov": False,
+            "momentum": 0.8,
+            "ns_steps": 3,
+            "weight_decay": 0.3,
+        },
+        slow=True,
+    ),
+    Case("deepseek_v3", 2, model="deepseek_v3", layout={"ep_size": 2}, slow=True),
+    Case("gpt_oss", 2, model="gpt_oss", layout={"ep_size": 2}),
+    Case(
+        "gpt_oss, dim 1",
+        4,
+        model="gpt_oss",
+        layout={"ep_size": 2, "expert_shard_dim": 1},
+        slow=True,
+    ),
+    Case("qwen3_vl_moe", 2, model="qwen3_vl_moe", layout={"ep_size": 2}, slow=True),
+]
+
+
+def _build(case: Case, seed: int) -> nn.Module:
+    if case.model in ("qwen3_moe", "qwen3_vl_moe"):
+        return tiny(case.model, seed=seed, **case.sizes)
+    return steps.build(case.model, seed=seed, **case.sizes)
+
+
+def _batches(case: Case, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    if case.model == "qwen3_vl_moe":
+        return [vision_batch(model, [[4, (4, 4), 3 + rank], [5 + step, (2, 4), 2]], seed=step)]
+    return uneven_batches(model, rank, world, step)
+
+
+def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
+    model, reference = _build(case, rank), _build(case, 0)
+    apply_ep_fsdp2(model, **case.layout)
+    optimizer = Muon(model, LR, **case.muon)
+    optimizer._bucket_bytes = case.bucket
+    kind = "gpt_oss" if case.model == "gpt_oss" else "halves"
+    stock = ByMatrix(reference, LR, kind=kind, **case.muon)
+    data_rank, data_world = data_parallel_rank(model), data_parallel_size(model)
+    for step in range(3):
+        by_rank = [
+            _batches(case, reference, other, data_world, step) for other in range(data_world)
+        ]
+        tokens = global_token_count(model, [b["labels"] for b in by_rank[data_rank]])
+        optimizer.zero_grad()
+        stock.zero_grad()
+        for micro in by_rank[data_rank]:
+            (model(**micro, num_items_in_batch=tokens).loss * data_world).backward()
+        for batches in by_rank:
+            for micro in batches:
+                reference(**micro, num_items_in_batch=tokens).loss.backward()
+        clip_grad_norm_(model, 0.5)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        stock.step()
+    want = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_close(
+            f"{case.name}: {name}", full_tensor(parameter.detach()), want[name], FP64_MODEL
+        )
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        Check(
+            case.name, case.world, partial(_equals_every_matrix_by_itself, case), slow=case.slow
+        ).as_parameter()
+        for case in CASES
+    ],
+)
+def test_three_steps(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_patched_model_in_one_process(name: str) -> None:
+    case = Case(name, 1, model=name)
+    model, reference = _build(case, 0), _build(case, 0)
+    patch(model)
+    optimizer = Muon(model, LR)
+    stock = ByMatrix(reference, LR, kind="gpt_oss" if name == "gpt_oss" else "halves")
+    for step in range(3):
+        for micro in _batches(case, reference, 0, 1, step):
+            model(**micro).loss.backward()
+            reference(**micro).loss.backward()
+        for it in (optimizer, stock):
+            it.step()
+            it.zero_grad()
+    want = dict(reference.named_parameters())
+    for key, parameter in model.named_parameters():
+        assert_close(key, parameter.detach(), want[key], FP64_MODEL)

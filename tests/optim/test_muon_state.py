@@ -1,0 +1,253 @@
+"""Muon's state: checkpoints at other layouts, moved experts, Accelerate; and what Muon refuses."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.adapters import with_lora
+from support.architectures import tiny as tiny_of
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.launched import launched
+from support.parity import full_tensor, whole_parameters
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+
+from hf_moe_ep import (
+    ExpertLoad,
+    Muon,
+    apply_ep_fsdp2,
+    balance_experts,
+    expert_load,
+    load_checkpoint,
+    patch,
+    save_checkpoint,
+)
+
+LR = 1e-2
+
+
+def _run(model: nn.Module, optimizer: Any, steps: range) -> None:
+    """Take steps on the same global batch at every layout."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        inputs = batch(model, world, 9, seed=step)
+        tokens = inputs["labels"][:, 1:].ne(-100).sum()
+        mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
+        (model(**mine, num_items_in_batch=tokens).loss * world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _start(seed: int = 0, **layout: Any) -> tuple[nn.Module, Muon]:
+    model = tiny(seed=seed)
+    apply_ep_fsdp2(model, **layout)
+    return model, Muon(model, LR)
+
+
+def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
+    model, optimizer = _start(ep_size=4)
+    _run(model, optimizer, range(2))
+    save_checkpoint(Path(folder) / "step-2", model, optimizer)
+    _run(model, optimizer, range(2, 4))
+    want = whole_parameters(model)
+    other, its_optimizer = _start(seed=1, ep_size=2, expert_shard_dim=1)
+    load_checkpoint(folder, other, its_optimizer)
+    _run(other, its_optimizer, range(2, 4))
+    for name, got in whole_parameters(other).items():
+        assert_close(name, got, want[name], FP64_MODEL)
+    adamw = torch.optim.AdamW(other.parameters(), lr=LR)
+    with pytest.raises(ValueError, match="was saved with Muon, this optimizer is AdamW"):
+        load_checkpoint(folder, other, adamw)
+
+
+def adamws_checkpoint_is_refused(rank: int, world: int, folder: str) -> None:
+    model, optimizer = _start(ep_size=2)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR)
+    _run(model, adamw, range(1))
+    save_checkpoint(Path(folder) / "step-1", model, adamw)
+    with pytest.raises(ValueError, match="was saved with AdamW, this optimizer is Muon"):
+        load_checkpoint(folder, model, optimizer)
+
+
+def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
+    (model, optimizer), (twin, its_optimizer) = (_start(ep_size=2) for _ in range(2))
+    for it in ((model, optimizer), (twin, its_optimizer)):
+        _run(*it, range(2))
+    before = expert_load(model)
+    load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_others(before))
+    balance_experts(model, optimizer, load)
+    for it in ((model, optimizer), (twin, its_optimizer)):
+        _run(*it, range(2, 4))
+    slots = [layer.placement for layer in model._hf_moe_ep.moe_layers]
+    assert any(slot is not None for slot in slots)
+    wanted = whole_parameters(twin)
+    layers = dict(enumerate(slots))
+    for name, got in whole_parameters(model).items():
+        if "experts" in name and (slot := layers[int(name.split(".")[2])]) is not None:
+            got = got[slot]
+        assert_close(name, got, wanted[name], FP64_MODEL)
+
+
+def _others(load: ExpertLoad) -> list[Any]:
+    names = [name for name in load.__dataclass_fields__ if name != "counts"]
+    return [getattr(load, name) for name in names]
+
+
+def accelerate_shards_after_the_optimizer_was_made(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model = tiny()
+        patch(model, ep_size=2)
+        optimizer = Muon(model, LR)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        twin, its_optimizer = _start(ep_size=2)
+        _run(model, optimizer, range(2))
+        _run(twin, its_optimizer, range(2))
+        wanted = whole_parameters(twin)
+        for name, got in whole_parameters(model).items():
+            assert torch.equal(got, wanted[name]), name
+
+
+def an_optimizer_from_before_sharding_is_refused(rank: int, world: int) -> None:
+    model = tiny()
+    patch(model, ep_size=2)
+    optimizer = Muon(model, LR)
+    old = [p for group in optimizer.param_groups for p in group["params"]]
+    apply_ep_fsdp2(model, ep_size=2)
+    for parameter in old:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"does not belong to its model any more; create Muon aft"):
+        optimizer.step()
+
+
+def factors_of_adapters_on_request(rank: int, world: int) -> None:
+    """Each expert's factors are matrices, as in one process, where PEFT packs them."""
+
+    def group(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [p for p in model.parameters() if p.requires_grad], "use_muon": True}]
+
+    model, alone = (with_lora(tiny(), r=3, seed=0) for _ in range(2))
+    apply_ep_fsdp2(model, ep_size=2)
+    patch(alone)
+    default = Muon(model, LR)
+    assert [g["use_muon"] for g in default.param_groups] == [False]
+    optimizer = Muon(model, LR, param_groups=group(model))
+    of_one = Muon(alone, LR, param_groups=group(alone))
+    for step in range(2):
+        inputs = batch(model, world, 9, seed=step)
+        tokens = inputs["labels"][:, 1:].ne(-100).sum()
+        mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
+        (model(**mine, num_items_in_batch=tokens).loss * world).backward()
+        alone(**inputs, num_items_in_batch=tokens).loss.backward()
+        for it in (optimizer, of_one):
+            it.step()
+            it.zero_grad()
+    wanted = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            got = full_tensor(parameter.detach())
+            assert_close(name, _packed(name, got), wanted[name].detach(), FP64_MODEL)
+
+
+def _packed(name: str, factor: Tensor) -> Tensor:
+    if factor.ndim == 2:
+        return factor
+    return factor.flatten(0, 1) if "lora_A" in name else factor.permute(1, 2, 0).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(
+            2,
+            moved_experts_take_their_momentum_along,
+            an_optimizer_from_before_sharding_is_refused,
+            factors_of_adapters_on_request,
+        ),
+        *on_ranks(
+            2,
+            accelerate_shards_after_the_optimizer_was_made,
+            adamws_checkpoint_is_refused,
+            slow=True,
+        ),
+        *on_ranks(4, resumes_at_another_layout, slow=True),
+    ],
+)
+def test_on_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _refused(model: nn.Module, message: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Muon(model, **({"lr": LR} | options))
+
+
+def test_bad_input() -> None:
+    model = tiny()
+    _refused(model, "this model is not patched")
+    patch(model)
+    refused = partial(_refused, model)
+    refused("lr must be a number >= 0, got -1", lr=-1)
+    refused("momentum must be a number >= 0, got -0.5", momentum=-0.5)
+    refused("ns_steps must be 1 .. 99, got 0", ns_steps=0)
+    refused("adjust_lr_fn must be one of None, 'original', 'match_rms_adamw'", adjust_lr_fn="rms")
+    refused("betas must be numbers in [0, 1)", adamw_betas=(0.9, 1.0))
+    norm = model.model.norm.weight
+    refused(
+        "a parameter (32,), which is neither", param_groups=[{"params": norm, "use_muon": True}]
+    )
+    refused("has the options", param_groups=[{"params": norm, "mommentum": 0.9}])
+    with pytest.raises(ValueError, match=r"takes the patched model.*got list"):
+        Muon(list(model.parameters()), LR)  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_no_rule_covers_is_named() -> None:
+    model = tiny_of("inkling_text")
+    patch(model)
+    _refused(model, "model.layers.1.mlp.shared_experts.gate_proj (2, 24, 40)")
+    shared = [p for name, p in model.named_parameters() if "shared_experts" in name]
+    ids = {id(p) for p in shared}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    groups = [{"params": shared, "use_muon": False, "lr": 1e-4}, {"params": rest}]
+    optimizer = Muon(model, LR, param_groups=groups)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [False, True, False]
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-4, LR, LR]
+
+
+def test_heads_are_split() -> None:
+    """A projection to 4 heads of 8 rows is trained as 4 matrices."""
+    model, other = tiny(), tiny()
+    patch(model)
+    patch(other)
+    optimizer = Muon(model, LR, split_heads=True)
+    whole = Muon(other, LR)
+    for it in (model, other):
+        it(**batch(it, 2, 9)).loss.backward()
+    optimizer.step()
+    whole.step()
+    changed = {
+        name.rpartition(".weight")[0].rpartition(".")[2]
+        for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True)
+        if not torch.allclose(a, b, rtol=0, atol=1e-12)
+    }
+    assert changed == {"q_proj", "k_proj", "v_proj"}
+    head = torch.optim.Muon([nn.Parameter(torch.zeros(8, 32))], lr=LR)
+    (copy,) = head.param_groups[0]["params"]
+    start = tiny().model.layers[0].self_attn.k_proj.weight.detach()[8:16]
+    copy.data = start.clone().double()
+    grad = other.model.layers[0].self_attn.k_proj.weight.grad
+    assert grad is not None
+    copy.grad = grad[8:16].clone()
+    from support.muon_by_matrix import newton_schulz_in_fp64
+
+    with newton_schulz_in_fp64():
+        head.step()
+    got = model.model.layers[0].self_attn.k_proj.weight.detach()[8:16]
+    assert_close("head 1 of k_proj", got, copy.detach(), FP64_MODEL)

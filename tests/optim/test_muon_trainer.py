@@ -1,0 +1,31 @@
+"""The Trainer trains a patched model by Muon as a stock model by torch.optim.Muon and AdamW.
+
+Both run in fp64. In bf16, in which Newton-Schulz runs otherwise, a rounding error of a gradient can
+change the last bit of an update.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.jobs.trainer import Case, launch
+from support.scripts import CPU_4
+from support.trainer_runs import SAVE, assert_resumed, assert_same_log
+
+
+@pytest.mark.slow
+def test_the_trainer_on_ranks(tmp_path: Path) -> None:
+    common = {"muon": True, "dtype": torch.float64}
+    folder = tmp_path / "half"
+    stock = launch([Case("stock", **common)], tmp_path / "stock")
+    ranks = launch(
+        [
+            Case("ep2", ep=2, **common, arguments=SAVE),
+            Case("half", ep=2, **common, arguments=SAVE, folder=folder, stop_after=3),
+            Case("resumed", ("resume",), ep=2, seed=1, **common, arguments=SAVE, folder=folder),
+        ],
+        tmp_path / "ranks",
+        CPU_4,
+    )
+    assert_same_log(ranks["ep2"][0], stock["stock"][0])
+    assert_resumed(ranks["resumed"][0], ranks["ep2"][0])

@@ -1,0 +1,106 @@
+"""LLaMA-Factory on two ranks by `hf-moe-ep run` trains as stock in one process.
+
+The configuration is examples/trainers/llama_factory.yaml with a tiny model. Losses, gradient norms
+(with clipping) and saved tensors of six steps are compared.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import commands
+from support.commands import (
+    MODEL,
+    ON_CPU,
+    RANKS,
+    STEPS,
+    STOCK_BATCH,
+    assert_same_training,
+    run_ours,
+    run_stock,
+    training_log,
+)
+from support.scripts import ROOT
+
+pytest.importorskip("llamafactory", reason="needs LLaMA-Factory (make test-trainers)")
+
+EXAMPLE = ROOT / "examples" / "trainers" / "llama_factory.yaml"
+VARIABLES = {"PYTHONPATH": ON_CPU, "DISABLE_VERSION_CHECK": "1"}
+LAUNCH = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(RANKS)}
+FSDP = ("fsdp", "fsdp_config")
+Config = dict[str, Any]
+DATA = {
+    "chat": {
+        "file_name": "chat/train.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        },
+    }
+}
+# What is small here, what makes two runs comparable, and what the CPU lacks.
+TINY: Config = {
+    "model_name_or_path": MODEL,
+    "template": "chatml",
+    "dataset": "chat",
+    "dataset_dir": ".",
+    "cutoff_len": 128,
+    "disable_shuffling": True,
+    "dataloader_num_workers": 0,
+    "packing": False,
+    "use_cpu": True,
+    "bf16": False,
+    "optim": "adamw_torch",
+    "disable_gradient_checkpointing": True,
+    "per_device_train_batch_size": STOCK_BATCH,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.5,
+    "max_steps": STEPS,
+    "save_steps": STEPS,
+    "report_to": "none",
+    "seed": 3,
+}
+# PEFT turns the names of experts' matrices into target_parameters.
+LORA: Config = {
+    "finetuning_type": "lora",
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "lora_target": "q_proj,v_proj,gate_proj,up_proj,down_proj",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = commands.make_inputs(tmp_path_factory.mktemp("llamafactory"))
+    (folder / "dataset_info.json").write_text(json.dumps(DATA))
+    return folder
+
+
+def command(folder: Path, output: str, **changes: Any) -> list[str]:
+    """Write the example's configuration for the tiny model; a change to None removes a key."""
+    config = yaml.safe_load(EXAMPLE.read_text()) | TINY | {"output_dir": output} | changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / f"{output}.yaml").write_text(yaml.safe_dump(kept))
+    return ["llamafactory-cli", "train", f"{output}.yaml"]
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "LoRA on experts"])
+def test_it_trains_as_stock(changes: Config, folder: Path) -> None:
+    name = changes.get("finetuning_type", "full")
+    want, got = f"stock_{name}", name
+    run_stock(command(folder, want, **dict.fromkeys(FSDP), **changes), folder, **VARIABLES)
+    batch = {"per_device_train_batch_size": STOCK_BATCH // RANKS}
+    printed = run_ours(command(folder, got, **batch, **changes), folder, **VARIABLES, **LAUNCH)
+    assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)") == 1
+    assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
+    assert_same_training(folder / got, folder / want)
+    assert all(entry["tokens_per_second"] > 0 for entry in training_log(folder / got))

@@ -1,0 +1,301 @@
+"""ms-swift on two ranks by `hf-moe-ep run` trains as stock in one process.
+
+The configuration is examples/trainers/ms_swift.yaml with a tiny model. Losses, gradient norms (with
+clipping) and saved tensors of six steps are compared.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from support import commands
+from support.commands import (
+    LOSS_BUDGET,
+    MODEL,
+    ON_CPU,
+    RANKS,
+    STEPS,
+    STOCK_BATCH,
+    assert_same_log,
+    assert_same_tensors,
+    logged,
+    run_ours,
+    run_stock,
+    saved_tensors,
+    training_log,
+)
+from support.scripts import ROOT
+from support.tiny_models import QWEN3_VL_MOE, tiny
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("swift", "4.6", reason="needs ms-swift 4.6 or newer (make test-trainers)")
+
+EXAMPLE = ROOT / "examples" / "trainers" / "ms_swift.yaml"
+MIDDLE = STEPS // 2
+LAST = f"checkpoint-{STEPS}"
+# As the preset of `--fsdp fsdp2`, but each checkpoint holds a model in the hub's layout.
+FULL_STATE_DICT = "fsdp.json"
+Config = dict[str, Any]
+# What is small here, what makes two runs comparable, and what the CPU lacks.
+TINY: Config = {
+    "model": MODEL,
+    "model_type": "qwen3_moe",
+    "template": "chatml",
+    "dataset": "chat/train.jsonl",
+    "split_dataset_ratio": 0,
+    "dataset_shuffle": False,
+    "train_dataloader_shuffle": False,
+    "dataset_num_proc": 1,
+    "dataloader_num_workers": 0,
+    "packing": False,
+    "max_length": 128,
+    "use_cpu": True,
+    "torch_dtype": "float32",
+    "bf16": False,
+    "fp16": False,
+    "attn_impl": "sdpa",
+    "optim": "adamw_torch",
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": STOCK_BATCH,
+    "per_device_eval_batch_size": STOCK_BATCH,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "warmup_ratio": 0,
+    "max_grad_norm": 0.5,
+    "max_steps": STEPS,
+    "save_steps": STEPS,
+    "report_to": "none",
+    "add_version": False,
+    "seed": 3,
+}
+LORA: Config = {
+    "tuner_type": "lora",
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0,
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+EVALUATION: Config = {
+    "val_dataset": "chat/train.jsonl",
+    "eval_strategy": "steps",
+    "eval_steps": MIDDLE,
+}
+
+# ms-swift's template has the ids of the placeholder tokens as constants.
+PLACEHOLDERS = {
+    "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653,
+    "<|image_pad|>": 151655,
+    "<|video_pad|>": 151656,
+}
+PICTURE_MODEL, SIDE = "picture_model", 16
+PICTURES: Config = {
+    "model": PICTURE_MODEL,
+    "model_type": "qwen3_vl_moe",
+    "template": "qwen3_vl",
+    "dataset": "pictures.jsonl",
+    "freeze_vit": False,
+    "freeze_aligner": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = commands.make_inputs(tmp_path_factory.mktemp("swift"))
+    samples = [json.loads(line) for line in (folder / "preference/train.jsonl").open()]
+    pairs = [
+        {
+            "messages": sample["prompt"] + sample["chosen"],
+            "rejected_response": sample["rejected"][0]["content"],
+        }
+        for sample in samples
+    ]
+    texts = [{"messages": sample["chosen"]} for sample in samples]
+    for name, lines in (("pairs", pairs), ("texts", texts)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    fsdp = {
+        "fsdp_version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": True,
+        "activation_checkpointing": False,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": fsdp}
+    (folder / FULL_STATE_DICT).write_text(json.dumps(options))
+    return folder
+
+
+def make_picture_inputs(folder: Path) -> None:
+    """Write a tiny Qwen3-VL-MoE with its processor, and data in which every fourth sample has a
+    picture: rank 1 has none.
+    """
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    tokens = json.loads((folder / MODEL / "tokenizer.json").read_text())
+    for text, token in PLACEHOLDERS.items():
+        tokens["model"]["vocab"][text] = token
+        tokens["added_tokens"].append(tokens["added_tokens"][0] | {"id": token, "content": text})
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    sizes = {"vocab_size": 151664, "max_position_embeddings": 512}
+    names = ("vision_start", "vision_end", "image", "video")
+    ids = dict(zip(names, PLACEHOLDERS.values(), strict=True))
+    model = tiny(
+        "qwen3_vl_moe",
+        dtype=torch.float32,
+        text_config=QWEN3_VL_MOE["text_config"] | sizes,
+        **{f"{name}_token_id": token for name, token in ids.items()},
+    )
+    model.save_pretrained(folder / PICTURE_MODEL)
+    patches = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+    size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}  # areas, not edges
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches),
+        chat_template="{{ messages }}",  # ms-swift has a template of its own
+    )
+    processor.save_pretrained(folder / PICTURE_MODEL)
+    lines = []
+    for index, line in enumerate((folder / "chat/train.jsonl").open()):
+        sample = json.loads(line) | {"images": []}
+        if index % 4 == 0:
+            picture = folder / f"{index}.png"
+            colors = random.Random(index).randbytes(3 * SIDE * SIDE)
+            Image.frombytes("RGB", (SIDE, SIDE), colors).save(picture)
+            sample["images"] = [str(picture)]
+            sample["messages"][0]["content"] = "<image>" + sample["messages"][0]["content"]
+        lines.append(json.dumps(sample) + "\n")
+    (folder / "pictures.jsonl").write_text("".join(lines))
+
+
+def write(folder: Path, output: str, **changes: Any) -> str:
+    """Write the example's configuration for the tiny model; a change to None removes a key."""
+    config = yaml.safe_load(EXAMPLE.read_text()) | TINY | {"output_dir": output} | changes
+    name = f"{output}.yaml"
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / name).write_text(yaml.safe_dump(kept))
+    return name
+
+
+def stock(folder: Path, output: str, command: str = "sft", **changes: Any) -> Path:
+    """Train in one process, without hf_moe_ep and without FSDP. Return the output folder."""
+    file = write(folder, output, fsdp=None, **changes)
+    run_stock(["swift", command, file], folder, f"{output}.txt", PYTHONPATH=ON_CPU)
+    return folder / output
+
+
+def ours(
+    folder: Path,
+    output: str,
+    command: str = "sft",
+    models: int = 1,
+    sp_size: int = 1,
+    model_class: str = "Qwen3MoeForCausalLM",
+    **changes: Any,
+) -> Path:
+    """Train on two ranks by `hf-moe-ep run`. Return the output folder.
+
+    Args:
+        models: the number of models of `model_class` that are patched.
+        sp_size: the number of ranks that share a batch.
+        changes: changed keys of the configuration.
+    """
+    batch = STOCK_BATCH * sp_size // RANKS
+    sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+    file = write(folder, output, **sizes, **changes)
+    variables = {"NPROC_PER_NODE": str(RANKS), "PYTHONPATH": ON_CPU}
+    options = ["--sp-size", str(sp_size)] if sp_size > 1 else []
+    words = ["swift", command, file]
+    printed = run_ours(words, folder, *options, output=f"{output}.txt", **variables)
+    assert printed.count(f"hf-moe-ep run: patched {model_class} (--ep-size 2") == models
+    assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
+    log = training_log(folder / output)
+    assert all(entry["tokens_per_second"] > 0 for entry in log)
+    assert all(entry["expert_load/worst_layer"] >= 1 for entry in log)
+    return folder / output
+
+
+@pytest.fixture(scope="module")
+def stock_sft(folder: Path) -> Path:
+    return stock(folder, "stock_sft", **EVALUATION)
+
+
+def test_fsdp2_with_evaluation_and_resume(folder: Path, stock_sft: Path) -> None:
+    """The preset of `--fsdp fsdp2`: sharded checkpoints, and activation checkpointing."""
+    output = ours(folder, "sft", save_steps=MIDDLE, **EVALUATION)
+    assert_same_log(training_log(output), training_log(stock_sft))
+    got, want = (logged(path, "eval_loss") for path in (output, stock_sft))
+    assert len(got) == len(want) == 2
+    for mine, theirs in zip(got, want, strict=True):
+        assert abs(mine["eval_loss"] - theirs["eval_loss"]) <= LOSS_BUDGET * theirs["eval_loss"]
+    middle = f"sft/checkpoint-{MIDDLE}"
+    resumed = ours(folder, "resumed", resume_from_checkpoint=middle)
+    assert_same_log(training_log(resumed), training_log(stock_sft))
+
+
+def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 1 ") as error:
+        ours(folder, "ddp", fsdp=None)
+    assert "never sharded: every process would train alone" in str(error.value)
+    assert "ms-swift: Add --fsdp fsdp2 to the command" in str(error.value)
+
+
+def test_lora_and_export(folder: Path) -> None:
+    want = stock(folder, "stock_lora", **LORA)
+    got = ours(folder, "lora", fsdp=FULL_STATE_DICT, **LORA)
+    assert_same_log(training_log(got), training_log(want))
+    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+    assert_same_tensors(export(got, folder), export(want, folder))
+
+
+def export(output: Path, folder: Path) -> dict[str, Tensor]:
+    """Merge the adapter of a run by `swift export`, and return the model's tensors."""
+    merged = f"{output.name}_merged"
+    command = f"swift export --adapters {output / LAST} --merge_lora true --output_dir {merged}"
+    run_stock(command.split(), folder, "export.txt", PYTHONPATH=ON_CPU)
+    return saved_tensors(folder / merged)
+
+
+def test_pretraining_with_sequence_parallelism(folder: Path) -> None:
+    """ms-swift splits samples over processes itself. Here both ranks get the same samples.
+
+    ms-swift also replaces torch's function of gradient checkpointing.
+    """
+    data = {"dataset": "texts.jsonl", "gradient_checkpointing": True, "use_logits_to_keep": False}
+    want = stock(folder, "stock_pt", "pt", **data)
+    got = ours(folder, "pt", "pt", sp_size=2, fsdp=FULL_STATE_DICT, **data)
+    assert_same_log(training_log(got), training_log(want))
+    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+
+
+def test_dpo(folder: Path) -> None:
+    """The reference model is patched too, and sharded layer by layer."""
+    data = {"dataset": "pairs.jsonl", "rlhf_type": "dpo", "learning_rate": 1e-4}
+    want = stock(folder, "stock_dpo", "rlhf", **data)
+    got = ours(folder, "dpo", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
+    assert_same_log(training_log(got), training_log(want))
+    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+
+
+def test_pictures_and_a_rank_without_any(folder: Path) -> None:
+    """The vision tower is trained too."""
+    make_picture_inputs(folder)
+    want = stock(folder, "stock_pictures", **PICTURES)
+    kind = "Qwen3VLMoeForConditionalGeneration"
+    got = ours(folder, "pictures", model_class=kind, fsdp=FULL_STATE_DICT, **PICTURES)
+    assert_same_log(training_log(got), training_log(want))
+    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))

@@ -1,0 +1,100 @@
+"""Mixers that are divided call the kernels of other packages as stock code does.
+
+The kernels need a GPU, so stand-ins record their arguments (support/fakes/kernels.py).
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import MODEL_TYPES, batch
+from support.architectures.steps import build, loss_of_sum
+from support.checks import Check, Found
+from support.close import FP64_MODEL, assert_close
+from support.fakes import kernels
+from support.fp64 import FP64
+from support.needs import SINCE_5_23
+from torch import Tensor
+
+from hf_moe_ep import apply_ep_fsdp2
+
+Recorded = dict[str, list[dict[str, Any]]]
+BATCH, LENGTH = 2, 12
+# Kernel -> its arguments with one entry per head, and the dimension that counts heads.
+HEADS = {
+    "chunk_gated_delta_rule": dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
+    "mamba_chunk_scan_combined": dict.fromkeys(("x", "dt", "B", "C"), 2)
+    | dict.fromkeys(("A", "D", "dt_bias"), 0),
+    "selective_scan_fn": dict.fromkeys(("u", "delta", "z"), 1)
+    | dict.fromkeys(("A", "D", "delta_bias"), 0),
+    "causal_conv1d_fn": {},
+}
+FUSED = "mamba_split_conv1d_scan_combined"
+# Model type -> the kernels that its forward calls.
+TYPES = {
+    "qwen3_next": {"causal_conv1d_fn", "chunk_gated_delta_rule"},
+    "nemotron_h": {"causal_conv1d_fn", "mamba_chunk_scan_combined"},
+    "jamba": {"causal_conv1d_fn", "selective_scan_fn"},
+    "lfm2_moe": {"causal_conv1d_fn"},
+}
+
+
+def _record(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Recorded]:
+    kernels.calls.clear()
+    loss = loss_of_sum(model, inputs | {"use_cache": False}, inputs["labels"].ne(-100).sum())
+    return loss, {name: [dict(call) for call in calls] for name, calls in kernels.calls.items()}
+
+
+def _calls_as_stock_does(model_type: str, rank: int, world: int) -> None:
+    """Every call has the same flags, and tensors of half of the heads of all tokens.
+
+    The convolution gets half of the tokens behind the halo.
+    """
+    kernels.install()
+    with FP64():
+        stock, model = build(model_type), build(model_type, seed=rank)
+        kernels.current.append(kernels.file_of(stock))
+        inputs = batch(stock, BATCH, LENGTH)
+        want_loss, want = _record(stock, inputs)
+        apply_ep_fsdp2(model, sp_size=world)
+        loss, got = _record(model, inputs)
+    assert_close("loss", loss, want_loss, FP64_MODEL)
+    assert want.keys() - {FUSED} == TYPES[model_type] == got.keys(), "the fused kernel has no heads"
+    for kernel, calls in got.items():
+        for call, like in zip(calls, want[kernel], strict=True):
+            expected = {
+                name: _shape(kernel, name, like, world) if isinstance(x, torch.Size) else x
+                for name, x in like.items()
+            }
+            assert call == expected, f"{kernel}: {call}, want {expected}"
+
+
+def _shape(kernel: str, name: str, like: dict[str, Any], world: int) -> Any:
+    shape = like[name]
+    if kernel == "causal_conv1d_fn" and name == "x":
+        width = like["weight"][1]
+        return (*shape[:2], LENGTH // world + width - 1)
+    if name in HEADS[kernel]:
+        dim = HEADS[kernel][name]
+        return (*shape[:dim], shape[dim] // world, *shape[dim + 1 :])
+    return shape
+
+
+FAST = ("qwen3_next", "nemotron_h")
+CHECKS = [
+    Check(
+        name,
+        2,
+        partial(_calls_as_stock_does, name),
+        slow=name not in FAST,
+        skip="" if SINCE_5_23 else "older transformers finds the kernels in another way",
+    ).as_parameter()
+    for name in TYPES
+    if name in MODEL_TYPES
+]
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_kernels_get_the_arguments_of_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
