@@ -79,7 +79,9 @@ class ForwardGuard(Ours):
         self.state.forward_number += 1
         apply_choice(self.state)
         if module.training:
-            self._checkpoints.look(module)
+            meshes = self.state.meshes
+            dispatches = meshes is not None and meshes.ep_size > 1
+            self._checkpoints.look(module, dispatches=dispatches)
 
 
 def moe_forward(

@@ -16,8 +16,8 @@ of its whole row are dispatched (the padding tokens of a row may see each other)
 - the forward has no labels, so another loss may read any output;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`).
 
-A recompute must compute the tokens of the first run. A frame (`recompute.py`) stores them. A
-checkpoint without a frame would not know the padding any more, so nothing is left out inside of it.
+A recompute must compute the tokens of the first run, which `KeptTokens` (`recompute.py`) stores. In
+another checkpoint the padding would not be known any more, so nothing is left out inside of it.
 
 With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
 left out if nobody can see these outputs: if the loss is fused (`loss/attach.py`), logits do not
@@ -48,7 +48,7 @@ class RealTokens:
 
     Attributes:
         mask_T: True for these tokens.
-        is_kept: True inside of a checkpoint whose frame keeps this object for the recompute.
+        is_kept: True inside of a checkpoint that keeps this object for the recompute.
     """
 
     mask_T: Tensor
@@ -57,7 +57,7 @@ class RealTokens:
     _padding: list[Tensor] = field(default_factory=list)
 
     def kept(self) -> RealTokens:
-        """Return the same tokens for a checkpointed function with a frame."""
+        """Return the same tokens for a checkpointed function that keeps them."""
         return replace(self, is_kept=True)
 
     def padding_T1(self, device: torch.device) -> Tensor:
@@ -166,8 +166,8 @@ def positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
 def _real_tokens_of(state: ModelState, num_tokens: int) -> RealTokens | None:
     """Return the tokens of the current forward for a layer with so many tokens, if they are known.
 
-    They are not known inside of a checkpoint without a frame, or of another function that keeps the
-    tensors that autograd saves.
+    They are not known inside of a checkpoint that does not keep them, or of another function that
+    keeps the tensors that autograd saves.
     """
     real: RealTokens | None = state.real_tokens
     if real is None or len(real.mask_T) != num_tokens:

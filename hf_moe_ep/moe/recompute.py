@@ -11,8 +11,8 @@ stores the exchanges of every MoE layer. Each recompute reads them in the same o
 returns the stored expert ids to the router (`chosen_topk.py`). The routing weights and their
 gradients therefore belong to the rows that were sent.
 
-With ep_size 1 no rows are exchanged, and the router of a recompute chooses again, as in stock. The
-frame then only keeps the tokens that are not padding (`padding.py`) for the recompute.
+With ep_size 1 no rows are exchanged, and the router of a recompute chooses again, as in stock.
+`KeptTokens` keeps the tokens that are not padding (`padding.py`) for a recompute, with any ep_size.
 While routes are recorded or replayed (`routing/`), the frame stores the expert ids even with
 ep_size 1, because backward may run after the `record` or `replay` block has ended.
 
@@ -69,7 +69,6 @@ class Frame:
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
-        self._real_tokens = None if state.real_tokens is None else state.real_tokens.kept()
         self._routed: list[Routed] = []
         # By layer index: routing weights that replace the router's, and a mask [T, 1] of the tokens
         # that get these weights.
@@ -80,24 +79,18 @@ class Frame:
         self._num_replaced = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._state
-        before = state.frame, state.real_tokens
-        state.real_tokens = self._real_tokens
-        has_exchanges = state.meshes is not None and state.meshes.ep_size > 1
-        if has_exchanges or state.routing is not None or self._routed:
-            state.frame = self
+        outer, self._state.frame = self._state.frame, self
         try:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
             # The blocks of compiled layers open the mode themselves: torch.compile would trace it.
-            if torch.compiler.is_compiling() or state.layers_are_compiled:
+            if torch.compiler.is_compiling() or self._state.layers_are_compiled:
                 return self._function(*args, **kwargs)
             with self.choosing():
                 return self._function(*args, **kwargs)
         finally:
-            self._next = None
-            state.frame, state.real_tokens = before
+            self._state.frame, self._next = outer, None
 
     def choosing(self) -> AbstractContextManager[Any]:
         """Return a context in which, during a recompute, routers choose as in the first run."""
@@ -210,6 +203,21 @@ class Frame:
         return expert_ids_TK
 
 
+class KeptTokens:
+    """Wraps a checkpointed function: each call computes the tokens that the first call computes."""
+
+    def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
+        self._state, self._function = state, function
+        self._tokens = state.real_tokens.kept()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer, self._state.real_tokens = self._state.real_tokens, self._tokens
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            self._state.real_tokens = outer
+
+
 class Step(NamedTuple):
     """One edge in the tree of modules: `parent.name` is `child`."""
 
@@ -232,13 +240,15 @@ class CheckpointWatch:
         self._steps: list[Step] = []
 
     @torch.compiler.disable
-    def look(self, root: nn.Module) -> None:
-        """Wrap every checkpointing function that is not wrapped yet."""
+    def look(self, root: nn.Module, *, dispatches: bool = True) -> None:
+        """Wrap every checkpointing function that is not wrapped yet.
+
+        If the layers dispatch tokens, warn of layers that torch.compile will not compile.
+        """
         unchanged = (own_child(parent, name) is child for parent, name, child in self._steps)
         if not (self._steps and all(unchanged)):
             self._steps = _steps_to_experts(root)
         for module in (root, *(step.child for step in self._steps)):
-            dispatches = self._state.meshes is not None and self._state.meshes.ep_size > 1
             if dispatches and is_compiled(module) and getattr(module, _IS_ON, False):
                 warnings.warn(
                     f"{type(module).__name__} was compiled as a whole, and torch.compile does not "
@@ -287,7 +297,12 @@ def _checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the checkpointing function `checkpoint` with a new `Frame` around `function`."""
+    """Call the checkpointing function `checkpoint` with new wrappers around `function`."""
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)  # a traced forward exchanges no rows
-    return checkpoint(Frame(state, function), *args, **kwargs)
+    if state.real_tokens is not None:
+        function = KeptTokens(state, function)
+    exchanges_rows = state.meshes is not None and state.meshes.ep_size > 1
+    if exchanges_rows or state.routing is not None or state.frame is not None:
+        function = Frame(state, function)
+    return checkpoint(function, *args, **kwargs)
