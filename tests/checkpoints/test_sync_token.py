@@ -184,17 +184,19 @@ def test_blocks_are_those_of_transformers(shape: tuple[int, ...]) -> None:
 
 
 def test_what_is_encoded_and_what_is_not() -> None:
-    model = patch(tiny(dtype=BF16, **WIDE))
+    # Head, embedding and router are as large as a block, too.
+    sizes = WIDE | {"vocab_size": 130, "num_experts": 128, "num_hidden_layers": 1}
+    model = patch(tiny(dtype=BF16, **sizes))
     stream = hub_tensors(model, dtype="fp8")
     config, sent = stream.quantization_config, dict(stream)
     in_fp8 = {key for key, tensor in sent.items() if tensor.dtype == torch.float8_e4m3fn}
     assert {f"{key}_scale_inv" for key in in_fp8} == {k for k in sent if k.endswith("_scale_inv")}
-    layer = "model.layers.1."
+    layer = "model.layers.0."
     assert {key.removeprefix(layer) for key in in_fp8 if key.startswith(layer)} == {
         *(f"self_attn.{kind}_proj.weight" for kind in "qkvo"),
         *(
             f"mlp.experts.{e}.{kind}_proj.weight"
-            for e in range(8)
+            for e in range(128)
             for kind in ("gate", "up", "down")
         ),
     }

@@ -1,0 +1,142 @@
+"""Record whether vLLM's own model classes take every key of our stream, one tensor at a time.
+
+    PYTHONPATH=VLLM_SOURCE python benchmarks/engine_names.py tests/checkpoints/engine_names.json
+
+For each type, vLLM builds its own class from the config of a tiny model, in one process on the
+CPU, and its `load_weights` gets the tensors of `hub_tensors` one by one, as TRL sends them.
+Recorded are the keys that it skips without a word or refuses, and its parameters that no key has
+filled. No forward runs, so no compiled kernels of vLLM are needed: its choice of kernels for
+experts is replaced.
+
+The test `tests/checkpoints/test_engine_names.py` compares the keys of today's stream with the
+recorded ones, without vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, os.fspath(Path(__file__).parents[1] / "tests"))
+
+from support.architectures.models import tiny
+
+from hf_moe_ep import hub_tensors, patch, save_pretrained
+
+# The types of ARCHITECTURES.md that are downloaded most often and that vLLM has a class for.
+TYPES = (
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen2_moe",
+    "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "ernie4_5_moe",
+    "olmoe",
+    "granitemoe",
+)
+# Fields that published configs have, vLLM reads, and the config classes of transformers lack.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "glm4_moe": {"head_dim": lambda model: model.model.layers[0].self_attn.head_dim},
+}
+# What vLLM raises for a type that it cannot build or load.
+FAILURES = (
+    AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def digest(keys: list[str]) -> str:
+    """Return a hash that stands for a set of keys."""
+    return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
+
+
+def prepare_vllm() -> None:
+    """Let vLLM run in this process, on a CPU and without its kernels."""
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as unquantized
+    import vllm.model_executor.models.registry as registry
+    import vllm.platforms
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.platforms.cpu import CpuPlatform
+
+    # vLLM would start a process for each class, to keep CUDA out of this one.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    vllm.platforms._current_platform = CpuPlatform()
+    backend = (UnquantizedMoeBackend.TRITON, None)
+    unquantized.select_unquantized_moe_backend = lambda **_: backend
+
+
+def record(model_type: str, folder: Path) -> dict[str, Any]:
+    """Send the tensors of a tiny model to vLLM's class, and return what became of them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    torch.set_default_dtype(torch.float32)
+    options = {"dtype": "bfloat16", "max_model_len": 128, "skip_tokenizer_init": True}
+    model = patch(tiny(model_type, dtype=torch.bfloat16))
+    for name, value in PUBLISHED.get(model_type, {}).items():
+        setattr(model.config, name, value(model) if callable(value) else value)
+    save_pretrained(model, folder)
+    config = EngineArgs(
+        os.fspath(folder), enforce_eager=True, load_format="dummy", **options
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        # All types share the process group, whose file must stay.
+        init_distributed_environment(1, 0, f"file://{folder.parent}/rendezvous", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        engine = initialize_model(config)
+        keys, skipped = [], []
+        unfilled = {name for name, _ in engine.named_parameters()}
+        for key, tensor in hub_tensors(model):
+            keys.append(key)
+            loaded = set(engine.load_weights([(key, tensor)]) or ())
+            unfilled -= loaded
+            if not loaded:
+                skipped.append(key)
+    return {
+        "class": type(engine).__name__,
+        "keys": len(keys),
+        "sha256": digest(keys),
+        "skipped": skipped,
+        "unfilled": sorted(unfilled),
+    }
+
+
+def main() -> None:
+    """Record all types, and add them to the file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("types", nargs="*", default=TYPES)
+    options = parser.parse_args()
+    import vllm
+
+    prepare_vllm()
+    table = json.loads(options.file.read_text()) if options.file.is_file() else {}
+    parent = Path(tempfile.mkdtemp(prefix="engine_names_"))
+    for model_type in options.types:
+        try:
+            row = record(model_type, parent / model_type)
+        except FAILURES:
+            print(f"{model_type}: {traceback.format_exc(limit=-2)}", flush=True)
+            continue
+        table.setdefault(f"vllm {vllm.__version__}", {})[model_type] = row
+        print(model_type, row, flush=True)
+        options.file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
