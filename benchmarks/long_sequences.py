@@ -7,7 +7,7 @@ The planned model has the sizes of transformers' default `Qwen3_5MoeTextConfig`,
 of its layers (three delta nets and one attention) and a small vocabulary, so that the figures are
 those of the layers. Eight ranks share one sequence or train on several. The figure is the peak of
 activations and temporaries of a rank in a training step in bf16, as `hf-moe-ep plan` counts it on
-fake tensors, without parameters, gradients and the optimizer's state. The recurrence is
+fake tensors, in forward and backward, without parameters and gradients. The recurrence is
 transformers' plain PyTorch; the kernel of flash-linear-attention needs less memory.
 
 As a check, a small model with the same kinds of layers is planned, and measured on four CPU ranks.
@@ -29,6 +29,7 @@ from ranks import spawn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hf_moe_ep import ParallelConfig
+from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
 KIND = "activations, logits, transients"
@@ -91,6 +92,11 @@ def plan_lengths(lengths: Sequence[int]) -> dict[int, list[StepPlan]]:
     }
 
 
+def activations(step: StepPlan) -> int:
+    """Return the most bytes of activations and temporaries in forward and backward."""
+    return max(parts.get(KIND, 0) for name, parts in step.made_of.items() if name != OPTIMIZER)
+
+
 def compare() -> list[tuple[str, int, int]]:
     """Return (layout, planned peak, largest measured peak of a rank) of the small model, in bytes.
 
@@ -122,7 +128,7 @@ def report(
         f"|---|{'---|' * (len(planned) + 1)}",
     ]
     for index, seq in enumerate(lengths):
-        sizes = [plans[index].parts[KIND] for plans in planned.values()]
+        sizes = [activations(plans[index]) for plans in planned.values()]
         cells = [f"{size / 2**30:.2f}" for size in sizes]
         lines.append(f"| {seq} | {' | '.join(cells)} | {sizes[-1] / sizes[0]:.2f} |")
     if not compared:
@@ -146,7 +152,7 @@ def draw(lengths: Sequence[int], planned: dict[int, list[StepPlan]], path: Path)
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for sp, plans in planned.items():
-        sizes = [step.parts[KIND] / 2**30 for step in plans]
+        sizes = [activations(step) / 2**30 for step in plans]
         axes.plot(lengths, sizes, "o-", label=f"sp_size {sp}")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="GiB per rank")
     axes.set_xticks(lengths, [f"{seq // 1024}k" for seq in lengths])
