@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch as mock_patch
 
@@ -355,6 +356,7 @@ def test_layers_that_are_compiled_as_a_whole_under_checkpointing_are_warned_of()
     model = patch(tiny(**SMALL))
     parity.checkpointing(model, use_reentrant=False)
     watch = CheckpointWatch(model._hf_moe_ep)
+    model._hf_moe_ep.meshes = SimpleNamespace(ep_size=2)  # as if it was sharded
     model.model.layers[1].compile()
     with pytest.warns(UserWarning, match=r"Qwen3MoeDecoderLayer.*hf_moe_ep\.compile_layers\(model"):
         watch.look(model)

@@ -145,5 +145,7 @@ def test_a_plan_of_compiled_layers_moves_fewer_bytes(ep_size: int, checkpointing
     # The same products and exchanges run.
     assert compiled.flops() == eager.flops()
     assert compiled.sent("rows", 8) == eager.sent("rows", 8)
+    if ep_size == 1:
+        return  # compiled layers contain their experts, so FSDP2 prefetches other units
     heads = [work.stretches["backward, head"].operators for work in (eager, compiled)]
     assert heads[0] == heads[1]
