@@ -368,7 +368,10 @@ def one_operator_between_counts_and_rows(rank: int, world: int) -> None:
 
 
 def memory_of_an_exchange(rank: int, world: int) -> None:
-    """An exchange holds two int32 for each possible row, and no view of a larger tensor."""
+    """An exchange holds two int32 for each possible row, and no view of a larger tensor.
+
+    It also counts the pairs of every expert, and those without an expert.
+    """
     assert dist.group.WORLD is not None
     tokens, top_k, experts = 1000, 2, 12
     case = Case("many tokens", world, (tokens,) * world, experts, top_k)
@@ -378,7 +381,7 @@ def memory_of_an_exchange(rank: int, world: int) -> None:
     )
     tensors = [value for value in vars(arrived.exchange).values() if isinstance(value, Tensor)]
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    assert num_bytes == 2 * 4 * tokens * top_k + 4 + 8 * experts, num_bytes
+    assert num_bytes == 2 * 4 * tokens * top_k + 4 + 8 * (experts + 1), num_bytes
 
 
 def _in_groups(grid: list[list[int]], rank: int, world: int) -> None:

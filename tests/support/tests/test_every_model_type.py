@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-# The types of Transformers 5.23.
+# The types of Transformers 5.23; the last line has those outside of its experts interface.
 _KNOWN = """
 afmoe aria aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 deepseek_v2
 deepseek_v3 deepseek_v32 deepseek_v4 diffusion_gemma diffusion_gemma_text dots1 dots3_note
@@ -39,6 +39,7 @@ minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text mistral4 mistral_large4 mixt
 nemotron_h olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe
 qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp qwen4_exp_text solar_open
 unlimited_ocr zaya
+dbrx jetmoe llama4 llama4_text longcat_flash step3p7
 """
 _SINCE_5_24 = "hy_v4_vl inkling2_loop inkling2_loop_text lara_mini"
 # Types that do not use all experts. The router of zaya chooses one expert per token, after two
