@@ -67,6 +67,7 @@ def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Pat
     assert header["sources"] == gpu.sources() and header["versions"]["torch"]
 
 
+@pytest.mark.slow
 def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> None:
     """pytest itself prints them at its end, which a stopped run does not reach."""
     test_file = tmp_path / "test_stopped.py"

@@ -270,6 +270,7 @@ def train_adapters(rank: int, world: int, folder: str) -> list[str]:
     return sorted(stream)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_a_base_with_them(tmp_path: Path) -> None:
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     before = read_files(tmp_path / "base")

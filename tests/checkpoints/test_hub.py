@@ -276,6 +276,7 @@ def _train_with_accelerate(rank: int, world: int, folder: str) -> None:
             accelerator.prepare(small, torch.optim.AdamW(small.parameters()))
 
 
+@pytest.mark.slow
 def test_a_sharded_load_in_accelerate(tmp_path: Path) -> None:
     run_ranks(_train_with_accelerate, 4, str(tmp_path))
 

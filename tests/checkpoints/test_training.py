@@ -242,6 +242,7 @@ def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(_full_disk, 2, str(tmp_path), False)
     for message in (text for texts in ranks for text in texts):
@@ -410,5 +411,6 @@ def _cases(rank: int, world: int, folder: str) -> None:
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 
 
+@pytest.mark.slow
 def test_optimizers_masters_and_refusals(tmp_path: Path) -> None:
     run_ranks(_cases, 2, str(tmp_path))

@@ -318,6 +318,7 @@ def _fail_on_one_rank(rank: int, world: int) -> None:
         together_module.together("saving", no_memory)
 
 
+@pytest.mark.slow
 def test_a_failed_rank_raises_its_own_error_without_the_others() -> None:
     run_ranks(_fail_on_one_rank, 2, group_timeout=3.0)
 

@@ -257,7 +257,8 @@ def test_inductor_equals_stock(checkpoints: str) -> None:
     assert _graphs() == 2
 
 
-@pytest.mark.parametrize("use_reentrant", [pytest.param(None, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [None, False])
 def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
     """Compiled layers were traced with their MoE blocks before the block of `replay` is opened."""
     torch.compiler.reset()
