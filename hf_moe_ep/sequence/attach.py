@@ -51,6 +51,7 @@ from hf_moe_ep.sequence.split import (
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
+from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 from hf_moe_ep.upstream.models import attention_heads
 from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
 
@@ -67,6 +68,13 @@ def check(parts: Parts, state: ModelState) -> None:
             f"sp_size ({sp_size}) > 1 needs a model that computes a loss of its tokens, and "
             f"{type(parts.root).__name__} has no head that does; load it as a causal LM or for "
             f"token classification, or leave sp_size at 1"
+        )
+    if parts.causal_lm is not None and not passes_arguments_to_loss(parts.causal_lm):
+        raise ValueError(
+            f"sp_size ({sp_size}) > 1 gives each rank the loss of its slice by an argument of the "
+            f"forward, and in this version of transformers the forward of "
+            f"{type(parts.causal_lm).__name__} passes no argument on to its loss; install a newer "
+            f"transformers, or leave sp_size at 1"
         )
     if not parts.plan.sequence_parallel:
         raise ValueError(

@@ -43,6 +43,30 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
     return _other_use(innermost, head_name)
 
 
+def passes_arguments_to_loss(model: nn.Module) -> bool:
+    """Return False if the forward of a model does not pass its other arguments on to its loss.
+
+    The forwards of some vision-language models did not before transformers 5.23. The result is True
+    for a forward that cannot be read, and for one that computes its loss in another way.
+    """
+    *_, innermost = forward_functions(model)
+    return _passes_arguments(innermost)
+
+
+@cache
+def _passes_arguments(forward: Callable[..., Any]) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _is_attribute_of_self(node.func, _LOSS)
+    ]
+    return not calls or any(keyword.arg is None for call in calls for keyword in call.keywords)
+
+
 @cache
 def _other_use(forward: Callable[..., Any], head_name: str) -> str:
     try:

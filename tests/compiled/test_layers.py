@@ -121,7 +121,7 @@ def _on_ranks(
     ep_size: int, checkpoints: str, graphs: int, rank: int, world: int, **sizes: Any
 ) -> None:
     found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank, **sizes)
-    assert found == [graphs] * len(LENGTHS)
+    assert found == [graphs] * len(LENGTHS), found
 
 
 # A dense layer is one graph. The MoE block splits a MoE layer into two graphs if ep_size is 2.

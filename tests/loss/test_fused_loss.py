@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.needs import SINCE_5_23
 from support.parity import Case
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -181,6 +182,8 @@ def test_loss_and_gradients_equal_stock(name: str, options: dict[str, Any]) -> N
         shifted = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
         options = {"shift_labels": shifted.contiguous()}
     if "ignore_index" in options:
+        if name == "qwen3_vl_moe" and not SINCE_5_23:
+            pytest.skip("Qwen3-VL-MoE of this transformers does not pass ignore_index to its loss")
         inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, 3)
     got = _logits_are_none(model, inputs | options)
     want = stock(**inputs, **options).loss

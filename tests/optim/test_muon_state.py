@@ -13,6 +13,7 @@ from support.architectures import tiny as tiny_of
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.launched import launched
+from support.needs import SINCE_5_23
 from support.parity import full_tensor, whole_parameters
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -208,6 +209,7 @@ def test_bad_input() -> None:
         Muon(list(model.parameters()), LR)  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(not SINCE_5_23, reason="Inkling of this transformers cannot be patched")
 def test_a_parameter_that_no_rule_covers_is_named() -> None:
     model = tiny_of("inkling_text")
     patch(model)

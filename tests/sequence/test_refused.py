@@ -5,13 +5,18 @@ models and indexers, sequences are gathered. If the plan missed such a module, i
 compute on slices.
 """
 
+from typing import Any
+
 import pytest
 from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
 from support.architectures.mixers import MIXERS
 from support.architectures.mixing import mixing
 from support.architectures.parts import parts_of
 from support.needs import SINCE_5_24
-from torch import nn
+from support.tiny_models import tiny as tiny_qwen3_moe
+from torch import Tensor, nn
+from transformers import Qwen3MoeForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_moe_ep import patch
 from hf_moe_ep.derive import is_mixer
@@ -52,6 +57,20 @@ def test_the_table_lists_exactly_the_mixing_modules(model_type: str) -> None:
     """
     model = tiny(model_type).eval()
     assert mixing(model, layers_of(model)) == MIXERS.get(model_type, set())
+
+
+class PassesNothingOn(Qwen3MoeForCausalLM):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
+        loss = self.loss_function(logits, labels, self.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_a_forward_that_passes_nothing_on_to_its_loss_is_refused() -> None:
+    model = PassesNothingOn(tiny_qwen3_moe().config)
+    with pytest.raises(ValueError, match=r"sp_size \(2\).*PassesNothingOn passes no argument on"):
+        patch(model, sp_size=2)
+    patch(model)
 
 
 @pytest.mark.parametrize("model_type", sorted(NOT_COMPARED | WITHOUT_HEAD))
