@@ -70,6 +70,10 @@ def packed(alone: list[Batch]) -> Batch:
     return {name: torch.cat(values) for name, values in rows.items()}
 
 
+# Stock then adds a mask of booleans to the scores of its indexer.
+STOCK_IS_WRONG = {} if SINCE_5_23 else {"deepseek_v32": "this stock code adds boolean masks"}
+
+
 def assert_documents_are_alone(
     where: str, model: nn.Module, stock: nn.Module, *, masked: bool = False
 ) -> None:
@@ -101,6 +105,8 @@ def assert_documents_are_alone(
 )
 def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str) -> None:
     """A mask of ones does not hide the packing."""
+    if model_type in STOCK_IS_WRONG:
+        pytest.skip(STOCK_IS_WRONG[model_type])
     with FP64():
         for masked in (False, True):
             model, stock = patch(build(model_type)), build(model_type)
@@ -119,7 +125,13 @@ def _packed_on_two_ranks(
 
 
 PACKED = [
-    Check(name, 2, partial(_packed_on_two_ranks, name), slow=name not in FAST).as_parameter()
+    Check(
+        name,
+        2,
+        partial(_packed_on_two_ranks, name),
+        slow=name not in FAST,
+        skip=STOCK_IS_WRONG.get(name, ""),
+    ).as_parameter()
     for name in GRANTED
 ]
 # Layers of this type share keys, and stock itself cannot train it with reentrant checkpointing.
