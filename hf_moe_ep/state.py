@@ -104,7 +104,7 @@ the row above.
     plan.py | _compiled | patterns of module names
     upstream/models.py | cache_methods | names of the methods of Transformers' caches
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
-    upstream/causal_loss.py | _other_use _passes_arguments | what a forward does with logits and loss
+    upstream/causal_loss.py | _other_use _passes_arguments | logits and loss of a forward
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
