@@ -174,8 +174,9 @@ def _merged(base: Path, adapter: Path) -> dict[str, Tensor]:
     """Merge an adapter with PEFT, and return the tensors that stock's save_pretrained writes."""
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model = PeftModel.from_pretrained(stock, adapter).merge_and_unload()
-    folder = adapter.with_name(f"{adapter.name}-merged-{dist.get_rank()}")
-    model.save_pretrained(folder)
+    folder = adapter.with_name(f"{adapter.name}-merged")
+    model.save_pretrained(folder)  # writes on rank 0
+    dist.barrier()
     return read_files(folder)
 
 
