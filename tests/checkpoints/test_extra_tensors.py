@@ -54,6 +54,7 @@ from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.ranks import together as together_module
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.models import persistent_buffers
 
 WAYS = ("lean", "stock")
 SHARD = "60KB"
@@ -472,8 +473,8 @@ def save_until_killed(
         kill_later(after)
     for version in range(1000):
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(version)
+            for tensor in (*model.parameters(), *dict(persistent_buffers(model)).values()):
+                tensor.fill_(version)
         save_pretrained(model, target, max_shard_size=SHARD)
 
 
