@@ -13,7 +13,7 @@ bucket of sharded matrices travels, it orthogonalises the bucket before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,12 +226,10 @@ class Muon(Optimizer):
                 maximize=False,
             )
 
-    def _update_momentum(
-        self, group: dict[str, Any], params: list[nn.Parameter]
-    ) -> Iterator[_Update]:
-        """Update momentum and weight decay of a group, and yield what is to be orthogonalised."""
+    def _update_momentum(self, group: dict[str, Any], params: list[nn.Parameter]) -> list[_Update]:
+        """Update the momentum of a group, decay its weights, and return what is orthogonalised."""
         if not params:
-            return
+            return []
         for parameter in params:
             if "momentum_buffer" not in self.state[parameter]:
                 assert parameter.grad is not None
@@ -241,8 +239,10 @@ class Muon(Optimizer):
         lr = float(group["lr"])
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
-        for parameter, shard, grad, buffer in zip(params, shards, grads, buffers, strict=True):
-            yield _Update(parameter, shard, grad, buffer, lr, group)
+        return [
+            _Update(*tensors, lr, group)
+            for tensors in zip(params, shards, grads, buffers, strict=True)
+        ]
 
     def _orthogonalise(self, updates: Sequence[_Update]) -> None:
         """Orthogonalise all updates and add them to the parameters."""
@@ -269,8 +269,7 @@ class Muon(Optimizer):
 
     def _deal(self, updates: Sequence[_Update]) -> _Dealt:
         """Deal out the matrices, or return the last result if nothing has changed."""
-        key = tuple((id(update.parameter), update.group["ns_steps"]) for update in updates)
-        if self._dealt is not None and self._dealt.key == key:
+        if self._dealt is not None and self._dealt.fits(updates):
             return self._dealt
         self._layouts = self._find_layouts()
         names = {p: name for name, p in self.model.named_parameters()}
@@ -291,7 +290,7 @@ class Muon(Optimizer):
             matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
         )
         self._dealt = _Dealt(
-            key,
+            [update.parameter for update in updates],
             matrices,
             list(whole_runs(matrices, self._bucket_bytes)),
             deal(matrices, self._bucket_bytes),
@@ -313,12 +312,24 @@ class _Update:
 
 @dataclass(frozen=True)
 class _Dealt:
-    """Which matrices this rank orthogonalises, for the parameters in `key`."""
+    """Which matrices this rank orthogonalises, whole ones and those that travel.
 
-    key: tuple[tuple[int, int], ...]
+    `matrices` has one entry for each of the `parameters`.
+    """
+
+    parameters: list[nn.Parameter]
     matrices: list[Matrices]
     whole: list[tuple[Run, ...]]
     buckets: list[Bucket]
+
+    def fits(self, updates: Sequence[_Update]) -> bool:
+        """Return True if a step updates these parameters with as many Newton-Schulz steps."""
+        return len(updates) == len(self.parameters) and all(
+            update.parameter is parameter and update.group["ns_steps"] == entry.steps
+            for update, parameter, entry in zip(
+                updates, self.parameters, self.matrices, strict=True
+            )
+        )
 
 
 class _Exchange:
