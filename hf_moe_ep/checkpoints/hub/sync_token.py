@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
-from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits
-from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 
 # The number of elements whose bits are mixed at a time, about 60 bytes of memory for each.
 _ELEMENTS = 1 << 20
@@ -78,23 +77,10 @@ def checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[Sums]:
         of_layout.setdefault(layout, []).append(number)
     for numbers in of_layout.values():
         sums = torch.stack([_sum_shard(*tensors[number]) for number in numbers])
-        total = _sum_over_shards(sums, tensors[numbers[0]][0])
+        total = sum_over_shards(sums, tensors[numbers[0]][0])
         for number, (first, second) in zip(numbers, total.tolist(), strict=True):
             results[number] = first, second
     return [result for result in results if result is not None]
-
-
-def _sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
-    """Sum over all shards the sums of tensors that are sharded like the tensor `like`."""
-    if not isinstance(like, DTensor):
-        return sums
-    mesh = like.device_mesh
-    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
-    total = sums.to(mesh.device_type)
-    for axis, placement in enumerate(like.placements):
-        if not isinstance(placement, Replicate):
-            total = sum_over_ranks(total, mesh.get_group(axis))
-    return total
 
 
 def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:

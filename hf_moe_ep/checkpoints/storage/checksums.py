@@ -1,4 +1,4 @@
-"""Mix the bits of 64-bit integers, for checksums that are sums over all elements of a tensor.
+"""Checksums that are sums over all elements of a tensor: mix the bits, and add up the shards.
 
 A sum does not depend on the order of its summands, so the sums of the shards add up to the sum of
 the whole tensor at any layout. Each summand must depend on the element and on its position in the
@@ -9,6 +9,9 @@ attacker.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_moe_ep.ranks.collectives import sum_over_ranks
 
 # The seeds of two independent sums.
 SEEDS = (1, 0x5851F42D4C957F2D)
@@ -23,6 +26,19 @@ def mix_bits(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _as_signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _as_signed(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
+
+
+def sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
+    """Sum over all shards the sums of tensors that are sharded like the tensor `like`."""
+    if not isinstance(like, DTensor):
+        return sums
+    mesh = like.device_mesh
+    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
+    total = sums.to(mesh.device_type)
+    for axis, placement in enumerate(like.placements):
+        if not isinstance(placement, Replicate):
+            total = sum_over_ranks(total, mesh.get_group(axis))
+    return total
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:

@@ -27,12 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
-from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits
+from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.placement.hub_order import placement_by_tensor
-from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import KnownSums, patched_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of
@@ -74,7 +72,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
             for name, tensor in tensors.items()
         ]
     )
-    totals = _sum_over_shards(sums, next(iter(tensors.values()))).tolist()
+    totals = sum_over_shards(sums, next(iter(tensors.values()))).tolist()
     return {
         "format": _FORMAT,
         "model": source_of(model),
@@ -136,19 +134,6 @@ def _describe_format(base: dict[str, Any] | None) -> str:
         return "not quantised (experts_dtype=None)"
     nested = ", experts_double_quant=True" if base["experts_double_quant"] else ""
     return f"quantised (experts_dtype={base['experts_dtype']!r}{nested})"
-
-
-def _sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
-    """Sum over all shards the sums of tensors that are sharded like the tensor `like`."""
-    if not isinstance(like, DTensor):
-        return sums
-    mesh = like.device_mesh
-    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
-    total = sums.to(mesh.device_type)
-    for axis, placement in enumerate(like.placements):
-        if not isinstance(placement, Replicate):
-            total = sum_over_ranks(total, mesh.get_group(axis))
-    return total
 
 
 @torch.no_grad()
