@@ -6,7 +6,7 @@ parameters are sharded.
 
 A slice of a tensor is described by one of three types:
 
-    Box         storage/boxes.py             index ranges, [start, stop) per dim: a rank's shard, a
+    Box         ranks/boxes.py             index ranges, [start, stop) per dim: a rank's shard, a
                                              slab to write, the part of a file to read
     FileTensor  storage/safetensors_file.py  a tensor in a file: dtype, shape, first byte. FP8 and
                                              MXFP4 weights are FileTensors that decode while they

@@ -44,12 +44,12 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     sha256_of,
     whole_folder,
 )
-from hf_moe_ep.checkpoints.storage.boxes import Box, whole
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
+from hf_moe_ep.ranks.boxes import Box, whole
 from hf_moe_ep.upstream.hub import progress_bar
 
 _ACCELERATE_TENSORS = "pytorch_model_fsdp_0"

@@ -56,13 +56,13 @@ from hf_moe_ep.checkpoints.hub.read import (
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, write_checkpoint
 from hf_moe_ep.checkpoints.storage.atomic import check_can_appear, whole_folder
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, local_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.lora.export import WEIGHTS
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.lora.names import SINGLE_KEY
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import Box, box_sizes, local_box
 from hf_moe_ep.upstream.adapter_files import (
     attach_without_values,
     factor_dtype,

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.storage.boxes import box_at
 from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import count_flops
+from hf_moe_ep.ranks.boxes import box_at
 
 # The size of what a rank owns in one bucket, unless a single matrix is larger.
 BUCKET_BYTES = 64 * 2**20

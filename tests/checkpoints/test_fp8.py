@@ -25,9 +25,9 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, join_scales
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
-from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 from hf_moe_ep.checkpoints.verify import verify
+from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.upstream.hub import empty_model
 
 # These blocks divide SIZES. If they do not divide the columns, stock assumes smaller blocks.

@@ -24,8 +24,8 @@ from hf_moe_ep.checkpoints.hub.layout import PADDING, distinct_tensors, hub_layo
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.write import group_tensors, split_files, write_checkpoint
-from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.plan import ModelPlan, Stored
+from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.upstream.hub import empty_model
 
 # No `stored` and no stacked weights: every layout comes from transformers' conversion alone.

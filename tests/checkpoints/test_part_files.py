@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.boxes import local_box
 from hf_moe_ep.checkpoints.storage.part_files import file_name, nearest_first, read_parts
+from hf_moe_ep.ranks.boxes import local_box
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4

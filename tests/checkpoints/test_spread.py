@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.boxes import local_box
 from hf_moe_ep.checkpoints.storage.part_files import write_parts
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_replicas
 from hf_moe_ep.checkpoints.training import folder, save
 from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm
 from hf_moe_ep.checkpoints.training.tensors import collect
+from hf_moe_ep.ranks.boxes import local_box
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4

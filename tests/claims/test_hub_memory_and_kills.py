@@ -27,8 +27,8 @@ from hf_moe_ep.checkpoints.hub import save as checkpoint
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
-from hf_moe_ep.checkpoints.storage.boxes import whole
 from hf_moe_ep.ranks import together as together_module
+from hf_moe_ep.ranks.boxes import whole
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from hf_moe_ep import from_pretrained
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
-from hf_moe_ep.checkpoints.storage.boxes import local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import _VALUES, Quantisation, empty_stack, quantise_stack
+from hf_moe_ep.ranks.boxes import local_tensor
 
 MIB = 2**20
 SIZES = {

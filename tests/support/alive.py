@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
+from hf_moe_ep.ranks.boxes import Box
 
 
 def bytes_alive() -> int:

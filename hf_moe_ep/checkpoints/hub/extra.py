@@ -33,7 +33,6 @@ from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys
 from hf_moe_ep.checkpoints.hub.layout import Layout, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
-from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
@@ -41,6 +40,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
 )
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.ranks.together import StillHere, is_first, rank_of_launch
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters

@@ -32,8 +32,8 @@ from torch import Tensor
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.layout import Layout, list_names
 from hf_moe_ep.checkpoints.hub.pieces import Piece
-from hf_moe_ep.checkpoints.storage.boxes import Box, whole_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
+from hf_moe_ep.ranks.boxes import Box, whole_box
 
 _FP8 = torch.float8_e4m3fn
 _SCALE = "_scale_inv"

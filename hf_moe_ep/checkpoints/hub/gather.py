@@ -35,7 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.checkpoints.storage.boxes import (
+from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stock
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
+from hf_moe_ep.ranks.boxes import (
     Box,
     box_at,
     box_sizes,
@@ -45,9 +48,6 @@ from hf_moe_ep.checkpoints.storage.boxes import (
     whole,
     whole_box,
 )
-from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import as_stock
-from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import is_first, on_first
 from hf_moe_ep.upstream.adapters import adapter_names
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap

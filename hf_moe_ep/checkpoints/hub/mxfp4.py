@@ -11,7 +11,7 @@ byte holds the codes of two values; the low four bits are the code of the first 
 The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
 Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
 `join_blocks` replaces both tensors by a `PackedTensor`, which decodes any box of the weight. A box
-has one index range per dim (`storage/boxes.py`).
+has one index range per dim (`ranks/boxes.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.pieces import Piece
-from hf_moe_ep.checkpoints.storage.boxes import Box, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
+from hf_moe_ep.ranks.boxes import Box, slices
 
 _BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
 # The number of values in a block, which share one scale, and the number of its bytes.

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes
+from hf_moe_ep.ranks.boxes import Box, box_sizes
 
 
 @dataclass(frozen=True)

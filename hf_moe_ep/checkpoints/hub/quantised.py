@@ -26,9 +26,9 @@ from torch import nn
 from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, dequantised_shape, quantise
+from hf_moe_ep.ranks.boxes import Box, box_sizes, local_box, local_tensor
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
 
 # The number of rows, and of columns, in a block of FP8 values with one scale.

@@ -29,7 +29,6 @@ from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, li
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
-from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     Reader,
@@ -39,6 +38,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import local_box, local_tensor
 from hf_moe_ep.ranks.together import differing, gather, is_first, together
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.adapters import without_adapters

@@ -30,8 +30,8 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
-from hf_moe_ep.checkpoints.storage.boxes import whole
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
+from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.ranks.together import (
     check_alike,
     check_everyone_calls,

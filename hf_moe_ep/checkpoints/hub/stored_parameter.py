@@ -1,6 +1,6 @@
 """Read a box of one parameter from the checkpoint tensors that store it, with `StoredParameter`.
 
-A box has one index range per dim (`storage/boxes.py`). A piece is a box of a checkpoint tensor and
+A box has one index range per dim (`ranks/boxes.py`). A piece is a box of a checkpoint tensor and
 the elements of the parameter that it holds (`pieces.py`).
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
-from hf_moe_ep.checkpoints.storage.boxes import Box, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
+from hf_moe_ep.ranks.boxes import Box, slices
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
+from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
 
 # The number of elements whose bits are mixed at a time, about 60 bytes of memory for each.
 _ELEMENTS = 1 << 20

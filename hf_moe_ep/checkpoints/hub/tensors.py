@@ -40,10 +40,10 @@ from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
+from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls, on_first
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.adapters import (

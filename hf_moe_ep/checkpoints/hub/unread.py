@@ -32,10 +32,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_moe_ep.checkpoints.hub.read import check_same_weights, load_weights, match_checkpoint
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
-from hf_moe_ep.checkpoints.storage.boxes import local_tensor, whole_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, fingerprint
 from hf_moe_ep.config import launched_local_rank
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import local_tensor, whole_box
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import ModelState, find_state

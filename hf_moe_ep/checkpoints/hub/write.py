@@ -47,9 +47,9 @@ from hf_moe_ep.checkpoints.hub.layout import PADDING, group_by_shared_tensors, h
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
 from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
 from hf_moe_ep.upstream.hub import file_name, progress_bar
 
 _logger = logging.getLogger("hf_moe_ep")

@@ -24,7 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.storage.boxes import (
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, Writer, read_header
+from hf_moe_ep.ranks.boxes import (
     Box,
     local_box,
     local_tensor,
@@ -32,7 +33,6 @@ from hf_moe_ep.checkpoints.storage.boxes import (
     slices,
     whole_box,
 )
-from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, Writer, read_header
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"

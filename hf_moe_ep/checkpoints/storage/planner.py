@@ -49,8 +49,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from hf_moe_ep.checkpoints.storage.boxes import box_sizes, local_tensor
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
+from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
 from hf_moe_ep.ranks.together import this_rank, world_size
 
 

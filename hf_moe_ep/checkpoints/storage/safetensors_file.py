@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes
+from hf_moe_ep.ranks.boxes import Box, box_sizes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, cut_box, overlap
+from hf_moe_ep.ranks.boxes import Box, cut_box, overlap
 
 
 @dataclass(frozen=True)

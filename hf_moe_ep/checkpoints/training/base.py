@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.placement.hub_order import placement_by_tensor
+from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import KnownSums, patched_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIGS, STAGED, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.part_files import (
     Shards,
     nearest_first,
@@ -40,6 +39,7 @@ from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.ranks.background import is_written
+from hf_moe_ep.ranks.boxes import local_box, local_tensor
 from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import ModelState
 

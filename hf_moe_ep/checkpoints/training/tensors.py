@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.part_files import Shards
 from hf_moe_ep.checkpoints.storage.safetensors_file import check_dtype
 from hf_moe_ep.checkpoints.storage.spread import choose_writers
@@ -36,6 +35,7 @@ from hf_moe_ep.checkpoints.training.state_file import (
 )
 from hf_moe_ep.lora.computed import stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
+from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
 from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
