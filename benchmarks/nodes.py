@@ -23,27 +23,23 @@ larger part of a step than it would on two machines.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import over_nodes
 import torch
 import torch.distributed as dist
 from figures import row, setting
 from models import qwen3_moe
+from over_nodes import Figures, namespaces
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support import namespaces
-from support.agents import run_agents, torchrun
 
 from hf_moe_ep import apply_ep_fsdp2
 
+PAGE = "nodes-cpu.md"
 KINDS = ("hierarchical", "all_to_all")
 RANKS = 4
 VOCAB = 256
@@ -61,9 +57,6 @@ class Sizes:
     top_k: int = 8
     layers: int = 2
     steps: int = 7
-
-
-Figures = dict[str, dict[str, list[float]]]
 
 
 def build(sizes: Sizes, kind: str) -> nn.Module:
@@ -104,31 +97,9 @@ def _sent() -> int:
     return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
 
 
-def rank_main(file: Path) -> None:
-    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures = measure(Sizes(**json.loads(os.environ["SIZES"])))
-    if dist.get_rank() == 0:
-        file.write_text(json.dumps(figures))
-    dist.destroy_process_group()
-
-
-def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Figures:
+def run(sizes: Sizes, num_nodes: int, rate: str | None) -> Figures:
     """Measure on `num_nodes` nodes, whose link is limited to `rate`."""
-    with (
-        tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
-        namespaces.Nodes(num_nodes, rate=rate) as nodes,
-    ):
-        file = Path(folder, "figures.json")
-        os.environ["SIZES"] = json.dumps(asdict(sizes))
-        script = [__file__, "--rank", str(file)]
-        commands = [
-            torchrun(nodes, node, *script, ranks=RANKS // num_nodes) for node in range(num_nodes)
-        ]
-        run_agents(nodes, commands, Path(folder), timeout=timeout)
-        figures: Figures = json.loads(file.read_text())
-    return figures
+    return over_nodes.run(__file__, sizes, num_nodes=num_nodes, num_ranks=RANKS, rate=rate)
 
 
 def report(sizes: Sizes, rate: str, cases: dict[str, Figures], about: list[str]) -> str:
@@ -157,15 +128,12 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Figures], about: list[str])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in vars(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    over_nodes.add_options(parser, Sizes(), PAGE)
     parser.add_argument("--rate", default="200mbit", help="bandwidth of the link, in tc's format")
     parser.add_argument("--single", action="store_true", help="run only the case of one node")
-    parser.add_argument("--write", type=Path, help="also write nodes-cpu.md to this folder")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_main(args.rank)
+        over_nodes.rank_main(args.rank, measure, Sizes)
         return
     if namespaces.WHY_NOT:
         print(f"not measured: {namespaces.WHY_NOT}")
@@ -177,10 +145,7 @@ def main() -> None:
         cases["two nodes"] = run(sizes, 2, args.rate)
     cases["one node"] = run(sizes, 1, None)
     text = report(sizes, args.rate, cases, setting("benchmarks/nodes.py", load_before, RANKS))
-    print(text)
-    if args.write:
-        args.write.mkdir(parents=True, exist_ok=True)
-        (args.write / "nodes-cpu.md").write_text(text)
+    over_nodes.write(args.write, PAGE, text)
 
 
 if __name__ == "__main__":

@@ -22,27 +22,22 @@ share the cores of one machine, little can be hidden.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import over_nodes
 import torch
 import torch.distributed as dist
 from figures import setting, spread
+from over_nodes import Figures, namespaces
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support import namespaces
-from support.agents import run_agents, torchrun
-
 from hf_moe_ep import apply_ep_fsdp2
 
+PAGE = "overlap-cpu.md"
 SERIAL, SHARED, CHUNKS, AUTO = "one after the other", "shared under transfer", "2 chunks", "auto"
 OPTIONS: dict[str, dict[str, Any]] = {
     SERIAL: {},
@@ -68,9 +63,6 @@ class Sizes:
     top_k: int = 2
     layers: int = 2
     steps: int = 7
-
-
-Figures = dict[str, dict[str, list[float]]]
 
 
 def build(sizes: Sizes, kind: str) -> nn.Module:
@@ -118,29 +110,9 @@ def measure(sizes: Sizes) -> Figures:
     return figures
 
 
-def rank_main(file: Path) -> None:
-    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures = measure(Sizes(**json.loads(os.environ["SIZES"])))
-    if dist.get_rank() == 0:
-        file.write_text(json.dumps(figures))
-    dist.destroy_process_group()
-
-
-def run(sizes: Sizes, rate: str, timeout: float = 500.0) -> Figures:
+def run(sizes: Sizes, rate: str) -> Figures:
     """Measure with a link that is limited to `rate`; "" means no limit."""
-    with (
-        tempfile.TemporaryDirectory(prefix="benchmark_overlap_") as folder,
-        namespaces.Nodes(RANKS, rate=rate or None) as nodes,
-    ):
-        file = Path(folder, "figures.json")
-        os.environ["SIZES"] = json.dumps(asdict(sizes))
-        script = [__file__, "--rank", str(file)]
-        commands = [torchrun(nodes, node, *script, ranks=1) for node in range(RANKS)]
-        run_agents(nodes, commands, Path(folder), timeout=timeout)
-        figures: Figures = json.loads(file.read_text())
-    return figures
+    return over_nodes.run(__file__, sizes, num_nodes=RANKS, num_ranks=RANKS, rate=rate or None)
 
 
 def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
@@ -172,14 +144,11 @@ def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in vars(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    over_nodes.add_options(parser, Sizes(), PAGE)
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="links, in tc's format")
-    parser.add_argument("--write", type=Path, help="also write overlap-cpu.md to this folder")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_main(args.rank)
+        over_nodes.rank_main(args.rank, measure, Sizes)
         return
     if namespaces.WHY_NOT:
         print(f"not measured: {namespaces.WHY_NOT}")
@@ -188,10 +157,7 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     by_rate = {rate: run(sizes, rate) for rate in args.rates}
     text = report(sizes, by_rate, setting("benchmarks/overlap.py", load_before, RANKS))
-    print(text)
-    if args.write:
-        args.write.mkdir(parents=True, exist_ok=True)
-        (args.write / "overlap-cpu.md").write_text(text)
+    over_nodes.write(args.write, PAGE, text)
 
 
 if __name__ == "__main__":

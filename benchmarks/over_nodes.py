@@ -1,0 +1,80 @@
+"""Run a benchmark's `measure(sizes)` on ranks that are on several network namespaces.
+
+The namespaces stand for nodes (`tests/support/namespaces.py`, which needs root and iproute2), and
+`tc tbf` limits the link between them. The script of the benchmark is started once per rank with
+`--rank FILE`, and then calls `rank_main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support import namespaces
+from support.agents import run_agents, torchrun
+
+# Model -> figure -> values, one per step.
+Figures = dict[str, dict[str, list[float]]]
+
+
+def add_options(parser: argparse.ArgumentParser, sizes: Any, page: str) -> None:
+    """Add an option for each size, and those that every such benchmark has."""
+    for name, default in vars(sizes).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--write", type=Path, help=f"also write {page} to this folder")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+
+
+def rank_main(file: Path, measure: Callable[[Any], Figures], sizes_class: type) -> None:
+    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    figures = measure(sizes_class(**json.loads(os.environ["SIZES"])))
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def run(
+    script: str,
+    sizes: Any,
+    *,
+    num_nodes: int,
+    num_ranks: int,
+    rate: str | None,
+    timeout: float = 500.0,
+) -> Figures:
+    """Measure on `num_nodes` nodes, whose link is limited to `rate`; None means no limit."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
+        namespaces.Nodes(num_nodes, rate=rate) as nodes,
+    ):
+        file = Path(folder, "figures.json")
+        os.environ["SIZES"] = json.dumps(asdict(sizes))
+        arguments = [script, "--rank", str(file)]
+        commands = [
+            torchrun(nodes, node, *arguments, ranks=num_ranks // num_nodes)
+            for node in range(num_nodes)
+        ]
+        run_agents(nodes, commands, Path(folder), timeout=timeout)
+        figures: Figures = json.loads(file.read_text())
+    return figures
+
+
+def write(folder: Path | None, page: str, text: str) -> None:
+    """Print a page, and write it to a folder if one is given."""
+    print(text)
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / page).write_text(text)
