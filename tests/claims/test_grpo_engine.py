@@ -3,15 +3,15 @@
 These are the tensors that save_pretrained writes. In a sync each rank receives every byte that it
 lacks once, in small parts; this includes the factors of LoRA.
 
-The engine is `support.engine`'s stand-in for vLLM in TRL's colocate mode. Its completions are
-random tokens, which are enough for steps of the optimizer.
+The engine is `support.engine`'s stand-in for vLLM in TRL's colocate mode (`support.trl_engine`).
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,7 @@ from support.launched import launched
 from support.parity import full_tensor
 from support.received import Received, not_here
 from support.tiny_models import tiny
+from support.trl_engine import generation_class, reward, settings
 
 from hf_moe_ep import hub_tensors, patch, save_pretrained
 from hf_moe_ep.integrations import engines
@@ -42,62 +43,14 @@ LORA = LoraConfig(
 FP32_MERGED = 1e-6  # merging is one product and one sum in fp32, here in another order
 
 
-def _config(folder: str) -> Any:
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=6,
-        max_steps=STEPS,
-        beta=0.0,
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_importance_sampling_correction=False,
-    )
-
-
-def _generation_with(engine: Engine, after_sync: Any) -> Any:
-    """Make a subclass of TRL's class with a stand-in engine; its sync is TRL's own."""
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    class Generation(VLLMGeneration):
-        def _init_vllm(self) -> None:
-            runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
-            executor = SimpleNamespace(driver_worker=runner)
-            self.llm = SimpleNamespace(
-                llm_engine=SimpleNamespace(model_executor=executor),
-                reset_prefix_cache=lambda: None,
-            )
-
-        def sync_weights(self) -> None:
-            engine.begin()
-            in_small_parts = partial(hub_tensors, max_bytes=MAX_BYTES)
-            with mock.patch.object(engines, "hub_tensors", in_small_parts), Received() as received:
-                super().sync_weights()
-            assert received.bytes == not_here(self.model.parameters())
-            assert 0 < received.largest <= MAX_BYTES
-            after_sync(self.model)
-
-        def generate(self, prompts: Any, images: Any, num_generations: int, **_: Any) -> Any:
-            completions = [torch.randint(3, 97, (6,)).tolist() for _ in prompts]
-            logprobs = [[[-1.0]] * 6 for _ in prompts]
-            return prompts, completions, logprobs, None
-
-    return Generation
-
-
-def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
+@contextmanager
+def _in_small_parts(model: Any) -> Iterator[None]:
+    """Check which bytes a sync sends."""
+    small = partial(hub_tensors, max_bytes=MAX_BYTES)
+    with mock.patch.object(engines, "hub_tensors", small), Received() as received:
+        yield
+    assert received.bytes == not_here(model.parameters())
+    assert 0 < received.largest <= MAX_BYTES
 
 
 def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
@@ -133,13 +86,13 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
         synced_weights.append(engine.parameters["model.layers.1.mlp.experts.w13_weight"].clone())
 
     rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
-    generation = _generation_with(engine, after_sync)
+    generation = generation_class(engine, after_sync, during_sync=_in_small_parts, vocab_size=97)
     with launched(), mock.patch.object(grpo_trainer, "VLLMGeneration", generation):
         model = patch(tiny(dtype=torch.float32), ep_size=2)
         trainer = GRPOTrainer(
             model,
-            reward_funcs=_reward,
-            args=_config(folder),
+            reward_funcs=reward,
+            args=settings("GRPO", folder, STEPS, 3e-3),
             train_dataset=rows,
             processing_class=tokenizer(model.config.vocab_size),
             peft_config=LORA if lora else None,

@@ -21,6 +21,7 @@ from support.adapters import EXPERTS
 from support.checks import Check, Found, on_ranks
 from support.extra_files import assert_same_bytes, read_files, write_with_extra
 from support.launched import launched
+from support.trl_engine import generation_class, reward, settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -65,61 +66,6 @@ class Recorder:
     def reset_prefix_cache(self) -> None: ...
 
 
-def _generation(engine: Recorder, mode: str, rank: int, check: Any) -> Any:
-    """Make a subclass of TRL's class whose engine is a recorder; its sync is TRL's own."""
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    class Generation(VLLMGeneration):
-        def _init_vllm(self) -> None:
-            self.mode = mode
-            runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
-            executor = SimpleNamespace(driver_worker=runner)
-            self.llm = SimpleNamespace(
-                llm_engine=SimpleNamespace(model_executor=executor),
-                reset_prefix_cache=lambda: None,
-            )
-            self.vllm_client = engine
-
-        def sync_weights(self) -> None:
-            engine.begin()
-            super().sync_weights()
-            check(self.model)
-
-        def generate(self, prompts: Any, images: Any, num_generations: int, **_: Any) -> Any:
-            completions = [torch.randint(3, 60, (6,)).tolist() for _ in prompts]
-            return prompts, completions, [[[-1.0]] * 6 for _ in prompts], None
-
-    return Generation
-
-
-def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
-
-
-def _config(kind: str, folder: str) -> Any:
-    import trl
-
-    return getattr(trl, f"{kind}Config")(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=6,
-        max_steps=STEPS,
-        beta=0.0,
-        learning_rate=3e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_vllm=True,
-        vllm_mode="colocate",
-        **({} if kind == "RLOO" else {"vllm_importance_sampling_correction": False}),
-    )
-
-
 def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) -> None:
     """Every sync sends all tensors of the step's checkpoint; only the first sends extra tensors."""
     import trl
@@ -152,14 +98,14 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
     module = f"trl.trainer.{kind.lower()}_trainer"
     __import__(module)
     rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
-    generation = _generation(engine, mode, rank, check)
+    generation = generation_class(engine, check, mode=mode)
     with launched(), mock.patch(f"{module}.VLLMGeneration", generation):
         model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.bfloat16)
         patch(model, ep_size=2)
         trainer = getattr(trl, f"{kind}Trainer")(
             model,
-            reward_funcs=_reward,
-            args=_config(kind, folder),
+            reward_funcs=reward,
+            args=settings(kind, folder, STEPS, 3e-2),
             train_dataset=rows,
             processing_class=tokenizer(model.config.vocab_size),
             peft_config=LORA if lora else None,

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _WITHOUT_DATA = ("wait", "wrap", "barrier")
+_OF_OBJECTS = (torch.int64, torch.uint8)
 _SMALL = {"c10d.allreduce_.default", "c10d.allgather_.default"}
 
 
@@ -18,7 +19,8 @@ class Received(TorchDispatchMode):
     Attributes:
         bytes: the bytes that other ranks sent to this rank.
         largest: the bytes of the largest result of a collective.
-        rounds: the number of small all-reduces and of gathers of objects, whose bytes do not count.
+        rounds: the number of small all-reduces, and of gathers and broadcasts of objects, whose
+            bytes do not count. An object is sent as a size (int64) and a pickle (uint8).
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,9 @@ class Received(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls operators on plain tensors, which come here
         name = str(func)
-        if name == "c10d.broadcast_.default":
+        if name == "c10d.broadcast_.default" and args[0][0].dtype in _OF_OBJECTS:
+            self.rounds += 1
+        elif name == "c10d.broadcast_.default":
             (tensor,), group, root = args[:3]
             self.largest = max(self.largest, tensor.nbytes)
             if dist.ProcessGroup.unbox(group).rank() != root:
