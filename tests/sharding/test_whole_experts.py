@@ -16,6 +16,7 @@ import torch
 from support import parity
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
+from support.quantised import SIZES
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -79,7 +80,8 @@ def _experts(model: nn.Module) -> list[nn.Module]:
 
 def _train(case: Case, rank: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return the model, and all losses, gradients and weights of the run."""
-    model: Any = tiny(dtype=case.dtype)
+    sizes = SIZES.get(case.config.get("experts_dtype", ""), {})  # whole blocks of quantised values
+    model: Any = tiny(dtype=case.dtype, **sizes)
     if case.wrap is not None:
         model = case.wrap(model)
     if case.prepare is not None:
