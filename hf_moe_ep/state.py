@@ -75,6 +75,10 @@ the row above.
     moe/dispatch/async_exchange.py | received_grads needs | gradients that autograd does not pass on
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
+    pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
+    pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
+    sharding/stages.py | stage meshes_of_stage | the stage of this rank, and its process groups
+    upstream/modules.py | _call_impl | of a model with stages: runs the schedule
     sharding/values.py | data setattr | parameters become DTensors, in place
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
@@ -209,6 +213,8 @@ class ModelState:
     only_loss_is_read: bool = False
     # True during a forward whose loss is computed without logits (loss/attach.py).
     loss_is_fused: bool = False
+    # With pp_size > 1, from sharding on: the `Stage` (pipeline/stage.py) that this rank holds.
+    stage: Any = None
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
@@ -253,6 +259,8 @@ class ModelState:
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # Calls `patch` with this model's config and plan, to patch a reference model.
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
+    # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
+    meshes_of_stage: Meshes | None = None
     # For a policy and its reference model: the meshes of the other model, once it is sharded. The
     # two models share their process groups if their layouts are the same.
     meshes_beside: Meshes | None = None
@@ -294,7 +302,8 @@ class ModelState:
         return ValueError(
             f"this model was patched with ep_size={self.config.ep_size}, "
             f"sp_size={self.config.sp_size}, "
-            f"dp_replicate_size={self.config.dp_replicate_size}{setting} but never sharded: "
+            f"dp_replicate_size={self.config.dp_replicate_size}, "
+            f"pp_size={self.config.pp_size}{setting} but never sharded: "
             f"every process would train alone{effect}. {how_to_shard()}"
         )
 

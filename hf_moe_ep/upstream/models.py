@@ -66,6 +66,12 @@ def token_classifier(model: nn.Module) -> nn.Module | None:
     return model if isinstance(model, GenericForTokenClassification) else None
 
 
+def pipeline_plan(config: Any) -> dict[str, Any]:
+    """Return the inputs and outputs of the parts of a base model, by name (base_model_pp_plan)."""
+    plan: dict[str, Any] | None = getattr(config, "base_model_pp_plan", None)
+    return plan or {}
+
+
 def base_model_prefix(model: Any) -> str:
     """Return the name of the attribute that holds the base model; "" if there is none."""
     prefix = str(getattr(model, "base_model_prefix", ""))
