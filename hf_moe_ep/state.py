@@ -77,7 +77,8 @@ the row above.
     -- set by sharding on a model, for its life --
     pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
     pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
-    sharding/stages.py | stage meshes_of_stage | the stage of this rank, and its process groups
+    sharding/stages.py | stage | the stage of this rank
+    checkpoints/hub/unread.py | meshes_of_stage | of a model that Accelerate shards later
     upstream/modules.py | _call_impl | of a model with stages: runs the schedule
     sharding/values.py | data setattr | parameters become DTensors, in place
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard

@@ -435,6 +435,20 @@ TRAINER_METHODS = (
     ),
     *_build_rows(
         _TRAINER,
+        features.STAGES,
+        (
+            "_clip_grad_norm",
+            optimizers.clip_grad_norm_of_trainer,
+            "clips by the norm over all pipeline stages; stock sees one stage",
+        ),
+        (
+            "_get_grad_norm",
+            optimizers.get_grad_norm,
+            "logs the norm over all pipeline stages; stock sees one stage",
+        ),
+    ),
+    *_build_rows(
+        _TRAINER,
         features.LOGITS,
         (
             "compute_loss",

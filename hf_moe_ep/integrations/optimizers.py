@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
@@ -128,6 +129,26 @@ def clip_grad_norm(
     # of the experts' mesh saves an all-reduce.
     scope = scopes[0] if len(scopes) == 1 else Scope()
     return clip_gradients_of(parameters, max_norm, norm_type, scope)
+
+
+def clip_grad_norm_of_trainer(
+    original: Callable[..., Any], self: transformers.Trainer, model: Any
+) -> Any:
+    """Wrap `Trainer._clip_grad_norm`: clip a model with pipeline stages over all of them."""
+    state = find_state(self.model)
+    if state is None or state.stage is None:
+        return original(self, model)
+    return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+
+def get_grad_norm(
+    original: Callable[..., Any], self: transformers.Trainer, model: Any, grad_norm: Any = None
+) -> Any:
+    """Wrap `Trainer._get_grad_norm`: without clipping, compute the norm over all stages."""
+    state = find_state(self.model)
+    if grad_norm is None and state is not None and state.stage is not None:
+        grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    return original(self, model, grad_norm)
 
 
 def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> Exception:

@@ -28,12 +28,11 @@ from hf_moe_ep.pipeline.stage import (
     NoHead,
     NoNorm,
     Stage,
-    StandIn,
+    WholeTensor,
     no_loss,
 )
-from hf_moe_ep.plan import matches
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import canonical_name, stock_name
 from hf_moe_ep.upstream.modules import own_children_by_name
 
 
@@ -113,7 +112,9 @@ def cut_model(
     size, own = len(stages), stages[index]
     boundary = Boundary(index == size - 1)
     names = {id(module): name for name, module in model.named_modules()}
-    stage = Stage(index, size, own, boundary, moe_names=tuple(parts.experts))
+    stage = Stage(index, size, own, len(parts.layers), boundary)
+    stage.moe_names = _names_in(parts.root, parts.experts.values())
+    stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
     if parts.tied and index in (0, size - 1):
         owner = parts.embedding if index == 0 else parts.head
         _tie(model, stage, parts, owner)
@@ -133,6 +134,23 @@ def cut_model(
     parts.layers[own.stop - 1].register_forward_hook(CheckOutput(names[id(parts.layers[own[-1]])]))
     _forget_removed(model, parts, state, stage)
     return stage
+
+
+def _names_in(root: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    names = {id(module): stock_name(name) for name, module in root.named_modules()}
+    return tuple(names[id(module)] for module in modules)
+
+
+def _list_tensors(model: nn.Module, stage_of: dict[str, int | None]) -> dict[str, WholeTensor]:
+    """List the tensors that checkpoints hold, by name. A tied weight has its first name."""
+    tensors: dict[str, WholeTensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            stage = stage_of[name] or 0
+            tensors[canonical_name(name)] = WholeTensor(tuple(tensor.shape), tensor.dtype, stage)
+    return tensors
 
 
 def _tie(model: nn.Module, stage: Stage, parts: Parts, owner: Any) -> None:
@@ -205,13 +223,3 @@ def parts_of_stage(parts: Parts, stage: Stage) -> Parts:
         head=parts.head if stage.is_last else None,
         tied=False,
     )
-
-
-def own_layer_names(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that match the pattern of the decoder layers, in order."""
-    return [name for name in names if matches(pattern, name)]
-
-
-def is_stand_in(module: nn.Module) -> bool:
-    """Return True for a module that stands for a part of another stage."""
-    return isinstance(module, StandIn)

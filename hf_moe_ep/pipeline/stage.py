@@ -70,6 +70,20 @@ class Boundary:
         return self.finish_aux_loss(sums) if sums and self.finish_aux_loss is not None else None
 
 
+@dataclass(frozen=True)
+class WholeTensor:
+    """A parameter or a persistent buffer of the whole model.
+
+    Attributes:
+        shape, dtype: as the model was loaded.
+        stage: the stage that holds the tensor, and the first one if several do.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+
+
 @dataclass
 class Stage:
     """The part of the model that this rank's stage holds.
@@ -77,22 +91,26 @@ class Stage:
     Attributes:
         index, size: the number of this stage, and the number of stages.
         layers: the indices of the stage's decoder layers.
+        num_layers: the number of decoder layers of all stages.
         boundary: the tensors of the micro-batch whose forward runs.
         moe_names: the names of the experts modules of all stages, in order.
         aliases: for a head whose weight is tied to the embedding: its name in this stage, and the
             name of the parameter in the whole model.
         tied: on the first and on the last stage, the module that holds the tied weight, and the
             name of the weight in it; None if the weights are not tied.
+        tensors: all tensors of the whole model by name, in order, without tied copies.
         values: values that rank 0 has sent for parameters that are not sharded yet.
     """
 
     index: int
     size: int
     layers: range
+    num_layers: int
     boundary: Boundary
     moe_names: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     tied: tuple[nn.Module, str] | None = None
+    tensors: dict[str, WholeTensor] = field(default_factory=dict)
     values: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     @property

@@ -116,19 +116,27 @@ def shard_model(
         ValueError: on every rank, if ranks disagree, sizes do not divide the world size, or rank 0
             has no weights.
     """
-    if state.stage is None:
-        check_ranks_agree(model, state, options)
-        check_nodes(state.config)
-        meshes = state.meshes_beside
-        if meshes is None or not meshes.fit(state.config, device):
-            meshes = build_meshes(state.config, device)
-        if meshes.stages is not None:
-            cut_into_stages(model, state, options, meshes)
-    else:
-        meshes = state.meshes_of_stage
-    assert meshes is not None
+    meshes = state.meshes_of_stage or lay_out(model, state, options, device)
+    state.meshes_of_stage = None
     state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
     return shard_units(model, state, options, meshes)
+
+
+def lay_out(
+    model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
+) -> Meshes:
+    """Create the meshes of a model, and leave this rank its pipeline stage of the model.
+
+    Every rank must call this function. Raises as `shard_model`.
+    """
+    check_ranks_agree(model, state, options)
+    check_nodes(state.config)
+    meshes = state.meshes_beside
+    if meshes is None or not meshes.fit(state.config, device):
+        meshes = build_meshes(state.config, device)
+    if meshes.stages is not None:
+        cut_into_stages(model, state, options, meshes)
+    return meshes
 
 
 def shard_units(
@@ -147,7 +155,9 @@ def shard_units(
     for experts in units.all_experts:
         _check_shared(experts, entries, state)
         _check_expert_shard_dim(experts, entries, state, meshes)
-    state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
+    dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
+    others = {} if state.stage is None else state.stage.tensors
+    state.dtypes = {name: tensor.dtype for name, tensor in others.items()} | dtypes
     broadcast_unsharded(model, meshes, options)
     biases = broadcast_correction_biases(model, meshes, options, received)
     options = replace(options, ignored_params=options.ignored_params | biases)

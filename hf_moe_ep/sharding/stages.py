@@ -45,7 +45,7 @@ def cut_into_stages(
     stage = cut_model(model, parts, state, stages.index, layers)
     stage.values = values
     stage.boundary.defers_aux_loss = state.config.pp_schedule == "gpipe"
-    state.stage, state.meshes_of_stage = stage, meshes
+    state.stage = stage
     replace_call(parts.root, Pipeline(parts.root, state))
 
 

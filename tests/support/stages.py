@@ -46,6 +46,8 @@ class StagesCase:
         prepare: a function that changes both models.
         cut_reference: True if the reference computes each micro-batch by itself, as it must if the
             loss of a batch is not the sum of the losses of its rows.
+        joined: True if the reference computes the batches of all data ranks as one batch. They must
+            have rows of equal length.
         factor: the loss is multiplied by this number.
     """
 
@@ -61,6 +63,7 @@ class StagesCase:
     wrap: Callable[[nn.Module], nn.Module] | None = None
     prepare: Callable[[nn.Module], None] | None = None
     cut_reference: bool = False
+    joined: bool = False
     factor: float = 1.0
     budget: float = FP64_MODEL
 
@@ -85,6 +88,12 @@ def rows_of(num_rows: int) -> Callable[[nn.Module, int, int], list[Batch]]:
 def _padded_rows(num_rows: int, model: nn.Module, data_rank: int, step: int) -> list[Batch]:
     seed, length = 100 * step + data_rank, 6 + 2 * data_rank + step
     return [batch(model, num_rows, length, seed=seed, ignore=0.3, pad=3)]
+
+
+def even_rows(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
+    """Return two batches per step, with rows of the same length on all data ranks."""
+    seeds = (10 * step + data_rank, 100 + 10 * step + data_rank)
+    return [batch(model, 4, 8, seed=seed, pad=3) for seed in seeds]
 
 
 def accumulated(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
@@ -132,13 +141,16 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
                 loss = model(**micro, num_items_in_batch=num_tokens).loss
                 (loss * case.factor * num_data_ranks).backward()
                 losses.append(loss.detach())
+            if case.joined:
+                by_rank = _join(by_rank)
+                losses = [_sum_over_data_ranks(loss, num_data_ranks) for loss in losses]
             for other, batches in enumerate(by_rank):
                 for number, micro in enumerate(batches):
                     total = torch.zeros((), dtype=torch.float64)
                     for loss in _reference_losses(case, reference, micro, num_tokens):
                         (loss * case.factor).backward()
                         total += loss.detach()
-                    if other == data_rank:
+                    if other == data_rank or case.joined:
                         assert_close(f"{where}: loss {number}", losses[number], total, case.budget)
         compare(f"{where}: grad of", model, reference, lambda p: p.grad, case.budget)
         got = clip_grad_norm_(model, 0.5)
@@ -147,7 +159,19 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
         optimizer.step()
         reference_optimizer.step()
     compare(f"{case.name} after {STEPS} steps:", model, reference, lambda p: p, case.budget)
-    _compare_evaluation(case, model, reference, by_rank[data_rank][0])
+    _compare_evaluation(case, model, reference, own[0])
+
+
+def _join(by_rank: list[list[Batch]]) -> list[list[Batch]]:
+    """Join the first, second, .. batches of all data ranks, as batches of a single data rank."""
+    columns = zip(*by_rank, strict=True)
+    return [[{n: torch.cat([b[n] for b in column]) for n in column[0]} for column in columns]]
+
+
+def _sum_over_data_ranks(loss: Tensor, num_data_ranks: int) -> Tensor:
+    total = loss.clone()
+    dist.all_reduce(total)
+    return total * num_data_ranks / dist.get_world_size()
 
 
 def _reference_losses(
@@ -181,7 +205,7 @@ def _compare_evaluation(
         logits = model(**unlabelled, use_cache=False).logits
     assert got.logits is None
     name = f"{case.name} evaluation"
-    if not case.cut_reference:
+    if not case.cut_reference and not case.joined:
         assert_close(f"{name}: loss", got.loss, want.loss, case.budget)
     assert_close(f"{name}: logits", logits, want.logits, case.budget)
     model.train()

@@ -63,7 +63,7 @@ class SpreadPlanner(DefaultSavePlanner):
         """Store this rank's plan; return the hash that rank 0 compares."""
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
         try:
-            self._writers = choose_writers(tensors, world_size())
+            self._writers = choose_writers(tensors, range(world_size()))
         except ValueError:  # this happens on all ranks or on none, because all know the meshes
             return super().create_local_plan()
         to_write = {

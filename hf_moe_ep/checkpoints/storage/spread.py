@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -31,7 +31,7 @@ from hf_moe_ep.ranks.boxes import Box, cut_box, overlap
 
 @dataclass(frozen=True)
 class Spread:
-    """The sharding of a tensor over a grid of all ranks.
+    """The sharding of a tensor over a grid of all ranks, or of the ranks of a pipeline stage.
 
     Attributes:
         grid: the sizes of the grid's axes.
@@ -44,19 +44,19 @@ class Spread:
     cuts: tuple[int | None, ...]
 
     @staticmethod
-    def of(name: str, tensor: Tensor, world: int) -> Spread:
-        """Return the sharding of a tensor on `world` ranks; plain tensors are replicated.
+    def of(name: str, tensor: Tensor, ranks: Sequence[int]) -> Spread:
+        """Return the sharding of a tensor on `ranks`; plain tensors are replicated.
 
         Raises:
             ValueError: only some of the ranks hold the tensor, or its values are partial sums.
         """
         if not isinstance(tensor, DTensor):
-            return Spread((world,), tuple(range(world)), (None,))
+            return Spread((len(ranks),), tuple(ranks), (None,))
         mesh = tensor.device_mesh
-        if mesh.size() != world:
+        if mesh.size() != len(ranks):
             raise ValueError(
-                f"{name} is sharded over {mesh.size()} of {world} ranks, and this rank does not "
-                f"know what the other ranks hold; shard the model with apply_ep_fsdp2 or Accelerate"
+                f"{name} is sharded over {mesh.size()} of {len(ranks)} ranks, and this rank does "
+                f"not know what the others hold; shard the model with apply_ep_fsdp2 or Accelerate"
             )
         cuts: list[int | None] = []
         for placement in tensor.placements:
@@ -110,8 +110,10 @@ class Spread:
         return frozenset(rank for rank, rank_box in boxes if overlap(rank_box, box))
 
 
-def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple[Spread, int]]:
-    """Return the sharding of each tensor and the replica that writes it, the same on every rank.
+def choose_writers(
+    tensors: Mapping[str, Tensor], ranks: Sequence[int]
+) -> dict[str, tuple[Spread, int]]:
+    """Return the sharding of each tensor and the replica that writes it, the same on all `ranks`.
 
     Tensors with the same sharding share one `Spread`, because a `Spread` lists all ranks.
 
@@ -126,7 +128,7 @@ def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple
         if isinstance(tensor, DTensor):
             key = (id(tensor.device_mesh), tensor.placements)
         if key not in known:
-            spread = Spread.of(name, tensor, world)
+            spread = Spread.of(name, tensor, ranks)
             known[key] = equal.setdefault(spread, spread)
         spreads[name] = known[key]
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

@@ -61,8 +61,8 @@ def load_checkpoint(
     """Load a checkpoint into model, optimizer and scheduler; every rank calls this.
 
     Parameters, moments and `step` are restored bit by bit at any layout. Random generators are
-    restored if the number of data ranks (world size / sp_size) is the same; otherwise they are
-    seeded again, with a warning.
+    restored if the number of data ranks (world size / (pp_size * sp_size)) is the same; otherwise
+    they are seeded again, with a warning.
 
     Args:
         directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
@@ -161,13 +161,18 @@ def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFil
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
-    num_saved = saved_layout["world_size"] // saved_layout["sp_size"]
-    num_now = layout["world_size"] // layout["sp_size"]
-    data_rank = rank // layout["sp_size"]
+    saved_pp = saved_layout.get("pp_size", 1)  # older files lack it
+    ranks_per_stage = layout["world_size"] // layout["pp_size"]
+    saved_ranks_per_stage = saved_layout["world_size"] // saved_pp
+    num_saved = saved_ranks_per_stage // saved_layout["sp_size"]
+    num_now = ranks_per_stage // layout["sp_size"]
+    stage, rank_in_stage = divmod(rank, ranks_per_stage)
+    data_rank, sp_rank = divmod(rank_in_stage, layout["sp_size"])
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == state.device.type:
-        sp_rank = rank % layout["sp_size"] % saved_layout["sp_size"]
-        rank_state = _read_random(path, data_rank * saved_layout["sp_size"] + sp_rank)
+        sp_rank %= saved_layout["sp_size"]
+        first = stage % saved_pp * saved_ranks_per_stage
+        rank_state = _read_random(path, first + data_rank * saved_layout["sp_size"] + sp_rank)
         random_state.restore(rank_state, state.device)
         return
     random_state.reseed(rank_0_state, data_rank)

@@ -1,0 +1,106 @@
+"""With pp_size > 1 the Trainer trains, clips, evaluates and predicts as stock does in one process.
+
+The patched model runs under `accelerate launch` on 4 ranks: 2 pipeline stages with ep_size 2, and 4
+stages.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from support.close import assert_close
+from support.jobs.trainer import Case, Result, launch
+from support.scripts import CPU_4
+from support.trainer_runs import (
+    EVALUATE,
+    FP32_BUDGET,
+    Results,
+    assert_same_after_training,
+    assert_same_evaluation,
+)
+
+STEPS = 10
+LAYERS = {"num_hidden_layers": 4}
+ARGUMENTS = EVALUATE | {"include_num_input_tokens_seen": "non_padding", "max_steps": STEPS}
+ALL_STEPS = ("train", "evaluate", "predict", "predict 21")
+UNCLIPPED = {"max_grad_norm": 0.0, "max_steps": 3}
+TIED = {"tie_word_embeddings": True}
+OPTIONS: dict[str, Any] = {"model": LAYERS, "rows": "padded"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_stages")
+    stock = [Case("stock", ALL_STEPS, arguments=ARGUMENTS, **OPTIONS)]
+    ranks = [Case("pp2", ALL_STEPS, ep=2, pp=2, arguments=ARGUMENTS, **OPTIONS)]
+    return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+
+
+@pytest.fixture(scope="module")
+def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_stages_slow")
+    stock = [
+        Case("stock unclipped", arguments=UNCLIPPED, **OPTIONS),
+        Case("stock tied", model=LAYERS | TIED, arguments={"max_steps": 4}),
+    ]
+    ranks = [
+        Case("pp4", ALL_STEPS, ep=1, pp=4, microbatches=4, arguments=ARGUMENTS, **OPTIONS),
+        Case("pp2 sp2", ep=2, pp=2, sp=2, arguments=ARGUMENTS, **OPTIONS),
+        Case("unclipped", ep=2, pp=2, arguments=UNCLIPPED, **OPTIONS),
+        Case("tied", ep=2, pp=2, model=LAYERS | TIED, arguments={"max_steps": 4}),
+    ]
+    return {
+        **runs,
+        **launch(stock, folder / "stock"),
+        **launch(ranks, folder / "ranks", CPU_4, timeout=600),
+    }
+
+
+def assert_same_training(got: Result, want: Result, steps: int = STEPS) -> None:
+    assert got.grads.keys() == want.grads.keys()
+    for name, grad in want.grads.items():
+        assert_close(f"gradient of {name}", got.grads[name], grad, FP32_BUDGET)
+    for key in ("loss", "grad_norm"):
+        assert len(want.series(key)) == len(got.series(key)) == steps
+        for step, pair in enumerate(zip(got.series(key), want.series(key), strict=True), start=1):
+            assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
+
+
+def test_two_stages_train_as_one_process(runs: Results) -> None:
+    assert_same_training(runs["pp2"][0], runs["stock"][0])
+    clipped = runs["stock"][0].series("grad_norm") > 0.5
+    assert clipped.any(), "no gradient was clipped"
+
+
+def test_two_stages_evaluate_and_predict_as_one_process(runs: Results) -> None:
+    num_evaluations = len(runs["stock"][0].series("eval_loss"))
+    assert num_evaluations > STEPS // 3
+    for result in runs["pp2"]:
+        assert_same_evaluation(result, runs["stock"][0], num_evaluations)
+        assert_same_after_training(result, runs["stock"][0])
+        got, want = (r.values["predict 21"] for r in (result, runs["stock"][0]))
+        assert got.shape == want.shape and len(got) == 21
+
+
+def test_counts_of_tokens_and_flos(runs: Results) -> None:
+    stock, stages = runs["stock"][0], runs["pp2"][0]
+    for key in ("num_input_tokens_seen", "total_flos", "epoch"):
+        got, want = stages.series(key), stock.series(key)
+        assert torch.equal(got, want), f"{key}: {got}, want {want}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp4", "pp2 sp2"])
+def test_other_layouts_train_as_one_process(slow_runs: Results, name: str) -> None:
+    assert_same_training(slow_runs[name][0], slow_runs["stock"][0])
+
+
+@pytest.mark.slow
+def test_norms_are_logged_without_clipping(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["unclipped"][0], slow_runs["stock unclipped"][0], 3)
+
+
+@pytest.mark.slow
+def test_tied_embeddings_stay_equal(slow_runs: Results) -> None:
+    """`support.jobs.trainer.whole` compares the copies of the two stages."""
+    assert_same_training(slow_runs["tied"][0], slow_runs["stock tied"][0], 4)
