@@ -63,6 +63,11 @@ the row above.
     -- for one forward or backward --
     loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
     loss/attach.py | loss_is_fused | during such a forward
+    pipeline/stage.py | sent | what a micro-batch takes to the next stage, during its forward
+    moe/aux_loss.py | sent_sums finish_aux_loss | the same, for the aux loss
+    pipeline/run.py | deferred | sums of the aux loss of a batch, until its last forward
+    pipeline/gradients.py | grad | of parameters: set aside during a forward of all stages
+    pipeline/run.py | grad | of a tied weight: the sum of the gradients of two stages
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
@@ -76,9 +81,11 @@ the row above.
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
+    pipeline/cut.py | moe_names tensors tied | of a Stage: what the whole model has
     pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
-    sharding/stages.py | stage | the stage of this rank
-    checkpoints/hub/unread.py | meshes_of_stage | of a model that Accelerate shards later
+    sharding/stages.py | stage values defers_aux_loss | the stage of this rank
+    sharding/shard.py | meshes_of_stage | of a model that Accelerate shards later, until then
+    checkpoints/hub/unread.py | meshes_of_stage | the same
     upstream/modules.py | _call_impl | of a model with stages: runs the schedule
     sharding/values.py | data setattr | parameters become DTensors, in place
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
@@ -113,6 +120,7 @@ the row above.
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
+    integrations/shared_batches.py | _hf_moe_ep_stages | the number of pipeline stages
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's

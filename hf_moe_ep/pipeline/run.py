@@ -137,9 +137,18 @@ class Pipeline:
         channels = [] if self._channels is None else self._channels.all
         return sum(channel.num_bytes for channel in channels)
 
-    @torch.compiler.disable
     def __call__(self, stock: Call, *args: Any, **kwargs: Any) -> Any:
         """Run the call `model(*args, **kwargs)`; `stock` calls this stage on a micro-batch."""
+        if runs_compiled():
+            raise ValueError(
+                f"a model with pp_size={self.state.stage.size} cannot be compiled as a whole, "
+                f"because it runs a schedule of micro-batches; leave out torch.compile(model), and "
+                f"pass compile_layers=True to patch()"
+            )
+        return self._call(stock, args, kwargs)
+
+    @torch.compiler.disable
+    def _call(self, stock: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, meshes = self.state, self.state.meshes
         stage: Stage = state.stage
         assert meshes is not None and meshes.stages is not None
@@ -184,12 +193,6 @@ class Pipeline:
             ValueError: the call needs what a model with several stages cannot do.
         """
         size = self.state.stage.size
-        if runs_compiled():
-            raise ValueError(
-                f"a model with pp_size={size} cannot be compiled as a whole, because it runs a "
-                f"schedule of micro-batches; leave out torch.compile(model), and pass "
-                f"compile_layers=True to patch()"
-            )
         for name in ("output_hidden_states", "output_attentions"):
             if given.get(name):
                 raise ValueError(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.close import assert_close
-from support.jobs.trainer import Case, Result, launch
+from support.jobs.trainer import Case, Result, launch, load_stock
 from support.scripts import CPU_4
 from support.trainer_runs import (
+    AFTER_ADAMW,
     EVALUATE,
     FP32_BUDGET,
     Results,
@@ -54,6 +55,38 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         **launch(stock, folder / "stock"),
         **launch(ranks, folder / "ranks", CPU_4, timeout=600),
     }
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Each run stops after 3 steps and goes on at the other layout."""
+    folder = tmp_path_factory.mktemp("trainer_stages_resumed")
+    options = {"model": LAYERS, "arguments": SAVED}
+    first, second = folder / "of_stages", folder / "of_ep4"
+    ranks = [
+        Case("whole", ep=2, pp=2, **options),
+        Case("saved pp2", ep=2, pp=2, folder=first, stop_after=3, **options),
+        Case("resumed ep4", ("resume", "save"), ep=4, folder=first, **options),
+        Case("saved ep4", ep=4, folder=second, stop_after=3, **options),
+        Case("resumed pp2", ("resume", "save"), ep=2, pp=2, folder=second, **options),
+    ]
+    return launch(ranks, folder / "ranks", CPU_4, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resumed ep4", "resumed pp2"])
+def test_runs_go_on_at_another_number_of_stages(resumed_runs: Results, name: str) -> None:
+    got, want = resumed_runs[name][0], resumed_runs["whole"][0]
+    for key in ("loss", "grad_norm"):
+        assert_close(key, got.series(key), want.series(key), FP32_BUDGET)
+    for key, parameter in want.params.items():
+        assert_close(key, got.params[key], parameter, AFTER_ADAMW)
+    loaded = load_stock(got.values["save"])
+    for key, parameter in loaded.state_dict().items():
+        assert torch.equal(parameter, got.params[key]), key
 
 
 def assert_same_training(got: Result, want: Result, steps: int = STEPS) -> None:

@@ -50,9 +50,9 @@ from hf_moe_ep.ranks.boxes import (
     whole_box,
 )
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.together import is_first, on_first, this_rank, together
+from hf_moe_ep.ranks.together import is_first, on_first, this_rank
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapters import adapter_names
+from hf_moe_ep.upstream.adapters import adapter_names, has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.process_groups import device_of_objects
 
@@ -71,7 +71,18 @@ def gather_state_dict(
 
     For a model with adapters only the tensors that PEFT saves are gathered, packed as PEFT packs
     them; `save_embedding_layers` is the argument of PEFT's save_pretrained.
+
+    Raises:
+        ValueError: the model has adapters and several pipeline stages.
     """
+    state = find_state(model)
+    if state is not None and state.stage is not None and has_adapters(unwrap(model)):
+        raise ValueError(
+            f"adapters of a model with pp_size={state.stage.size} are on the ranks of several "
+            f"stages, and PEFT saves the adapters of the modules that it finds on one rank; call "
+            f"save_checkpoint, load it with load_checkpoint into a model with pp_size=1, and save "
+            f"the adapters there"
+        )
     with experts_in_hub_order(model):
         return _gather_by_name(unwrap(model), save_embedding_layers)
 
@@ -82,14 +93,10 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
     keep = is_first() if stages is None else this_rank() in stages.first_ranks
     full: dict[str, Tensor] = {}
     state_dict = model.state_dict()
-
-    def choose_names() -> list[str] | None:
-        return adapter_names(model, state_dict, save_embedding_layers)
-
-    # Rank 0 decides, because PEFT reads files that other ranks may not have. It does not know the
-    # adapters of other pipeline stages.
-    what = "gathering adapters"
-    names = on_first(what, choose_names) if stages is None else together(what, choose_names)
+    # Rank 0 decides, because PEFT reads files that other ranks may not have.
+    names = on_first(
+        "gathering adapters", lambda: adapter_names(model, state_dict, save_embedding_layers)
+    )
     for name in state_dict if names is None else names:
         tensor = state_dict[name]
         gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,8 @@ every save. But the layout determines which rank writes which shards (`spread.py
     each rank writes  the shards that `choose_writers` of `spread.py` assigns to it
 
 The files are in DCP's format. After writing, each rank sends a list of its written shards to rank
-0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save.
+0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save; so it
+does for a model with pipeline stages.
 
 `DefaultSavePlanner(enable_plan_caching=True)` is no substitute. Its cache has one entry per class
 of planner, and Accelerate saves a model and an optimizer in turn, so the entry never fits. Seconds
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,7 +53,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
 from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
-from hf_moe_ep.ranks.together import this_rank, world_size
+from hf_moe_ep.ranks.together import gather, this_rank, world_size
+
+# The names that DCP gives to the lists of parameters of an optimizer's groups.
+_PARAMETERS = re.compile(r"(^|\.)param_groups\.\d+\.params$")
 
 
 class SpreadPlanner(DefaultSavePlanner):
@@ -65,6 +70,7 @@ class SpreadPlanner(DefaultSavePlanner):
         try:
             self._writers = choose_writers(tensors, range(world_size()))
         except ValueError:  # this happens on all ranks or on none, because all know the meshes
+            self._join_parameter_groups()
             return super().create_local_plan()
         to_write = {
             name: value
@@ -112,6 +118,17 @@ class SpreadPlanner(DefaultSavePlanner):
             new_plan = replace(new_plan, items=self.plan.items)
         self.plan = new_plan
         return new_plan
+
+    def _join_parameter_groups(self) -> None:
+        """Let each parameter group of an optimizer list the parameters of all pipeline stages.
+
+        DCP writes an entry that is no tensor from one rank, which knows only its own stage.
+        """
+        own = {name: x for name, x in self.state_dict.items() if _PARAMETERS.search(name)}
+        by_rank = gather(own) if own else [own]
+        for name in own:
+            joined = dict.fromkeys(x for lists in by_rank for x in lists.get(name, ()))
+            self.state_dict[name] = list(joined)
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
         """Return True if this rank writes a shard of a tensor."""

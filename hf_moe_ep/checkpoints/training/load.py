@@ -137,6 +137,8 @@ def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[
         return targets
     _, trained = parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
+        if parameter not in trained:
+            continue  # another pipeline stage has this parameter
         parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.in_file is not None:
