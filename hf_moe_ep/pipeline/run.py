@@ -174,6 +174,9 @@ class Pipeline:
             # A loop that accumulates switches this off; each micro-batch would then keep unsharded
             # gradients.
             self.model.set_requires_gradient_sync(True)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward that was interrupted, units are still gathered
         gradients = StepGradients(self.model.parameters())
         try:
             schedule = state.config.pp_schedule

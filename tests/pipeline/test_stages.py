@@ -75,6 +75,14 @@ TWO_RANKS = [
     StagesCase("checkpoints", 2, prepare=partial(checkpointing, use_reentrant=False)),
     StagesCase("reentrant checkpoints", 2, prepare=partial(checkpointing, use_reentrant=True)),
     StagesCase("LoRA", 2, wrap=partial(with_lora, r=3)),
+    StagesCase("compiled", 2, config={"compile_layers": "aot_eager"}),
+    StagesCase(
+        "aux loss per layer",
+        2,
+        make=partial(four_layers, mlp_only_layers=[1], **AUX),
+        config={"aux_loss_per_layer": True, "pp_schedule": "gpipe"},
+        per_layer=True,
+    ),
     StagesCase("fused loss", 2, config={"fused_loss": True}, batches=accumulated),
     StagesCase("deepseek_v3", 2, make=model_of("deepseek_v3")),
     StagesCase("gpt_oss", 2, make=model_of("gpt_oss")),
@@ -118,6 +126,8 @@ SLOW_FOUR_RANKS = [
     StagesCase("ep 2, deepseek_v3", 4, ep=2, make=model_of("deepseek_v3")),
     StagesCase("ep 2, gpt_oss", 4, ep=2, make=model_of("gpt_oss")),
     StagesCase("pp 4, qwen3_next", 4, pp=4, make=model_of("qwen3_next")),
+    StagesCase("sp 2, qwen3_next", 4, sp=2, make=model_of("qwen3_next")),
+    StagesCase("sp 2, deepseek_v3", 4, sp=2, make=model_of("deepseek_v3")),
 ]
 
 

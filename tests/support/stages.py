@@ -21,6 +21,7 @@ from hf_moe_ep import (
     data_parallel_rank,
     data_parallel_size,
     global_token_count,
+    patch,
 )
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import STATE, ModelState
@@ -48,6 +49,7 @@ class StagesCase:
             loss of a batch is not the sum of the losses of its rows.
         joined: True if the reference computes the batches of all data ranks as one batch. They must
             have rows of equal length.
+        per_layer: True if the reference is a patched model with `aux_loss_per_layer`.
         factor: the loss is multiplied by this number.
     """
 
@@ -64,6 +66,7 @@ class StagesCase:
     prepare: Callable[[nn.Module], None] | None = None
     cut_reference: bool = False
     joined: bool = False
+    per_layer: bool = False
     factor: float = 1.0
     budget: float = FP64_MODEL
 
@@ -113,6 +116,8 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
     for changed in (model, reference):
         if case.prepare is not None:
             case.prepare(changed)
+    if case.per_layer:
+        patch(reference, aux_loss_per_layer=True, experts_backend="torch")
     sizes = {"pp_size": case.pp, "ep_size": case.ep, "sp_size": case.sp}
     apply_ep_fsdp2(model, **sizes, dp_replicate_size=case.replicate, **case.config)
     state = state_of(model)
