@@ -47,7 +47,13 @@ from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.integrations.saving import check_bases, restore_all_extra, write_bases, write_extra
+from hf_moe_ep.integrations.saving import (
+    check_bases,
+    check_state_dict_type,
+    restore_all_extra,
+    write_bases,
+    write_extra,
+)
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
@@ -84,6 +90,7 @@ def save_state(
     automatic = project.automatic_checkpoint_naming
     if not states or (output_dir is None and not automatic):
         return original(self, output_dir, *args, **kw)
+    check_state_dict_type(self)
     if automatic:
         folder = _automatic_parent(self) / f"checkpoint_{self.save_iteration}"
     else:

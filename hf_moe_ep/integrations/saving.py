@@ -25,6 +25,7 @@ from typing import Any
 import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
 
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, gather_state_dict
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
@@ -41,7 +42,7 @@ from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters, learns_prompts
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
-from hf_moe_ep.upstream.training_frameworks import save_beside
+from hf_moe_ep.upstream.training_frameworks import prepared_models, save_beside
 
 
 def save_model(
@@ -195,10 +196,31 @@ def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwar
 def get_state_dict(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does."""
+    """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does.
+
+    With pipeline stages rank 0 gets the tensors of all stages, and the other ranks get none.
+    """
+    state = find_state(model)
+    if state is not None and state.stage is not None:
+        return gather_state_dict(model)
     with experts_in_hub_order(model):
         state_dict = original(self, model, *args, **kwargs)
     return state_dict if find_state(model) is None else pack_factors(model, state_dict)
+
+
+def check_state_dict_type(accelerator: Accelerator) -> None:
+    """Raise ValueError if a checkpoint would hold the first of several pipeline stages alone."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    for model in prepared_models(accelerator):
+        state = find_state(model)
+        if state is None or state.stage is None or plugin is None:
+            continue
+        if plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
+            raise ValueError(
+                f"fsdp_state_dict_type: FULL_STATE_DICT saves what rank 0 can gather, which is one "
+                f"of the {state.stage.size} pipeline stages; write fsdp_state_dict_type: "
+                f"SHARDED_STATE_DICT (trainer.save_model and save_pretrained write the whole model)"
+            )
 
 
 def get_model_state_dict(

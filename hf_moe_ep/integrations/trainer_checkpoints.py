@@ -42,7 +42,7 @@ from hf_moe_ep.checkpoints.storage.planner import planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
-from hf_moe_ep.integrations.saving import restore_all_extra, write_extra
+from hf_moe_ep.integrations.saving import check_state_dict_type, restore_all_extra, write_extra
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
@@ -66,6 +66,7 @@ def save_checkpoint(
     if state is None:
         original(self, model, trial)
         return
+    check_state_dict_type(self.accelerator)
     folder = checkpoint_folder(self, trial)
 
     def begin() -> None:

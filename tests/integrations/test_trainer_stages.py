@@ -15,6 +15,7 @@ from support.trainer_runs import (
     AFTER_ADAMW,
     EVALUATE,
     FP32_BUDGET,
+    FULL,
     Results,
     assert_same_after_training,
     assert_same_evaluation,
@@ -72,6 +73,7 @@ def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case("resumed ep4", ("resume", "save"), ep=4, folder=first, **options),
         Case("saved ep4", ep=4, folder=second, stop_after=3, **options),
         Case("resumed pp2", ("resume", "save"), ep=2, pp=2, folder=second, **options),
+        Case("full", ep=2, pp=2, fails=True, environment=FULL, **options),
     ]
     return launch(ranks, folder / "ranks", CPU_4, timeout=600)
 
@@ -87,6 +89,12 @@ def test_runs_go_on_at_another_number_of_stages(resumed_runs: Results, name: str
     loaded = load_stock(got.values["save"])
     for key, parameter in loaded.state_dict().items():
         assert torch.equal(parameter, got.params[key]), key
+
+
+@pytest.mark.slow
+def test_full_state_dicts_are_refused(resumed_runs: Results) -> None:
+    for result in resumed_runs["full"]:
+        assert "FULL_STATE_DICT saves what rank 0 can gather" in result.error
 
 
 def assert_same_training(got: Result, want: Result, steps: int = STEPS) -> None:
