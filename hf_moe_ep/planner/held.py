@@ -195,9 +195,9 @@ class PlanRequest:
         pp_size = 1 if self.parallel is None else self.parallel.pp_size or 1
         if pp_size > 1:
             raise ValueError(
-                f"plans know no pipeline stages yet, and pp_size is {pp_size}; plan one stage "
-                f"instead: a model with num_hidden_layers / {pp_size} layers on "
-                f"{self.world_size // pp_size or 1} GPUs, with pp_size=1"
+                f"pp_size is {pp_size}, but a plan is that of one pipeline stage; use `hf-moe-ep "
+                f"plan --pp {pp_size}`, or plan a config with num_hidden_layers / {pp_size} layers "
+                f"on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
             )
         if self.world_size < 1:
             raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")

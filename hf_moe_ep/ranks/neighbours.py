@@ -224,10 +224,3 @@ def broadcast_tensor(
     tensor = tensor.contiguous()
     dist.broadcast(tensor, source, group=group)
     return tensor
-
-
-def min_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the minimum of `value` over the ranks of `group`."""
-    value = value.clone()
-    dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
-    return value
