@@ -49,6 +49,7 @@ the row above.
     lora/computed.py | adapters | the active adapters, during a forward
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
+    integrations/shared_batches.py | loss_divisor | the same, of TRL's SFTTrainer
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
@@ -151,6 +152,7 @@ the row above.
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
     checkpoints/convert.py | read_metadata | of one reader, for its life
+    planner/stages.py | setattr num_hidden_layers | of a copy of a config
     planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted
     upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
@@ -220,6 +222,9 @@ class ModelState:
     gather_logits: bool = False
     # True while a Trainer runs a forward of which it reads only the loss (loss/attach.py).
     only_loss_is_read: bool = False
+    # The number by which TRL's SFTTrainer divides the sum of token losses, compared with the aux
+    # loss (integrations/shared_batches.py); None if it is that of the tokens of the batch.
+    loss_divisor: Any = None
     # True during a forward whose loss is computed without logits (loss/attach.py).
     loss_is_fused: bool = False
     # With pp_size > 1, from sharding on: the `Stage` (pipeline/stage.py) that this rank holds.

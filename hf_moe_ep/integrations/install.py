@@ -472,6 +472,15 @@ FRAMEWORK_METHODS = (
     *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
     *_build_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
     *_build_rows(
+        "trl.trainer.sft_trainer:SFTTrainer",
+        features.STAGES,
+        (
+            "compute_loss",
+            shared_batches.compute_loss_of_sft,
+            "tells the model how the loss weighs tokens and aux loss, before its forward",
+        ),
+    ),
+    *_build_rows(
         "swift.trainers.mixin:DataLoaderMixin",
         features.TRAINER_SLICES,
         (

@@ -335,6 +335,33 @@ def compute_loss_of_process(
     return (result[0] / size, *result[1:]) if return_outputs else result / size
 
 
+def compute_loss_of_sft(
+    original: Original,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Wrap SFTTrainer's `compute_loss`: tell stages how the loss weighs tokens and aux loss.
+
+    The trainer divides the sum of token losses by `num_items_in_batch`, and then multiplies by the
+    number of data ranks and divides the aux loss by the number of accumulated batches (TRL 1.15).
+    """
+    state = find_state(self.model)
+    if state is None or (state.config.pp_size or 1) == 1:
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    if num_items_in_batch is not None:
+        factor = self.current_gradient_accumulation_steps
+        if self.args.average_tokens_across_devices:
+            factor *= self.accelerator.num_processes // self.get_tp_size()
+        state.loss_divisor = num_items_in_batch / factor
+    try:
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    finally:
+        state.loss_divisor = None
+
+
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:
     """Wrap `Trainer._track_num_input_tokens`: count input tokens once per data rank."""
     before = self.state.num_input_tokens_seen

@@ -73,7 +73,12 @@ from hf_moe_ep.pipeline.stage import Boundary
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fused_head
+from hf_moe_ep.upstream.models import (
+    forward_globals,
+    fused_head_coefficient,
+    fused_head_globals,
+    is_fused_head,
+)
 from hf_moe_ep.upstream.modules import pre_forward_hooks
 
 _FUNCTION = "load_balancing_loss_func"
@@ -210,6 +215,7 @@ class _Forward:
         divisor: the number by which the aux loss is divided before the model adds it to the loss.
             With pipeline stages it is larger by 1 / (share of the micro-batch in the batch).
         sequence: how the batch was split, with `sp_size` > 1.
+        has_fused_head: True if TRL's fused head computes the loss.
         learns: True if the aux loss has a gradient; None until the aux loss is computed.
         undivided, returned: the aux loss, and the divided aux loss that the switch has returned;
             None if `divisor` is 1.
@@ -218,6 +224,7 @@ class _Forward:
     aux_loss: GlobalAuxLoss
     divisor: float
     sequence: Slice | None
+    has_fused_head: bool
     learns: bool | None = None
     undivided: Tensor | None = None
     returned: Tensor | None = None
@@ -353,7 +360,7 @@ class GlobalAuxLoss(Ours):
             divisor = 1 if boundary.defers_aux_loss else 1 / boundary.share
         if meshes is not None and losses_are_summed:
             divisor *= meshes.data_parallel_size
-        self.forward = _Forward(self, divisor, kwargs.get(SLICE))
+        self.forward = _Forward(self, divisor, kwargs.get(SLICE), fused)
         if self.routers_alone is not None and model.training and torch.is_grad_enabled():
             self.routers_alone.begin()
 
@@ -421,7 +428,8 @@ class GlobalAuxLoss(Ours):
             boundary.sent_sums = sums
         elif boundary.defers_aux_loss:
             boundary.deferred.append(sums)
-            boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, forward.divisor)
+            factor = self._coefficient(fused=forward.has_fused_head) / forward.divisor
+            boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, factor)
         else:
             group = None if self.state.meshes is None else self.state.meshes.world_group
             (term,), _ = terms_of_sums([sums], top_k, world_size=self._world_size, group=group)
@@ -429,18 +437,25 @@ class GlobalAuxLoss(Ours):
         return torch.zeros((), dtype=sums.dtype, device=sums.device)
 
     def finish_batch(
-        self, top_k: int, divisor: float, sums: list[Tensor]
+        self, top_k: int, factor: float, sums: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """Return the terms that are added to the losses of the micro-batches, and the aux loss."""
-        meshes, plan = self.state.meshes, self.state.plan
-        assert meshes is not None and plan.aux_loss_coef is not None
-        coefficient: Any = self.model
-        for name in plan.aux_loss_coef.split("."):
-            coefficient = getattr(coefficient, name)
+        meshes = self.state.meshes
+        assert meshes is not None
         terms, loss = terms_of_sums(
             sums, top_k, world_size=self._world_size, group=meshes.world_group
         )
-        return [term * (coefficient / divisor) for term in terms], loss
+        return [term * factor for term in terms], loss
+
+    def _coefficient(self, *, fused: bool) -> float:
+        """Return the factor of the aux loss in the loss of the model, or of TRL's fused head."""
+        if fused:
+            return fused_head_coefficient(self.model)
+        assert self.state.plan.aux_loss_coef is not None
+        coefficient: Any = self.model
+        for name in self.state.plan.aux_loss_coef.split("."):
+            coefficient = getattr(coefficient, name)
+        return float(coefficient)
 
     def end(self) -> _Forward | None:
         """Clear `self.forward` and return its value: the forward that ran, or None."""

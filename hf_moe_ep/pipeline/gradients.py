@@ -10,7 +10,7 @@ loss is connected to these gradients by an autograd node:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,8 +64,20 @@ class StepGradients:
     def connect(self, loss: Tensor) -> Tensor:
         """Return a loss whose backward calls `add`."""
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        connected: Tensor = _AddGradients.apply(anchor, loss, self)
+        (connected,) = _AddGradients.apply(anchor, self, lambda grad: grad, loss)
         return connected
+
+    def connect_all(
+        self, outputs: dict[str, Tensor], scale_of: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
+        """Return outputs whose backward calls `add`.
+
+        Args:
+            scale_of: called with the gradient of each output or None, in order; returns the scale.
+        """
+        anchor = torch.zeros((), requires_grad=True)
+        connected = _AddGradients.apply(anchor, self, scale_of, *outputs.values())
+        return dict(zip(outputs, connected, strict=True))
 
 
 def _multiply(grad: Tensor, scale: Tensor) -> None:
@@ -80,12 +92,19 @@ def _multiply(grad: Tensor, scale: Tensor) -> None:
 
 class _AddGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: StepGradients) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        gradients: StepGradients,
+        scale_of: Callable[..., Tensor],
+        *outputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.scale_of = gradients, scale_of
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.gradients.add(grad)
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.gradients.add(ctx.scale_of(*grads))
+        return None, None, None, *(None for _ in grads)

@@ -36,6 +36,12 @@ from hf_moe_ep.pipeline.gradients import StepGradients
 from hf_moe_ep.pipeline.micro_batches import MicroBatch, count_targets, cut_batch
 from hf_moe_ep.pipeline.schedule import Operation, bubble, forwards_only, operations
 from hf_moe_ep.pipeline.stage import Stage
+from hf_moe_ep.pipeline.token_losses import (
+    join_outputs,
+    keep_values,
+    make_output,
+    with_known_loss,
+)
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.ranks.mesh import Meshes, Stages
@@ -48,7 +54,14 @@ from hf_moe_ep.ranks.neighbours import (
 )
 from hf_moe_ep.sequence.same_batch import check_same_batch
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache, is_fused_head
+from hf_moe_ep.upstream.models import (
+    FUSED_HEAD,
+    IGNORED_LABEL,
+    bind_forward,
+    fused_head_coefficient,
+    given_cache,
+    is_fused_head,
+)
 from hf_moe_ep.upstream.modules import runs_compiled
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
@@ -102,6 +115,8 @@ class _Run:
     Attributes:
         batches: the micro-batches.
         wants_logits: True if the logits of the batch are returned.
+        has_fused_head: True if TRL's fused head computes the outputs (`token_losses.py`).
+        divisor: the number of tokens that divides the sum of their losses.
         key: tells apart calls whose hidden states may have other shapes or dtypes.
         received: the hidden states of each micro-batch, until its backward has run.
         produced: the tensors for the next stage, or on the last stage the loss.
@@ -112,6 +127,8 @@ class _Run:
     batches: list[MicroBatch]
     trains: bool
     wants_logits: bool
+    has_fused_head: bool
+    divisor: Any
     losses_are_summed: bool
     key: tuple[Any, ...]
     received: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -158,14 +175,20 @@ class Pipeline:
         mode = self._check(given)
         tokens: Tensor = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         count = self._agree(given, tokens, mode, meshes)
+        has_fused_head = is_fused_head(given)
+        given.pop(FUSED_HEAD, None)
         losses_are_summed = given.get("num_items_in_batch") is not None
         if mode != _LOGITS and not losses_are_summed:
             given["num_items_in_batch"] = count_targets(given, IGNORED_LABEL)
+        divisor = given.get("num_items_in_batch")
+        if has_fused_head and state.loss_divisor is not None:
+            divisor = state.loss_divisor
         given["use_cache"] = False
         batches = cut_batch(given, len(tokens), count)
         wants_logits = mode == _LOGITS or state.gather_logits or state.config.gather_logits
+        wants_logits &= not has_fused_head
         trains, key = mode == _TRAINING, _key(mode, meshes.device)
-        run = _Run(batches, trains, wants_logits, losses_are_summed, key)
+        run = _Run(batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key)
         if mode != _TRAINING:
             with torch.no_grad():
                 self._run(run, forwards_only(count), stock, stage)
@@ -212,13 +235,13 @@ class Pipeline:
             )
         has_labels = given.get("labels") is not None
         trains = self.model.training and torch.is_grad_enabled()
-        if is_fused_head(given) or (trains and not has_labels):
+        if (trains or is_fused_head(given)) and not has_labels:
             raise ValueError(
-                f"this forward in training mode has no labels, or asks for more than the loss, but "
-                f"with pp_size={size} only the model's own loss can be trained: gradients of a "
-                f"loss that is computed from its logits (DPO, GRPO, a custom compute_loss) would "
-                f"have to pass the stages again. Pass labels and use outputs.loss, or leave "
-                f"pp_size at 1; call the model under torch.no_grad() if only the logits are needed"
+                f"this forward in training mode has no labels, but with pp_size={size} only the "
+                f"model's own loss can be trained: gradients of a loss that is computed from its "
+                f"logits (DPO, GRPO, a custom compute_loss) would have to pass the stages again. "
+                f"Pass labels and use outputs.loss, or leave pp_size at 1; call the model under "
+                f"torch.no_grad() if only the logits are needed"
             )
         if has_labels and is_computed_by_liger(self.model):
             raise ValueError(
@@ -322,17 +345,24 @@ class Pipeline:
             for tensor in received:
                 tensor.requires_grad_(run.trains)
         stage.boundary.begin(received, share=batch.share, losses_are_summed=run.losses_are_summed)
+        # Only the last stage has the head.
+        is_fused = run.has_fused_head and stage.is_last
+        arguments = batch.arguments | ({FUSED_HEAD: True} if is_fused else {})
         try:
-            output = stock(**batch.arguments)
+            output = stock(**arguments)
         finally:
             produced = stage.boundary.end()
+        if is_fused:
+            coefficient = fused_head_coefficient(self.model)
+            output = with_known_loss(output, run.divisor, coefficient, batch.share)
         if channels.to_next is not None:
             key = (*run.key, *_shape_of(batch))
             channels.to_next.send(produced, key, f"the hidden states of micro-batch {index}")
             run.forms[index] = [Form(tuple(x.shape), x.dtype) for x in produced]
             run.outputs[:] = [output]
         else:
-            run.outputs.append(_detached(output, with_logits=run.wants_logits))
+            detached = _detached(output, with_logits=run.wants_logits)
+            run.outputs.append(keep_values(output) if is_fused else detached)
             if output.get("loss") is not None:
                 produced = [output["loss"]]
         if run.trains:
@@ -394,9 +424,15 @@ class Pipeline:
             numbers = broadcast_numbers(_numbers(run, stages.is_last, meshes.device), source, group)
             loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
             loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
-            values["loss"] = loss if gradients is None else gradients.connect(loss)
             if dtypes[1] >= 0:
                 values["aux_loss"] = aux_loss.to(_LOSS_DTYPES[int(dtypes[1])])
+            if run.has_fused_head:
+                joined = join_outputs(run.outputs, source, group, meshes.device)
+                coefficient = fused_head_coefficient(self.model)
+                return make_output(
+                    joined, values.get("aux_loss"), gradients, run.divisor, coefficient
+                )
+            values["loss"] = loss if gradients is None else gradients.connect(loss)
         if run.wants_logits:
             logits = None
             if stages.is_last:
