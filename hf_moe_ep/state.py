@@ -288,12 +288,13 @@ class ModelState:
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
+        cp_size = f"cp_size={self.config.cp_size}, " if (self.config.cp_size or 1) > 1 else ""
         if self.config.experts_dtype is not None:
             setting = f", experts_dtype={self.config.experts_dtype!r}"
             effect = ", and experts would not be quantised"
         return ValueError(
             f"this model was patched with ep_size={self.config.ep_size}, "
-            f"sp_size={self.config.sp_size}, "
+            f"sp_size={self.config.sp_size}, {cp_size}"
             f"dp_replicate_size={self.config.dp_replicate_size}{setting} but never sharded: "
             f"every process would train alone{effect}. {how_to_shard()}"
         )
