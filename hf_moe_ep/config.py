@@ -43,13 +43,13 @@ class ParallelConfig:
             of experts and `world_size / dp_replicate_size`. None: HF_MOE_EP_EP_SIZE, or 1.
         sp_size: the number of ranks that share each sequence of one batch. It must divide the
             attention heads and `world_size / dp_replicate_size`. None: HF_MOE_EP_SP_SIZE, or 1.
+        dp_replicate_size: the number of copies of the sharded model (HSDP). None:
+            HF_MOE_EP_DP_REPLICATE_SIZE, or 1.
         cp_size: the number of groups of `sp_size` ranks that share each sequence of one batch. Each
             group keeps its part of the tokens in attention as well, and receives the keys and
             values of the others (context parallelism), so the number of heads does not limit
             `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
             must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
-        dp_replicate_size: the number of copies of the sharded model (HSDP). None:
-            HF_MOE_EP_DP_REPLICATE_SIZE, or 1.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
@@ -116,8 +116,8 @@ class ParallelConfig:
 
     ep_size: int | None = None
     sp_size: int | None = None
-    cp_size: int | None = None
     dp_replicate_size: int | None = None
+    cp_size: int | None = None
     experts_backend: str = "auto"
     experts_dtype: str | None = None
     experts_double_quant: bool = False

@@ -5,7 +5,9 @@ token classifier      the same
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token; if the
                       model keeps inputs of layers, a hook that joins the outputs, too
 attention modules     a copy of the config, which selects `split_attention` (ulysses.py: heads;
-                      context.py: keys and values of other ranks, with cp_size > 1)
+                      context.py: keys and values of other ranks, with cp_size > 1); for latent
+                      attention, a hook that passes a cache, which gathers latents
+                      (latent_cache.py)
 mixers                hooks that gather the slices, and slice the output (gather.py); attention
                       with an indexer may gather only keys, and the forward of a mixer with a
                       convolution may be replaced by one that keeps the slice
@@ -27,7 +29,7 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.derive import gathers_by_cache
+from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.gather import (
     GatherArguments,
@@ -36,6 +38,7 @@ from hf_moe_ep.sequence.gather import (
     SliceOutput,
     Split,
 )
+from hf_moe_ep.sequence.latent_cache import GatherLatents
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
 from hf_moe_ep.sequence.recurrences import run_slice
@@ -51,6 +54,7 @@ from hf_moe_ep.sequence.split import (
     split_token_loss,
 )
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
+from hf_moe_ep.sequence.ways import find_ways
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import (
     check_attention,
@@ -59,6 +63,7 @@ from hf_moe_ep.upstream.attention_interface import (
 )
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 from hf_moe_ep.upstream.models import attention_heads
+from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
 
 
@@ -205,6 +210,9 @@ def attach(parts: Parts, state: ModelState) -> None:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
         return
+    zigzag = (state.config.cp_size or 1) > 1 and takes_zigzag_order(parts)
+    if (state.config.cp_size or 1) > 1:
+        _attach_context(parts, state, zigzag)
     state.mixers = {split.value: names for split, names in splits.items()}
     select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
@@ -217,11 +225,20 @@ def attach(parts: Parts, state: ModelState) -> None:
             if index == len(parts.layers) - 1:
                 parts.final_norm[0].register_forward_hook(SliceNorm(layer_slices[index]))
     owner = _owner_of_loss(parts)
-    zigzag = (state.config.cp_size or 1) > 1 and takes_zigzag_order(parts)
     split_sequence = SplitSequence(state, has_mixers=any(parts.mixers), zigzag=zigzag)
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
     _replace_loss(parts, state, layer_slices[-1])
+
+
+def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
+    """Gather latents, and store how each kind of attention gets keys of other ranks."""
+    attention = attention_by_heads(parts)
+    for module in filter(caches_latents, attention):
+        module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
+    names = {id(module): name for name, module in parts.root.named_modules()}
+    named = [(canonical_name(names[id(module)]), module) for module in attention]
+    state.context = (zigzag, find_ways(named, state.config.sp_size or 1))
 
 
 def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:

@@ -9,19 +9,23 @@ cp 2 and 16 tokens in zigzag order (`slices.py`), stock attention code runs twic
 
 Each call gets only the keys that its queries can see, so both ranks compute the same number of
 scores. `context_calls.py` plans the calls. If a rank needs all keys, keys and values are
-all-gathered (`slices.py`). Otherwise, with sliding windows or with packed documents, each rank
-sends a piece only to the ranks that need it:
+all-gathered (`slices.py`), or they travel from rank to rank if the model uses FlexAttention, which
+returns its log-sum-exp (`ring.py`). Otherwise, with sliding windows or with packed documents, each
+rank sends a piece only to the ranks that need it:
 
     window of 4      rank 0 needs tokens 9-15    from rank 1: 8-11
                      rank 1 needs tokens 1-11    from rank 0: 0-3
+
+Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
 
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
 forward, and as many gradients in backward. Keys and values of the whole sequence stay in memory
 until the backward of the layer; queries, scores and outputs are divided by cp.
 
-`torch.distributed.tensor.experimental.context_parallel` is not used: it replaces
-scaled_dot_product_attention for the whole process and takes no mask, so it has no padding, packed
-documents, windows or sinks, and it reorders buffers in place.
+`torch.distributed.tensor.experimental.context_parallel` is not used. It is a prototype that
+replaces scaled_dot_product_attention for the whole process and reorders buffers in place. It
+accepts no mask, so there are no padding, packed documents or windows, and no other attention
+function, such as one with sinks.
 """
 
 from __future__ import annotations
@@ -33,10 +37,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.sequence.context_calls import Call, plan_calls
+from hf_moe_ep.sequence.partial_attention import Scores
+from hf_moe_ep.sequence.ring import attend_by_ring
 from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.upstream.attention_interface import uses_flex_attention
 
 
 def attend(
@@ -47,6 +55,7 @@ def attend(
     value: Tensor,
     attention_mask: Any,
     context: Slice,
+    gather: bool = True,
     **kwargs: Any,
 ) -> Tensor:
     """Return the attention (B, S / cp, Q, W) of this rank's queries to all keys.
@@ -55,10 +64,19 @@ def attend(
         stock: the attention function of the model.
         module: the attention module, with its stock config.
         attention_mask: that of the whole sequence.
+        gather: False if keys and values are those of all tokens (latent_cache.py).
         kwargs: other arguments of `stock`; `position_ids` are those of the whole sequence.
     """
     by_rank = plan_calls(module, attention_mask, context, kwargs, len(query), query.device)
-    pieces, key, value = _fetch(key, value, context, by_rank)
+    if gather and uses_flex_attention(module) and isinstance(attention_mask, BlockMask):
+        needed = [_pieces_of(calls, context.piece) for calls in by_rank]
+        if _needs_everything(needed, context):
+            cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
+            scores = Scores(attention_mask, scale, cap, options)
+            return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
+    pieces: Sequence[int] = range(_num_pieces(context))
+    if gather:
+        pieces, key, value = _fetch(key, value, context, by_rank)
     calls = iter(by_rank[context.rank])
     outs = []
     for (start, stop), queries in zip(context.spans, query.split(context.piece, 2), strict=True):
@@ -70,11 +88,14 @@ def attend(
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
             outs.append(_run(stock, module, call, *args))
-    # Without any token, the empty tensors are the only paths from the output to queries, keys and
-    # values: FSDP2 needs gradients for the same parameters, and the exchange those of every rank.
-    no_queries = query[:, :, :0, :1].transpose(1, 2).expand(-1, -1, -1, value.shape[-1])
-    no_values = value[:, :1, :0].transpose(1, 2).expand(-1, -1, query.shape[1], -1)
-    out_BSQW = torch.cat([*outs, no_queries, no_values], 1)
+    # Without any token, the empty tensors are the only paths from the output to queries, keys,
+    # values and sinks. FSDP2 needs gradients for the same parameters on all ranks, and so does the
+    # exchange of keys and values.
+    size = (len(query), 0, query.shape[1], value.shape[-1])
+    sinks = kwargs.get("s_aux")
+    empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2)]
+    empty += [] if sinks is None else [sinks.view(1, 1, -1, 1)[:, :0].to(value.dtype)]
+    out_BSQW = torch.cat([*outs, *(x.expand(size) for x in empty)], 1)
     return functional.pad(out_BSQW, (0, 0, 0, 0, 0, context.local - out_BSQW.shape[1]))
 
 
@@ -101,9 +122,8 @@ def _fetch(
     """
     together = torch.cat([key, value], -1).transpose(1, 2)
     needed = [_pieces_of(calls, context.piece) for calls in by_rank]
-    everything = _num_pieces(context)
-    if any(len(pieces) == everything for pieces in needed):
-        pieces: Sequence[int] = range(everything)
+    if _needs_everything(needed, context):
+        pieces: Sequence[int] = range(_num_pieces(context))
         whole = gather_slices(together, context)
     else:
         pieces = needed[context.rank]
@@ -111,6 +131,11 @@ def _fetch(
     widths = [key.shape[-1], value.shape[-1]]
     keys, values = whole.transpose(1, 2).split(widths, -1)
     return pieces, keys, values
+
+
+def _needs_everything(needed: Sequence[Sequence[int]], context: Slice) -> bool:
+    """Return True if a rank needs the keys of all tokens."""
+    return any(len(pieces) == _num_pieces(context) for pieces in needed)
 
 
 def _num_pieces(context: Slice) -> int:

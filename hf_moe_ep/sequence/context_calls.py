@@ -8,7 +8,8 @@ the attention function:
                                 those between the first and the last one that any query sees, so a
                                 sliding window costs as much as in stock code. One host sync per
                                 mask and forward
-    a BlockMask                 a BlockMask of these queries and all keys, with the same function
+    a BlockMask                 a BlockMask of these queries, with the same function. The keys are
+                                those of the blocks that any query sees
     sdpa without a mask         the rows of a causal mask; no mask if the model is not causal
     eager without a mask        all keys
     flash attention             no mask. It aligns the last query with the last key, so causal
@@ -32,9 +33,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.sequence.gather import find_documents
+from hf_moe_ep.sequence.partial_attention import Box, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention
 
@@ -48,7 +50,8 @@ class Call:
     """One call of stock attention code: queries `start` to `stop` - 1, keys `first` to `last` - 1.
 
     Attributes:
-        mask, kwargs: what stock code gets besides queries, keys and values.
+        build_mask: returns the mask that stock code gets; only the rank that runs a call builds it.
+        kwargs: other arguments of stock code.
         pads_queries: True if the queries are padded to the length of the keys.
     """
 
@@ -56,9 +59,14 @@ class Call:
     stop: int
     first: int
     last: int
-    mask: Any
+    build_mask: Callable[[], Any]
     kwargs: dict[str, Any]
     pads_queries: bool = False
+
+    @property
+    def mask(self) -> Any:
+        """The mask of these queries and keys, or None."""
+        return self.build_mask()
 
 
 @dataclass(frozen=True)
@@ -127,15 +135,18 @@ def plan_calls(
 
 def _plan(layer: _Layer, start: int, stop: int) -> Call:
     mask, context = layer.mask, layer.context
-    call = Call(start, stop, 0, context.length, mask, layer.kwargs)
+    call = Call(start, stop, 0, context.length, lambda: None, layer.kwargs)
     if isinstance(mask, BlockMask):
-        rows = layer.once(("block", start), lambda: _slice_block_mask(mask, start, stop))
-        return replace(call, mask=rows)
+        first, last = layer.once(("blocks",), lambda: _find_seen_blocks(mask, context))[start]
+        box = Box(start, stop, first, last)
+        build = partial(layer.once, ("block", start), partial(slice_block_mask, mask, box))
+        return replace(call, first=first, last=last, build_mask=build)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         of_queries = mask.expand(-1, -1, context.length, -1)  # one row may be that of all queries
         seen = layer.once(("seen",), lambda: _find_seen_keys(of_queries, context))
         first, last = seen[start]
-        return replace(call, first=first, last=last, mask=of_queries[:, :, start:stop, first:last])
+        rows = of_queries[:, :, start:stop, first:last]  # a view
+        return replace(call, first=first, last=last, build_mask=lambda: rows)
     if mask is not None:
         shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
@@ -145,27 +156,28 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
         )
     if is_eager(layer.module) or not layer.is_causal:
         return call
-    rows = None
-    if start > 0:
+    if start == 0:
+        return replace(call, last=stop)  # stock code masks as many queries as keys by itself
 
-        def make() -> Tensor:
-            ones = torch.ones(1, 1, stop - start, stop, dtype=torch.bool, device=layer.device)
-            return ones.tril(start)
+    def make() -> Tensor:
+        ones = torch.ones(1, 1, stop - start, stop, dtype=torch.bool, device=layer.device)
+        return ones.tril(start)
 
-        rows = layer.once(("causal", start), make)
-    return replace(call, last=stop, mask=rows)
+    return replace(call, last=stop, build_mask=partial(layer.once, ("causal", start), make))
 
 
-def _slice_block_mask(mask: BlockMask, start: int, stop: int) -> BlockMask:
-    """Build the mask of the queries `start` to `stop` - 1 and of all keys."""
-    rows, heads, _, keys = mask.shape
-    device = mask.kv_num_blocks.device
-    offset = torch.tensor(start, device=device)  # a number would cause a compilation per piece
-
-    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask.mask_mod(row, head, query + offset, key)
-
-    return create_block_mask(mask_mod, rows, heads, stop - start, keys, device=device)
+def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, int]]:
+    """Return the first and the last key + 1 of the blocks that queries see, by the first query."""
+    blocks = mask.to_dense().flatten(0, -3).any(0).cpu()
+    query_block, key_block = mask.BLOCK_SIZE
+    bounds = {}
+    for start, stop in (s for rank in range(context.size) for s in context.spans_of(rank)):
+        if start < stop:
+            of_queries = blocks[start // query_block : -(-stop // query_block)].any(0)
+            seen = of_queries.nonzero().flatten().tolist() or [0]
+            last = min((seen[-1] + 1) * key_block, context.length)
+            bounds[start] = seen[0] * key_block, last
+    return bounds
 
 
 def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
@@ -208,7 +220,7 @@ def _plan_flash(layer: _Layer, start: int, stop: int) -> Call:
         kwargs |= layer.once(("lengths", start, first, last, pads_queries), lengths)
     elif mask is not None:
         mask = mask[:, first:last]
-    return Call(start, stop, first, last, mask, kwargs, pads_queries)
+    return Call(start, stop, first, last, lambda: mask, kwargs, pads_queries)
 
 
 def _lengths(queries: _Documents, keys: _Documents, device: torch.device) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class Slice:
         self.is_in_order = order is None
         self.context: Slice | None = None
         self._heads: Slice | None = None
+        # True between a cache's gather of latents and the attention to the keys computed from them.
+        self.keys_are_gathered = False
         # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
         # The first and the last token + 1 of each document, for each row; None if the rows are not

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ranks.collectives import swap_slices
 from hf_moe_ep.sequence.context import attend
+from hf_moe_ep.sequence.latent_cache import whole_order
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
@@ -63,14 +64,20 @@ def split_attention(
         kwargs["position_ids"] = part.positions
     if kv_heads < heads.size:
         key, value = (x.repeat_interleave(heads.size // kv_heads, 1) for x in (key, value))
-    if heads.size > 1:
+    is_gathered, part.keys_are_gathered = part.keys_are_gathered, False
+    if heads.size > 1 and is_gathered:
+        query, key, value = _HeadsToSequence.apply(heads, query, key, value)
+        key, value = whole_order(key, part), whole_order(value, part)
+    elif heads.size > 1:
         query, key, value = exchange_for_heads(query, key, value, heads)
     # Stock code reads from the module how often each key and value head is repeated.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     if part.context is None:
         out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
     else:
-        out_BSQW = attend(stock, module, query, key, value, attention_mask, part.context, **kwargs)
+        qkv = query, key, value
+        gather = not is_gathered
+        out_BSQW = attend(stock, module, *qkv, attention_mask, part.context, gather, **kwargs)
     return (exchange_for_tokens(out_BSQW, heads) if heads.size > 1 else out_BSQW), None
 
 

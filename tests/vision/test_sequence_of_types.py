@@ -32,6 +32,8 @@ GRANTED = [name for name in TYPES if name in SEQUENCE_PARALLEL]
 FAST = ("qwen3_5_moe", "ernie4_5_vl_moe")
 # The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
 NOTHING = 1e-15
+# AdamW divides each gradient by its own size, and some gradients of this type are close to zero.
+AFTER_STEP = {"inkling2_loop": 10 * FP64_MODEL}
 # Its layers share keys, and stock itself cannot train it with reentrant checkpointing.
 NOT_REENTRANT = ("mistral_large4",)
 
@@ -92,7 +94,8 @@ def equals_stock(
             torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
         for key, parameter in stock.named_parameters():
             got = full_tensor(ours[key].detach())
-            errors.append(assert_close(f"{name}: {key} after a step", got, parameter, FP64_MODEL))
+            budget = AFTER_STEP.get(name, FP64_MODEL)
+            errors.append(assert_close(f"{name}: {key} after a step", got, parameter, budget))
 
 
 def _compare(where: str, got: Tensor | None, want: Tensor | None) -> list[float]:
