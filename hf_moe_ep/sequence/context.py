@@ -19,8 +19,10 @@ rank sends a piece only to the ranks that need it:
 Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
 
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
-forward, and as many gradients in backward. Keys and values of the whole sequence stay in memory
-until the backward of the layer; queries, scores and outputs are divided by cp.
+forward, and as many gradients in backward. Everything that is saved for backward is divided by cp:
+keys and values are gathered again, and the attention is computed again, unless its layer is
+checkpointed, which does so already. Only flash attention saves keys and values of the whole
+sequence, because it saves no copies of them.
 
 `torch.distributed.tensor.experimental.context_parallel` is not used. It is a prototype that
 replaces scaled_dot_product_attention for the whole process and reorders buffers in place. It
@@ -31,6 +33,7 @@ function, such as one with sinks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +41,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.sequence.context_calls import Call, plan_calls
 from hf_moe_ep.sequence.partial_attention import Scores
 from hf_moe_ep.sequence.ring import attend_by_ring
 from hf_moe_ep.sequence.slices import Slice, gather_slices
-from hf_moe_ep.upstream.attention_interface import uses_flex_attention
+from hf_moe_ep.upstream.attention_interface import uses_flash_attention, uses_flex_attention
+from hf_moe_ep.upstream.autograd_modes import backward_is_running, saved_tensors_are_hooked
 
 
 def attend(
@@ -74,6 +79,33 @@ def attend(
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
             scores = Scores(attention_mask, scale, cap, options)
             return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
+    run = partial(_attend_to_gathered, stock, module, by_rank, context, gather, kwargs)
+    if gather and not uses_flash_attention(module) and _is_first_run():
+        # Stock code would save a copy of the keys and values of the whole sequence for each call.
+        draws = bool(kwargs.get("dropout"))
+        out: Tensor = checkpoint(
+            run, query, key, value, use_reentrant=False, preserve_rng_state=draws
+        )
+        return out
+    return run(query, key, value)
+
+
+def _is_first_run() -> bool:
+    """Return True if autograd saves tensors of this forward that no checkpoint drops."""
+    return torch.is_grad_enabled() and not saved_tensors_are_hooked() and not backward_is_running()
+
+
+def _attend_to_gathered(
+    stock: Callable[..., Any],
+    module: Any,
+    by_rank: Sequence[Sequence[Call]],
+    context: Slice,
+    gather: bool,
+    kwargs: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
     pieces: Sequence[int] = range(_num_pieces(context))
     if gather:
         pieces, key, value = _fetch(key, value, context, by_rank)

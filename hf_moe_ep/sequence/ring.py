@@ -73,11 +73,12 @@ def attend_by_ring(
         query, key, value: (B, heads, S / cp, W) of this rank's tokens, padding included.
         sinks: one score per head for a key without a value, or None.
     """
-    out_BQSW, lse_BQS = _Ring.apply(query, key, value, scores, context)
-    if sinks is not None:
-        shares = torch.sigmoid(lse_BQS - sinks.view(1, -1, 1).to(lse_BQS.dtype))
-        out_BQSW = out_BQSW * shares.unsqueeze(-1)
-    return out_BQSW.to(query.dtype).transpose(1, 2).contiguous()
+    out_BSQW: Tensor
+    out_BSQW, lse_BQS = _Ring.apply(query, key, value, scores, context)
+    if sinks is None:
+        return out_BSQW
+    shares_BQS = torch.sigmoid(lse_BQS - sinks.view(1, -1, 1).to(lse_BQS.dtype))
+    return (out_BSQW * shares_BQS.transpose(1, 2).unsqueeze(-1)).to(query.dtype)
 
 
 class _Ring(torch.autograd.Function):
@@ -86,7 +87,10 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores, context: Slice
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=dtype)
+        rows, heads, tokens, _ = query.shape
+        # In the layout of the output projection, which saves it as well.
+        out_BSQW = query.new_zeros((rows, tokens, heads, value.shape[-1]), dtype=dtype)
+        out = out_BSQW.transpose(1, 2)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
         for owner, keys, values in _travel(key, value, context):
             for pair in _list_pairs(owner, scores, context):
@@ -101,13 +105,15 @@ class _Ring(torch.autograd.Function):
                 whole = out[:, :, pair.queries], lse[:, :, pair.queries]
                 out[:, :, pair.queries], lse[:, :, pair.queries] = merge(*whole, *part)
         ctx.scores, ctx.context = scores, context
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out, lse
+        out_BSQW = out_BSQW.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out_BSQW, lse)
+        return out_BSQW, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out_BSQW: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out_BSQW, lse = ctx.saved_tensors
+        out, grad_out = (x.transpose(1, 2).to(lse.dtype) for x in (out_BSQW, grad_out_BSQW))
         scores, context = ctx.scores, ctx.context
         grad_query = torch.zeros_like(query, dtype=out.dtype)
         arriving: RingTransfer | None = None

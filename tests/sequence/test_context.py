@@ -9,9 +9,11 @@ from functools import partial
 import pytest
 import torch
 from support import parity
+from support.adapters import with_lora
 from support.checks import Check, Found
 from support.fakes.flash import use_fake_flash
 from support.parity import Batch, Case, on_ranks
+from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch
 from torch import nn
 
@@ -60,13 +62,13 @@ FLASH = {"prepare": use_fake_flash}
 PADDED = {"micro_batches": partial(padded, "right")}
 LEFT = {"micro_batches": partial(padded, "left")}
 TWO_RANKS = [
+    Case("cp 2", 2, 1, cp=2),
     Case("cp 2, ep 2, checkpoint", 2, 2, cp=2, prepare=CHECKPOINT),
     Case("cp 2, padded right", 2, 2, cp=2).with_(**PADDED),
     Case("cp 2, packed", 2, 2, cp=2, micro_batches=packed),
     Case("cp 2, packed, flash", 2, 2, cp=2, micro_batches=packed).with_(**FLASH),
 ]
 TWO_RANKS_MORE = [
-    Case("cp 2", 2, 1, cp=2),
     Case("padded left", 2, 2, cp=2).with_(**LEFT),
     Case("reentrant", 2, 2, cp=2, prepare=REENTRANT),
     Case("two forwards", 2, 2, cp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
@@ -75,6 +77,14 @@ TWO_RANKS_MORE = [
     Case("padded left, flash", 2, 1, cp=2).with_(**LEFT, **FLASH),
     Case("lengths, flash", 2, 1, cp=2, micro_batches=packed_by_lengths).with_(**FLASH),
     Case("gather_logits", 2, 2, cp=2).with_config(gather_logits=True),
+    Case("compiled", 2, 2, cp=2).with_config(compile_layers="aot_eager"),
+    Case("compiled, checkpoint", 2, 1, cp=2, prepare=CHECKPOINT).with_config(
+        compile_layers="aot_eager"
+    ),
+    Case("LoRA", 2, 2, cp=2, wrap=with_lora),
+    Case("LoRA, experts in nf4", 2, 2, cp=2, wrap=with_lora, model=SIZES["nf4"]).with_(
+        config={"experts_dtype": "nf4"}, change_reference=partial(dequantise_experts, kind="nf4")
+    ),
 ]
 FOUR_RANKS = [
     Case("cp 2 x sp 2, ep 4, padded", 4, 4, cp=2, sp=2).with_(**PADDED),

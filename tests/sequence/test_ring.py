@@ -75,7 +75,7 @@ class Kind:
 
 
 KINDS = {
-    "causal": Kind(causal),
+    "causal": Kind(causal, length=32),
     "odd length": Kind(causal, length=21),
     "three tokens": Kind(causal, length=3),
     "window": Kind(window),
