@@ -45,6 +45,11 @@ class ParallelConfig:
             attention heads and `world_size / dp_replicate_size`. None: HF_MOE_EP_SP_SIZE, or 1.
         dp_replicate_size: the number of copies of the sharded model (HSDP). None:
             HF_MOE_EP_DP_REPLICATE_SIZE, or 1.
+        cp_size: the number of groups of `sp_size` ranks that share each sequence of one batch. Each
+            group keeps its part of the tokens in attention as well, and receives the keys and
+            values of the others (context parallelism), so the number of heads does not limit
+            `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
+            must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
@@ -100,10 +105,10 @@ class ParallelConfig:
         fused_loss: compute the head and the loss for some tokens at a time, so that the logits of a
             whole batch never exist; `outputs.logits` is None then. "auto" does so where nobody can
             read the logits: in a Trainer, except for evaluations with `compute_metrics`, and with
-            sp_size > 1. True does so in every forward in training mode with labels. A model that
-            scales or caps its logits computes them as in stock; True is then an error.
-        gather_logits: with sp_size > 1, a forward that computes a loss also returns the logits of
-            the whole sequence. If False, `outputs.logits` of such a forward is None.
+            sp_size or cp_size > 1. True does so in every forward in training mode with labels. A
+            model that scales or caps its logits computes them as in stock; True is then an error.
+        gather_logits: with sp_size or cp_size > 1, a forward that computes a loss also returns the
+            logits of the whole sequence. If False, `outputs.logits` of such a forward is None.
 
     Raises:
         ValueError: a value that is invalid for every model and every number of ranks.
@@ -112,6 +117,7 @@ class ParallelConfig:
     ep_size: int | None = None
     sp_size: int | None = None
     dp_replicate_size: int | None = None
+    cp_size: int | None = None
     experts_backend: str = "auto"
     experts_dtype: str | None = None
     experts_double_quant: bool = False
@@ -134,6 +140,7 @@ class ParallelConfig:
         for name in (
             "ep_size",
             "sp_size",
+            "cp_size",
             "dp_replicate_size",
             "max_tokens_per_rank",
             "node_size",
@@ -207,8 +214,20 @@ class ParallelConfig:
     @property
     def needs_sharding(self) -> bool:
         """True if these settings would have no effect on a model that is not sharded."""
-        sizes = (self.ep_size or 1, self.sp_size or 1, self.dp_replicate_size or 1)
+        sizes = (self.ep_size or 1, self.ranks_per_batch, self.dp_replicate_size or 1)
         return max(sizes) > 1 or self.experts_dtype is not None
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of consecutive ranks that share each batch."""
+        return (self.cp_size or 1) * (self.sp_size or 1)
+
+    @property
+    def sequence_sizes(self) -> str:
+        """The sizes that split sequences, for errors: "sp_size=2", or "cp_size=2, sp_size=2"."""
+        sizes = {"cp_size": self.cp_size or 1, "sp_size": self.sp_size or 1}
+        used = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        return ", ".join(used) or "sp_size=1"
 
 
 @dataclass(frozen=True)
@@ -302,6 +321,7 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
         config,
         ep_size=config.ep_size or _size_from_environment("HF_MOE_EP_EP_SIZE") or 1,
         sp_size=config.sp_size or _size_from_environment("HF_MOE_EP_SP_SIZE") or 1,
+        cp_size=config.cp_size or _size_from_environment("HF_MOE_EP_CP_SIZE") or 1,
         dp_replicate_size=config.dp_replicate_size
         or _size_from_environment("HF_MOE_EP_DP_REPLICATE_SIZE")
         or 1,

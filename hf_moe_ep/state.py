@@ -227,9 +227,12 @@ class ModelState:
     is_counted: Tensor | None = None
     # True if sharding has put the experts into the FSDP2 units of their layers.
     experts_in_layer_units: bool = False
-    # With sp_size > 1: the (pattern of the names, class) of the mixers, by how they are divided
-    # over the ranks of an sp group (`Split` in sequence/gather.py).
+    # If ranks share a batch: the (pattern of the names, class) of the mixers, by how these ranks
+    # divide them (`Split` in sequence/gather.py).
     mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    # With cp_size > 1: whether tokens are in zigzag order, and the ways in which attention gets
+    # keys and values of other ranks (sequence/ways.py).
+    context: tuple[bool, tuple[Any, ...]] | None = None
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.
@@ -251,8 +254,9 @@ class ModelState:
     adapts_experts: bool = False
     # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
-    # Calls `patch` with this model's config and plan, to patch a reference model.
-    patch_alike: Callable[[nn.Module], nn.Module] | None = None
+    # Calls `patch` with the config and plan of this model, to patch a reference, or this model with
+    # other settings.
+    patch_alike: Callable[..., nn.Module] | None = None
     # For a policy and its reference model: the meshes of the other model, once it is sharded. The
     # two models share their process groups if their layouts are the same.
     meshes_beside: Meshes | None = None
@@ -288,8 +292,10 @@ class ModelState:
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
+        if (self.config.cp_size or 1) > 1:
+            setting = f", cp_size={self.config.cp_size}"
         if self.config.experts_dtype is not None:
-            setting = f", experts_dtype={self.config.experts_dtype!r}"
+            setting += f", experts_dtype={self.config.experts_dtype!r}"
             effect = ", and experts would not be quantised"
         return ValueError(
             f"this model was patched with ep_size={self.config.ep_size}, "

@@ -101,6 +101,12 @@ def add_parser(subparsers: Any) -> None:
         help="sp_size; default: 1, larger if nothing fits",
     )
     add(
+        "--cp",
+        type=int,
+        metavar="N",
+        help="cp_size; default: 1, larger if nothing fits with any sp_size",
+    )
+    add(
         "--dp-replicate",
         type=int,
         metavar="N",
@@ -144,7 +150,8 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
+    names = ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "cp", "dp_replicate", "train_tokens")
+    for name in names:
         value = getattr(options, name)
         if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
@@ -178,6 +185,7 @@ def run(options: argparse.Namespace) -> int:
         extra,
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
+        options.cp,
     )
     result = find_layouts(request)
     if options.json:
@@ -311,10 +319,12 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         f"sequences of {options.seq} tokens a step"
     )
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
+    if any(planned.layout.cp > 1 for planned in shown):
+        names.insert(2, "cp")
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
-    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
-    rows = [tuple(names), *(_row(planned) for planned in shown)]
+    rows = [tuple(names), *(_row(planned, "cp" in names) for planned in shown)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
     reasons = ["", *(_why(planned, result, request) for planned in shown)]
@@ -354,6 +364,8 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.layout.cp > 1:
+        lines += _about_context(best.layout, request)
     if best.time is not None:
         lines.append(f"Its step: {_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
@@ -361,6 +373,19 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
+
+
+def _about_context(layout: Layout, request: Asked) -> list[str]:
+    """Return the line about the keys and values that cp ranks exchange, if their width is known."""
+    from hf_moe_ep.planner.search import received_per_layer
+
+    received = received_per_layer(layout, request)
+    if received is None:
+        return []
+    return [
+        f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
+        f"per layer in a forward, before the attention of that layer"
+    ]
 
 
 def _shares(time: StepTime) -> str:
@@ -374,6 +399,7 @@ def _shares(time: StepTime) -> str:
 _LEGEND = {
     "ep": "ep_size: ranks over which the experts are split",
     "sp": "sp_size: ranks over which a sequence is split",
+    "cp": "cp_size: groups of sp_size ranks over which a sequence is split in attention as well",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
     "chunks": "dispatch_chunks: parts of a batch that are sent to the experts one by one",
     "sequences": "sequences per forward pass of a data rank x forward passes per optimizer step",
@@ -402,13 +428,15 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: Planned) -> tuple[str, ...]:
+def _row(planned: Planned, with_cp: bool) -> tuple[str, ...]:
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
     cells = (
         f"{layout.ep}" + " by node" * (layout.node_size is not None),
-        *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
+        str(layout.sp),
+        *[str(layout.cp)] * with_cp,
+        *(str(size) for size in (layout.dp_replicate, layout.chunks)),
         f"{layout.per_forward} x {layout.accumulated}",
         "twice" if layout.checkpointing else "once",
         f"{planned.step.peak / _GIB:.3f}",

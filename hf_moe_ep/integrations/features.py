@@ -54,11 +54,11 @@ def _prepares_unsharded(accelerator: Accelerator, *args: Any, **kwargs: Any) -> 
 
 
 def _prepares_sp_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    return any((state.config.sp_size or 1) > 1 for value in args for state in _find_states(value))
+    return any(s.config.ranks_per_batch > 1 for value in args for s in _find_states(value))
 
 
 def _trains_sp_model(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
-    return any((state.config.sp_size or 1) > 1 for state in _find_states(trainer))
+    return any(state.config.ranks_per_batch > 1 for state in _find_states(trainer))
 
 
 def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
+"""Let several ranks share batches under Accelerate and the Trainer (sp_size or cp_size > 1).
 
-An sp group has `sp_size` consecutive ranks, which work on the same batch. It counts as one data
-rank: 4 processes with sp_size 2 are 2 data ranks. `share_batches` stores the number of processes
+`cp_size * sp_size` consecutive ranks work on the same batch. They count as one data rank: 4
+processes with sp_size 2 are 2 data ranks. `share_batches` stores the number of processes
 per batch on one Accelerator, and `sharing` returns this number. Accelerate assumes that every
 process has its own batches, so these functions are corrected for that Accelerator and its Trainer:
 
@@ -48,43 +48,46 @@ from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepar
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"
+_SIZES = "_hf_moe_ep_sequence_sizes"
 Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Let each group of `sp_size` consecutive ranks share the batches of `accelerator`.
+    """Let `cp_size * sp_size` consecutive ranks share the batches of `accelerator`.
 
     Raises:
         ValueError: a data loader was prepared earlier, with different batches for each rank; or
-            sp_size does not divide the number of ranks.
+            the sizes do not divide the number of ranks.
     """
-    size = state.config.sp_size or 1
+    size = state.config.ranks_per_batch
     if size == sharing(accelerator):
         return
-    check_world(1, 1, launched_world_size(), size)
+    sizes = state.config.sp_size or 1, state.config.cp_size or 1
+    check_world(1, 1, launched_world_size(), *sizes)
     if prepared_loaders(accelerator):
         raise ValueError(
-            f"sp_size={size}: this Accelerator prepared a data loader before it saw the model, so "
-            f"the {size} ranks of an sp group would be given different batches; call "
+            f"{state.config.sequence_sizes}: this Accelerator prepared a data loader before it saw "
+            f"the model, so {size} ranks that share a batch would be given different ones; call "
             f"accelerator.prepare(model, optimizer, dataloader)"
         )
     setattr(accelerator, _SHARING, size)
+    setattr(accelerator, _SIZES, state.config.sequence_sizes)
 
 
 def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> None:
-    """Let the ranks of an sp group share a Trainer's batches, and record how it averages losses.
+    """Let ranks share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions, or
-            which reads the logits of whole sequences.
+        ValueError: ranks share batches, and each rank generates its own completions, or the Trainer
+            reads the logits of whole sequences.
     """
-    if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
+    if state.config.ranks_per_batch > 1 and generates_in_training(trainer):
         raise ValueError(
             f"{type(trainer).__name__} lets each rank generate completions of its own, but with "
-            f"sp_size={state.config.sp_size} the ranks of an sp group share one batch; patch with "
-            f"sp_size=1 (TRL refuses its own sequence parallelism here as well)"
+            f"{state.config.sequence_sizes} the ranks of a group share one batch; patch with "
+            f"sp_size=1 and cp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
-    if state.config.sp_size not in (None, 1):
+    if state.config.ranks_per_batch > 1:
         check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
@@ -138,8 +141,9 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     """Call Accelerate's `prepare_data_loader` with the number and index of this data rank."""
     if self.dispatch_batches:
         raise ValueError(
-            "dispatch_batches=True sends each rank a batch of its own, but with sp_size="
-            f"{sharing(self)} the ranks of an sp group share one batch; set dispatch_batches=False"
+            f"dispatch_batches=True sends each rank a batch of its own, but with "
+            f"{getattr(self, _SIZES)} the ranks of a group share one batch; set "
+            f"dispatch_batches=False"
         )
     data_ranks = self.num_processes // sharing(self)
     data_loader = copy.copy(data_loader)
@@ -151,7 +155,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
-            f"with sp_size={sharing(self)} the ranks of an sp group share their samples; use "
+            f"with {getattr(self, _SIZES)} the ranks of a group share their samples; use "
             f"another strategy"
         )
     elif getattr(sampler, "generator", self) is None and data_ranks == 1:
@@ -227,7 +231,10 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide by sp_size, as the Trainer sums over all ranks."""
+    """Wrap `Trainer.floating_point_ops`: divide by the ranks per batch.
+
+    The Trainer sums over all ranks.
+    """
     return original(self, inputs) // sharing(self.accelerator)
 
 
@@ -362,7 +369,7 @@ def _check_stream(data_loader: Any) -> None:
     if data_loader.batch_size is None:
         raise ValueError(
             "a stream that makes its own batches (batch_size=None) cannot be split over the data "
-            "ranks of sp_size > 1; yield samples and set batch_size"
+            "ranks of sp_size or cp_size > 1; yield samples and set batch_size"
         )
 
 

@@ -3,10 +3,10 @@
     found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
-A layout has an ep_size, sp_size and dp_replicate_size (together a grid), a number of sequences per
-forward of a data rank (gradient accumulation covers its other sequences), dispatch_chunks, and
-activation checkpointing or not. The ep_sizes and sp_sizes to try are powers of two. Training's own
-code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
+A layout has an ep_size, sp_size, cp_size and dp_replicate_size (together a grid), a number of
+sequences per forward of a data rank (gradient accumulation covers its other sequences),
+dispatch_chunks, and activation checkpointing or not. The sizes to try are powers of two. Training's
+own code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
 Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
@@ -19,9 +19,10 @@ Each plan takes seconds to compute, so the search tries few layouts:
        comes from a straight line between the memory of one sequence and the memory of all.
     3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
 
-sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If the request sets
-an ep_size larger than a node, it is tried with the default dispatcher and with the hierarchical
-dispatcher.
+sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If nothing fits
+with any sp_size, cp_size > 1 is tried with the largest sp_size that training accepts: heads are
+split inside a node, and the sequence over nodes. If the request sets an ep_size larger than a node,
+it is tried with the default dispatcher and with the hierarchical dispatcher.
 
 With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
 first, then those with more sequences per forward, then those with more memory left.
@@ -62,7 +63,7 @@ class Asked:
         limit: bytes of memory of one GPU.
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
-        ep, sp, dp_replicate: the size to try; None tries several sizes.
+        ep, sp, dp_replicate, cp: the size to try; None tries several sizes.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -82,6 +83,7 @@ class Asked:
     parallel: dict[str, Any] = field(default_factory=dict)
     hardware: Hardware | None = None
     on_plan: Callable[[Layout], None] = lambda _: None
+    cp: int | None = None
 
     @property
     def node(self) -> int:
@@ -108,6 +110,12 @@ class Layout:
     checkpointing: bool = False
     chunks: int = 1
     node_size: int | None = None
+    cp: int = 1
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of GPUs that share a batch."""
+        return self.cp * self.sp
 
     def sizes(self) -> dict[str, Any]:
         """Return the layout as fields of ParallelConfig."""
@@ -115,6 +123,7 @@ class Layout:
             "ep_size": self.ep,
             "sp_size": self.sp,
             "dp_replicate_size": self.dp_replicate,
+            "cp_size": self.cp,
             "dispatch_chunks": self.chunks,
         }
         if self.node_size is not None:
@@ -166,21 +175,17 @@ def find_layouts(asked: Asked) -> Found:
         ValueError: training accepts no layout; the message is the reason of the first refusal.
     """
     result, few = Found([], [], {}), None
-    for sp in [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]:
-        far = set()
-        for layout in _grids(asked, sp):
-            if layout.dp_replicate in far:
-                continue
-            reason = refusal(layout, asked)
-            if reason:
-                result.illegal[layout] = reason
-                continue
-            few = few or layers_to_run(_request(layout, asked))
-            planned = _add(_plan(layout, asked, few), result)
-            if planned.step.peak > FAR * asked.limit:
-                far.add(layout.dp_replicate)
+    sps = [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]
+    for sp in sps:
+        few = _plan_grids(asked, sp, asked.cp or 1, result, few)
         if result.fit:
             break
+    if not result.fit and asked.cp is None:
+        sp = max((planned.layout.sp for planned in result.too_large), default=1)
+        for cp in _powers_of_two(asked.gpus // sp):
+            few = _plan_grids(asked, sp, cp, result, few)
+            if result.fit:
+                break
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
     order: Callable[[Planned], float] = _seconds if asked.hardware else _memory_used
@@ -194,6 +199,28 @@ def find_layouts(asked: Asked) -> Found:
     result.fit.sort(key=_seconds if asked.hardware else _order_without_hardware)
     result.too_large.sort(key=_memory_used)
     return result
+
+
+def _plan_grids(
+    asked: Asked, sp: int, cp: int, result: Found, few: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Add the plans of all grids of an sp_size and a cp_size to `result`.
+
+    Returns the numbers of layers that plans run; None if training accepted no grid yet.
+    """
+    far = set()
+    for layout in _grids(asked, sp, cp):
+        if layout.dp_replicate in far:
+            continue
+        reason = refusal(layout, asked)
+        if reason:
+            result.illegal[layout] = reason
+            continue
+        few = few or layers_to_run(_request(layout, asked))
+        planned = _add(_plan(layout, asked, few), result)
+        if planned.step.peak > FAR * asked.limit:
+            far.add(layout.dp_replicate)
+    return few
 
 
 def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, result: Found) -> None:
@@ -248,11 +275,12 @@ def _order_without_hardware(planned: Planned) -> tuple[int, ...]:
 
 def refusal(layout: Layout, asked: Asked) -> str:
     """Return the reason why training would refuse a layout; "" if it would accept the layout."""
-    data_ranks = max(asked.gpus // layout.sp, 1)
+    data_ranks = max(asked.gpus // layout.ranks_per_batch, 1)
     if asked.batch % data_ranks:
+        context = f"cp_size {layout.cp} / " if layout.cp > 1 else ""
         return (
             f"batch ({asked.batch}) is not a multiple of the data ranks ({asked.gpus} GPUs / "
-            f"sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
+            f"{context}sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
         request = _request(layout, asked)
@@ -280,15 +308,33 @@ def _request(layout: Layout, asked: Asked) -> PlanRequest:
 _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_targets": "both"}
 
 
-def _grids(asked: Asked, sp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size as layouts: one sequence per forward, with checkpointing."""
+def received_per_layer(layout: Layout, asked: Asked) -> int | None:
+    """Return the bytes of keys and values that a GPU receives in a layer and forward by cp_size.
+
+    If layers differ, it is the largest number. None: the width of keys and values is unknown.
+    """
+    request = _request(layout, asked)
+    layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
+    with torch.random.fork_rng(devices=[]):
+        unsharded = Unsharded.of(replace(request, config=with_layers(request.config, layers)))
+    context = unsharded.state.context
+    widths = [] if context is None else [way.width for way in context[1] if way.width is not None]
+    if not widths:
+        return None
+    tokens = asked.seq * layout.per_forward // layout.cp
+    return (layout.cp - 1) * tokens * max(widths) * request.dtype.itemsize
+
+
+def _grids(asked: Asked, sp: int, cp: int) -> Iterator[Layout]:
+    """Yield the grids of an sp_size and a cp_size: one sequence per forward, with checkpointing."""
     node = asked.node
     replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
-    share = max(asked.batch * sp // asked.gpus, 1)
+    share = max(asked.batch * sp * cp // asked.gpus, 1)
     for ep in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
         for replicate in replicas if asked.dp_replicate is None else [asked.dp_replicate]:
             for node_size in (None, node) if ep > node else (None,):
-                yield Layout(ep, sp, replicate, 1, share, checkpointing=True, node_size=node_size)
+                layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp)
+                yield replace(layout, node_size=node_size)
 
 
 def _plan(layout: Layout, asked: Asked, few: tuple[int, ...] | None) -> Planned:

@@ -4,7 +4,7 @@
     dense       dp_replicate x fsdp            non-expert parameters are sharded over fsdp
     experts     dp_replicate x ep_fsdp x ep    experts are split over ep; the weights of each rank's
                                                experts are then sharded over ep_fsdp
-    sequence    data x sp                      the ranks of an sp group share a batch
+    sequence    data x cp x sp                 the cp x sp ranks of a data index share a batch
 
 dp_replicate is the number of copies of the sharded model (HSDP). The product of the axes of a mesh
 is the world size, so ep_fsdp = world / (dp_replicate x ep).
@@ -17,7 +17,9 @@ consecutive, and usually on one node:
     ep_fsdp 1      4     5     6     7        ep_fsdp groups  {0 4} {1 5} {2 6} {3 7}
 
 With 128 experts, rank 5 holds half (ep_fsdp 1) of each matrix of the experts 32..63 (ep 1). The
-ranks of an sp group are consecutive as well. There are world / sp different batches.
+ranks that share a batch are consecutive as well, and sp is innermost: with cp 2 and sp 2, the ranks
+0 to 3 share a batch, the sp groups are {0 1} {2 3}, and the cp groups {0 2} {1 3}. There are
+world / (cp x sp) different batches.
 
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
@@ -53,7 +55,9 @@ FSDP = "fsdp"
 EP_FSDP = "ep_fsdp"
 EP = "ep"
 DATA = "data"
+CP = "cp"
 SP = "sp"
+SEQUENCE = "sequence"
 EP_GROUP = "ep_group"
 EP_NODES = "ep_nodes"
 EP_IN_NODE = "ep_in_node"
@@ -83,7 +87,10 @@ class Meshes:
         ep: mesh ("ep",) over which the experts are split.
         experts: mesh ("ep_fsdp_ep",) of the ranks that together hold one copy of all experts; None
             if this torch cannot create it.
-        sp: mesh ("sp",) over which a sequence is split.
+        sp: mesh ("sp",) over which the heads of attention are split.
+        cp: mesh ("cp",) over which a sequence is split in attention as well.
+        sequence: mesh of the cp x sp ranks that share a batch; its axis is "sequence", or "cp" or
+            "sp" if the other one has one rank.
         world_size: the number of ranks of the default process group; the model uses all of them.
         device: the device of parameters and batches.
         ep_outside, node_size: the values of the config.
@@ -96,6 +103,8 @@ class Meshes:
     ep: DeviceMesh
     experts: DeviceMesh | None
     sp: DeviceMesh
+    cp: DeviceMesh
+    sequence: DeviceMesh
     world_size: int
     device: torch.device
     ep_outside: bool = False
@@ -104,10 +113,13 @@ class Meshes:
 
     def fit(self, config: ParallelConfig, device: torch.device) -> bool:
         """Return True if `build_meshes(config, device)` would create equal meshes."""
-        sizes = (self.ep_size, self.sp_size, self.dp_replicate_size)
-        wanted_sizes = (config.ep_size or 1, config.sp_size or 1, config.dp_replicate_size or 1)
+        sizes = (self.ep_size, self.sp_size, self.cp_size, self.dp_replicate_size)
+        wanted = (config.ep_size, config.sp_size, config.cp_size, config.dp_replicate_size)
         layout = (self.ep_outside, self.node_size, self.device)
-        return sizes == wanted_sizes and layout == (config.ep_outside, config.node_size, device)
+        return (*sizes, *layout) == (
+            *(size or 1 for size in wanted),
+            *(config.ep_outside, config.node_size, device),
+        )
 
     @property
     def dp_replicate_size(self) -> int:
@@ -130,8 +142,17 @@ class Meshes:
         return self.sp.size()
 
     @property
+    def cp_size(self) -> int:
+        return self.cp.size()
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of consecutive ranks that share a batch."""
+        return self.sequence.size()
+
+    @property
     def data_parallel_size(self) -> int:
-        return self.world_size // self.sp_size
+        return self.world_size // self.ranks_per_batch
 
 
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
@@ -151,8 +172,8 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
     let_threads_finish()
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
-    sp = config.sp_size or 1
-    check_world(ep, replicate, world_size, sp)
+    sp, cp = config.sp_size or 1, config.cp_size or 1
+    check_world(ep, replicate, world_size, sp, cp)
     ep_fsdp = world_size // (replicate * ep)
     ranks = torch.arange(world_size)
     # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice a mesh of it.
@@ -167,9 +188,16 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
     dense = _grid(
         in_order.view(replicate, -1), (DP_REPLICATE, FSDP), device, own_group, world_group
     )
-    sequence = _grid(in_order.view(-1, sp), (DATA, SP), device, own_group, world_group)
+    split = _grid(in_order.view(-1, cp, sp), (DATA, CP, SP), device, own_group, world_group)
     flat_experts = flatten_axes(experts, (EP_FSDP, EP))
-    every_mesh = [experts, dense, sequence, *([flat_experts] if flat_experts else [])]
+    every_mesh = [experts, dense, split, *([flat_experts] if flat_experts else [])]
+    sequence = split[SP] if cp == 1 else split[CP]
+    if cp > 1 and sp > 1:
+        batches = _grid(
+            in_order.view(-1, cp * sp), (DATA, SEQUENCE), device, own_group, world_group
+        )
+        every_mesh.append(batches)
+        sequence = batches[SEQUENCE]
     hsdp = replicate > 1
     nodes = None
     if config.dispatcher == "hierarchical" and ep > 1:
@@ -182,7 +210,9 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
         ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
         ep=experts[EP],
         experts=flat_experts,
-        sp=sequence[SP],
+        sp=split[SP],
+        cp=split[CP],
+        sequence=sequence,
         world_size=world_size,
         device=device,
         ep_outside=config.ep_outside,
@@ -303,7 +333,9 @@ def _join(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def check_world(ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1) -> None:
+def check_world(
+    ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1, cp_size: int = 1
+) -> None:
     """Raise ValueError if the sizes do not divide the world size; the message lists valid sizes."""
     if dp_replicate_size > world_size or world_size % dp_replicate_size:
         raise ValueError(
@@ -311,7 +343,10 @@ def check_world(ep_size: int, dp_replicate_size: int, world_size: int, sp_size: 
             f"try {_divisors(world_size)}"
         )
     ranks = world_size // dp_replicate_size
-    for name, size in (("ep_size", ep_size), ("sp_size", sp_size)):
+    sizes = {"ep_size": ep_size, "sp_size": sp_size, "cp_size": cp_size}
+    if cp_size > 1 and sp_size > 1:
+        sizes[f"cp_size x sp_size = {cp_size} x {sp_size}"] = cp_size * sp_size
+    for name, size in sizes.items():
         if size > ranks or ranks % size:
             raise ValueError(
                 f"{name} ({size}) must divide world size / dp_replicate_size "

@@ -14,7 +14,7 @@ from support.architectures import (
 )
 
 from hf_moe_ep.architectures import differences
-from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL, SEQUENCE_PARALLEL
 
 DATA = table.read_data()
 TYPES = DATA["types"]
@@ -53,6 +53,8 @@ def test_nothing_failed() -> None:
 def test_sequence_parallelism_is_granted_where_it_passed() -> None:
     passed = {name for name, columns in TYPES.items() if "max_error" in columns.get("sp", {})}
     assert passed == SEQUENCE_PARALLEL
+    passed = {name for name, columns in TYPES.items() if "max_error" in columns.get("cp", {})}
+    assert passed == CONTEXT_PARALLEL
 
 
 def test_refused_types_are_shown_with_the_reason() -> None:

@@ -170,6 +170,36 @@ def test_sp_groups_are_consecutive_ranks() -> None:
         build_meshes(ParallelConfig(sp_size=8, dp_replicate_size=2), CPU)
 
 
+def test_sp_is_innermost_and_cp_next() -> None:
+    """With cp 2 and sp 2, the ranks 0-3 share a batch, and so do the ranks 4-7."""
+    cp_groups = ([0, 2], [1, 3], [4, 6], [5, 7])
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            config = ParallelConfig(ep_size=4, sp_size=2, cp_size=2, dp_replicate_size=2)
+            meshes = build_meshes(config, CPU)
+            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert _members(meshes.cp, 0) == next(g for g in cp_groups if rank in g)
+            assert _members(meshes.sequence, 0) == [*range(rank // 4 * 4, rank // 4 * 4 + 4)]
+            assert (meshes.ranks_per_batch, meshes.data_parallel_size) == (4, 2)
+            assert meshes.fit(config, CPU)
+            assert not meshes.fit(replace(config, cp_size=1), CPU)
+    with _as_rank(3, 4):
+        alone = build_meshes(ParallelConfig(cp_size=2), CPU)
+        assert _members(alone.sequence, 0) == _members(alone.cp, 0) == [2, 3]
+
+
+CP_REFUSED = [
+    ({"cp_size": 8, "dp_replicate_size": 2}, r"cp_size \(8\).*8 / 2 = 4.*try 1, 2, 4"),
+    ({"cp_size": 4, "sp_size": 4}, r"cp_size x sp_size = 4 x 4 \(16\).*8 / 1 = 8.*try 1, 2, 4, 8"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "match"), CP_REFUSED)
+def test_context_sizes_that_do_not_divide_the_world(sizes: dict[str, int], match: str) -> None:
+    with _as_rank(0, 8), pytest.raises(ValueError, match=match):
+        build_meshes(ParallelConfig(**sizes), CPU)
+
+
 def _by_nodes(node_size: int, **sizes: Any) -> ParallelConfig:
     return ParallelConfig(dispatcher="hierarchical", node_size=node_size, **sizes)
 

@@ -58,7 +58,8 @@ class Case:
     Attributes:
         steps: names of functions in `_STEPS` below, which are called in order with one Trainer.
         ep: the ep_size; with 0 the model stays stock.
-        sp: the sp_size, by which the per-device batch is multiplied.
+        sp, cp: the sp_size and cp_size, by which the per-device batch is multiplied.
+        shares: the number of ranks per batch, if the launch config sets it.
         lora: the rank of random adapters; 0 for none.
         lora_on: "both", "experts" or "attention".
         lora_after: attach the adapters after `patch`.
@@ -80,6 +81,8 @@ class Case:
     steps: tuple[str, ...] = ("train",)
     ep: int = 0
     sp: int = 1
+    cp: int = 1
+    shares: int = 1
     lora: int = 0
     lora_on: str = "both"
     lora_after: bool = False
@@ -304,7 +307,8 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
 
 
 def _arguments(case: Case, folder: Path) -> TrainingArguments:
-    batch_size = GLOBAL_BATCH * case.sp // int(os.environ.get("WORLD_SIZE", "1")) // case.split
+    sharing = case.sp * case.cp * case.shares
+    batch_size = GLOBAL_BATCH * sharing // int(os.environ.get("WORLD_SIZE", "1")) // case.split
     defaults = {
         "output_dir": os.fspath(folder),
         "use_cpu": True,
@@ -340,13 +344,13 @@ def _run(case: Case, folder: Path) -> Result:
     arguments = _arguments(case, folder)  # makes the process group that from_pretrained looks for
     model = _build(case, arguments.process_index)
     if case.ep and case.lora_after:
-        patch(model, ep_size=case.ep, sp_size=case.sp)
+        patch(model, ep_size=case.ep, sp_size=case.sp, cp_size=case.cp)
     if case.lora:
         seed = case.seed + 100 * arguments.process_index
         model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
     if case.ep and not case.lora_after:
         options = {"experts_dtype": case.held} if case.held else {}
-        patch(model, ep_size=case.ep, sp_size=case.sp, **options)
+        patch(model, ep_size=case.ep, sp_size=case.sp, cp_size=case.cp, **options)
     elif case.held:
         dequantise_experts(model, case.held)
     vision = case.rows == "vision"
