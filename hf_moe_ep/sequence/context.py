@@ -115,8 +115,8 @@ def _attend_to_gathered(
         if start < stop:
             call = next(calls)
             # The keys that were received are whole pieces; those of one call follow each other.
-            first = call.first + (pieces.index(call.first // context.piece)) * context.piece
-            first -= call.first // context.piece * context.piece
+            piece, offset = divmod(call.first, context.piece)
+            first = pieces.index(piece) * context.piece + offset
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
             outs.append(_run(stock, module, call, *args))
