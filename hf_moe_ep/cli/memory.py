@@ -298,7 +298,8 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
         f"{plan.active:,} active per token",
         f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
         f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}{context}; "
-        f"{options.dtype}, masters {options.masters}, optimizer {options.optimizer}{adapters}{experts}",
+        f"{options.dtype}, masters {options.masters}, optimizer {options.optimizer}{adapters}"
+        f"{experts}",
         "",
     ]
 
