@@ -270,10 +270,10 @@ def _check_loss(model: Any) -> None:
             f"this TRL's chunked loss adds the router's aux loss of each rank's own batch, which "
             f"differs from that of the global batch; {remedy}, or set router_aux_loss_coef=0.0"
         )
-    if (state.config.sp_size or 1) > 1:
+    if state.config.ranks_per_batch > 1:
         raise ValueError(
             f"this TRL's chunked loss compares the labels of whole sequences with the slices of "
-            f"sp_size={state.config.sp_size}; install trl>=1.15, or set sp_size=1"
+            f"{state.config.sequence_sizes}; install trl>=1.15, or set sp_size=1 and cp_size=1"
         )
 
 

@@ -165,7 +165,10 @@ def wrong_batches_are_refused(rank: int, world: int) -> None:
     assert "cp group [0, 1]" in report
     assert "cp rank i has the chunks i and 3 - i of 4 of each sequence" in report
     # 2 key-value heads of 8 values, in fp64.
-    assert "Attention): keys and values of all tokens; sends 256 bytes per token of" in report
+    assert (
+        "Attention): keys and values of all tokens all-gathered; sends 256 bytes per token of"
+        in report
+    )
 
 
 def keys_and_values_are_sent_once(rank: int, world: int) -> None:
