@@ -146,12 +146,14 @@ def _context(model: nn.Module, state: ModelState) -> list[str]:
 def _way(way: Way, cp_size: int, itemsize: int) -> str:
     what = "latents" if way.latents else "keys and values"
     tokens = "of all tokens" if way.window is None else f"of the last {way.window:,} tokens"
+    how = "sent to the ranks that see them" if way.window is not None else "all-gathered"
+    how = "sent from rank to rank" if way.ring else how
     sent = ""
     if way.width is not None:
         most = "" if way.window is None else "at most "
         number = (cp_size - 1) * way.width * itemsize
         sent = f"; sends {most}{number:,} bytes per token of its part, as much in backward"
-    return f"  context    {way.name} ({way.class_name}): {what} {tokens}{sent}"
+    return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 
 def _nodes(state: ModelState) -> str:

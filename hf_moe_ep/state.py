@@ -43,7 +43,7 @@ the row above.
     moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
     moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
-    sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
+    sequence/attach.py | mixers context forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
@@ -66,6 +66,8 @@ the row above.
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
+    sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents
+    sequence/ulysses.py | keys_are_gathered | the same, until the attention of the layer
     sequence/gather.py | other_documents separated now | calls and masks for packed rows; the mode
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
     vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
@@ -101,6 +103,7 @@ the row above.
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
+    sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
     upstream/models.py | cache_methods | names of the methods of Transformers' caches
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
@@ -108,6 +111,8 @@ the row above.
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
+    integrations/shared_batches.py | _hf_moe_ep_sequence_sizes | their sizes, for errors
+    upstream/training_frameworks.py | dp_shard_size setattr | of a ParallelismConfig, taken over
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's

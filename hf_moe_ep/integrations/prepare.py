@@ -44,7 +44,11 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.models import packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.trainers import check_sequence_parallelism, option_of_size
+from hf_moe_ep.upstream.trainers import (
+    check_sequence_parallelism,
+    has_option_of_size,
+    option_of_size,
+)
 from hf_moe_ep.upstream.training_frameworks import (
     count_as_shards,
     declare_fsdp,
@@ -270,10 +274,10 @@ def _check_loss(model: Any) -> None:
             f"this TRL's chunked loss adds the router's aux loss of each rank's own batch, which "
             f"differs from that of the global batch; {remedy}, or set router_aux_loss_coef=0.0"
         )
-    if (state.config.sp_size or 1) > 1:
+    if state.config.ranks_per_batch > 1:
         raise ValueError(
             f"this TRL's chunked loss compares the labels of whole sequences with the slices of "
-            f"sp_size={state.config.sp_size}; install trl>=1.15, or set sp_size=1"
+            f"{state.config.sequence_sizes}; install trl>=1.15, or set sp_size=1 and cp_size=1"
         )
 
 
@@ -290,7 +294,8 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
     `parallelism` become 1, so that Accelerate and the Trainer leave attention and batches alone.
 
     Raises:
-        ValueError: a model was patched with another size, or is sharded.
+        ValueError: a model was patched with another size, or is sharded; or the framework that runs
+            splits sequences by its own code.
     """
     if parallelism is None:
         return
@@ -300,6 +305,12 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
     for model in models if asked else ():
         state = find_state(model)
         assert state is not None and state.patch_alike is not None
+        for name, size in asked.items():
+            if has_option_of_size(name):
+                raise ValueError(
+                    f"{option_of_size(name)}={size}, which does not combine with a patched model; "
+                    f"set it to 1, and use {name} of hf_moe_ep"
+                )
         own = {name: getattr(state.config, name) or 1 for name in asked}
         if own == asked:
             continue

@@ -98,6 +98,12 @@ def sharing(accelerator: Accelerator) -> int:
     return getattr(accelerator, _SHARING, 1)
 
 
+def sequence_sizes(accelerator: Accelerator) -> str:
+    """Return the sizes for which ranks share a batch, for errors: "sp_size=2"."""
+    sizes: str = getattr(accelerator, _SIZES, "sp_size=1")
+    return sizes
+
+
 def prepare_data_loader(
     original: Original,
     self: Accelerator,
@@ -142,7 +148,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     if self.dispatch_batches:
         raise ValueError(
             f"dispatch_batches=True sends each rank a batch of its own, but with "
-            f"{getattr(self, _SIZES)} the ranks of a group share one batch; set "
+            f"{sequence_sizes(self)} the ranks of a group share one batch; set "
             f"dispatch_batches=False"
         )
     data_ranks = self.num_processes // sharing(self)
@@ -155,7 +161,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
-            f"with {getattr(self, _SIZES)} the ranks of a group share their samples; use "
+            f"with {sequence_sizes(self)} the ranks of a group share their samples; use "
             f"another strategy"
         )
     elif getattr(sampler, "generator", self) is None and data_ranks == 1:

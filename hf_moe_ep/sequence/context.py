@@ -115,17 +115,18 @@ def _attend_to_gathered(
         if start < stop:
             call = next(calls)
             # The keys that were received are whole pieces; those of one call follow each other.
-            first = call.first + (pieces.index(call.first // context.piece)) * context.piece
-            first -= call.first // context.piece * context.piece
+            piece, offset = divmod(call.first, context.piece)
+            first = pieces.index(piece) * context.piece + offset
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
             outs.append(_run(stock, module, call, *args))
     # Without any token, the empty tensors are the only paths from the output to queries, keys,
     # values and sinks. FSDP2 needs gradients for the same parameters on all ranks, and so does the
-    # exchange of keys and values.
+    # exchange of keys and values. The square saves a tensor for backward: a checkpoint without any
+    # would not be computed again, and the exchange in it would miss this rank.
     size = (len(query), 0, query.shape[1], value.shape[-1])
     sinks = kwargs.get("s_aux")
-    empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2)]
+    empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2).square()]
     empty += [] if sinks is None else [sinks.view(1, 1, -1, 1)[:, :0].to(value.dtype)]
     out_BSQW = torch.cat([*outs, *(x.expand(size) for x in empty)], 1)
     return functional.pad(out_BSQW, (0, 0, 0, 0, 0, context.local - out_BSQW.shape[1]))
@@ -214,6 +215,7 @@ class _PieceExchange:
             turn.
         ascending: the positions, among the pieces received from all ranks in turn, of those with
             ascending numbers.
+        send_counts, recv_counts: the numbers of pieces that each rank gets, or sends.
     """
 
     def __init__(self, context: Slice, needed: list[list[int]]) -> None:
@@ -227,13 +229,13 @@ class _PieceExchange:
         sent = [place for places in by_rank for place in places]
         self.sent = torch.tensor(sent, dtype=torch.int64)
         self.ascending = torch.tensor([received.index(n) for n in wanted], dtype=torch.int64)
-        self._send_counts, self._recv_counts = [*map(len, by_rank)], [*map(len, from_rank)]
+        self.send_counts, self.recv_counts = [*map(len, by_rank)], [*map(len, from_rank)]
 
     def send(self, pieces: Tensor) -> Tensor:
-        return self._exchange(pieces, self._send_counts, self._recv_counts)
+        return self._exchange(pieces, self.send_counts, self.recv_counts)
 
     def send_back(self, pieces: Tensor) -> Tensor:
-        return self._exchange(pieces, self._recv_counts, self._send_counts)
+        return self._exchange(pieces, self.recv_counts, self.send_counts)
 
     def _exchange(self, pieces: Tensor, send: list[int], receive: list[int]) -> Tensor:
         received = pieces.new_empty(sum(receive), *pieces.shape[1:])

@@ -146,6 +146,24 @@ def test_what_cannot_be_split_is_refused() -> None:
         plan("flash_attention_2", rows=2, position_ids=positions)
 
 
+def test_a_window_needs_only_the_pieces_in_front() -> None:
+    """Rows of 64 tokens have 8 pieces. A window of 5 tokens reaches into the previous piece, so
+    piece n is sent to the rank of piece n + 1: 0 -> 1, 1 -> 2, 2 -> 3, 4 -> 2, 5 -> 1, 6 -> 0.
+    """
+    whole = Slice(cast(Any, None), 0, 4, 64, order=zigzag_order(4))
+    module = attention("flash_attention_2")
+    calls = plan_calls(module, None, whole, {"sliding_window": 5}, 1, CPU)
+    needed = [_pieces_of(of_rank, 8) for of_rank in calls]
+    assert needed == [[0, 6, 7], [0, 1, 5, 6], [1, 2, 4, 5], [2, 3, 4]]
+    sent = []
+    for rank in range(4):
+        part = Slice(cast(Any, None), rank, 4, 64, order=zigzag_order(4))
+        exchange = _PieceExchange(part, needed)
+        to_others = [n for r, n in enumerate(exchange.send_counts) if r != rank]
+        sent.append(sum(to_others))
+    assert sent == [1, 2, 2, 1]
+
+
 def test_pieces_are_sent_to_the_ranks_that_need_them() -> None:
     """With a window of 3, rank 0 needs its pieces 0 and 3 and piece 2, and rank 1 all but 3."""
     needed = [_pieces_of(calls, 2) for calls in plan("flash_attention_2", sliding_window=3)]
