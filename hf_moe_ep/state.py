@@ -212,7 +212,7 @@ class ModelState:
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
-    # Set by sharding with ep_size > 1.
+    # Set by sharding with ep_size > 1 or etp_size > 1.
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.
     num_chunks: int | None = None
@@ -288,8 +288,10 @@ class ModelState:
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
+        if self.config.etp_size not in (None, 1):
+            setting = f", etp_size={self.config.etp_size}"
         if self.config.experts_dtype is not None:
-            setting = f", experts_dtype={self.config.experts_dtype!r}"
+            setting += f", experts_dtype={self.config.experts_dtype!r}"
             effect = ", and experts would not be quantised"
         return ValueError(
             f"this model was patched with ep_size={self.config.ep_size}, "

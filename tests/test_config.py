@@ -88,7 +88,7 @@ def test_defaults_are_the_public_contract() -> None:
 
 
 def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
-    assert resolve_config(None, {}) == ParallelConfig(1, 1, 1)
+    assert resolve_config(None, {}) == ParallelConfig(1, 1, 1, 1)
     asked = ParallelConfig(ep_size=4, ep_outside=True)
     assert resolve_config(asked, {}) == dataclasses.replace(asked, sp_size=1, dp_replicate_size=1)
     assert asked.sp_size is None  # the user's object is not touched
@@ -112,7 +112,7 @@ def test_overrides_are_checked_like_fields() -> None:
 def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", " 8 ")
     monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "1")
-    assert resolve_config(None, {}) == ParallelConfig(8, 1, 1)
+    assert resolve_config(None, {}) == ParallelConfig(8, 1, 1, 1)
     assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # an option of the script wins
     assert resolve_config(ParallelConfig(ep_size=1), {}).ep_size == 1
     assert ParallelConfig().ep_size is None  # the variable is read by resolve_config, not here
@@ -150,7 +150,7 @@ def test_sizes_of_the_environment_are_checked_like_fields(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size"])
 def test_a_size_above_1_needs_sharding(name: str) -> None:
-    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1).needs_sharding
+    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1, 1).needs_sharding
     assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
 
 
