@@ -159,6 +159,13 @@ def find_apart(model: nn.Module) -> dict[int, int]:
     }
 
 
+def names_apart(model: nn.Module) -> dict[str, int]:
+    """Return `find_apart` by the names of the parameters."""
+    apart = find_apart(model)
+    named = model.named_parameters() if apart else ()
+    return {canonical_name(name): apart[id(p)] for name, p in named if id(p) in apart}
+
+
 def stock_shape(shape: torch.Size | tuple[int, ...], apart: int | None) -> tuple[int, ...]:
     """Return the stock shape of a held tensor, whose stock dim `apart` is held as two dims."""
     if apart is None:

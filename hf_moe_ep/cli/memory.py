@@ -283,11 +283,12 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
             f"; experts in {config.experts_dtype}{nested}, {plan.expert_bytes:.4f} bytes per "
             f"parameter"
         )
+    etp = "" if config.etp_size in (None, 1) else f" x etp {config.etp_size}"
     return [
         f"{options.model}: {plan.total:,} parameters, {plan.trained:,} trained, "
         f"{plan.active:,} active per token",
         f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
-        f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}; {options.dtype}, "
+        f"{plan.ep_fsdp_size} x ep {config.ep_size}{etp}, sp {config.sp_size}; {options.dtype}, "
         f"masters {options.masters}, optimizer {options.optimizer}{adapters}{experts}",
         "",
     ]

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from support.adapters import with_lora
+from support.adapters import EXPERTS, with_lora
 from support.architectures import tiny as tiny_of
 from support.architectures.steps import adamw
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.hub_files import assert_equal, read_all
-from support.parity import whole_parameters, whole_state
+from support.launched import launched, prepared
+from support.parity import full_tensor, whole_parameters, whole_state
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 
@@ -29,7 +31,8 @@ from hf_moe_ep import (
     save_checkpoint,
     save_pretrained,
 )
-from hf_moe_ep.etp import stock_parts
+from hf_moe_ep.checkpoints.training.base import describe_base
+from hf_moe_ep.etp import in_stock_shapes, stock_parts
 from hf_moe_ep.state import patched_state
 
 SIZES = {"ep_size": 2, "etp_size": 2}
@@ -121,6 +124,84 @@ RESUME = [
 
 @pytest.mark.parametrize("claim", RESUME)
 def test_a_run_goes_on_at_any_layout(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _quantised_alike(kind: str, rank: int, world: int, folder: str) -> None:
+    """Each rank reads and quantises its part; bytes and hashes are those of a whole matrix."""
+    files = Path(folder, "files")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "initializer_range": 0.09}
+    stock = tiny(dtype=torch.bfloat16, **sizes)
+    if rank == 0:
+        stock.save_pretrained(files)
+    dist.barrier()
+    lora = LoraConfig(r=2, target_parameters=list(EXPERTS))
+    bases, tensors = [], []
+    for layout in ({"ep_size": 2}, {"ep_size": 2, "etp_size": 2}, {"etp_size": 4}, {"etp_size": 2}):
+        read = from_pretrained(files, peft_config=lora, experts_dtype=kind, **layout)
+        later = apply_ep_fsdp2(
+            get_peft_model(tiny(dtype=torch.bfloat16, **sizes), lora), experts_dtype=kind, **layout
+        )
+        for model in (read, later):
+            bases.append(describe_base(model)["hashes"])
+            whole = in_stock_shapes(
+                model,
+                {
+                    name: full_tensor(p)
+                    for name, p in model.named_parameters()
+                    if "lora_" not in name and ".experts." in name
+                },
+            )
+            tensors.append(whole)
+    assert len(tensors[0]) == 8
+    for hashes, whole in zip(bases, tensors, strict=True):
+        assert hashes == bases[0]
+        for name, value in whole.items():
+            assert torch.equal(value, tensors[0][name]), name
+
+
+QUANTISED = [
+    Check(kind, 4, partial(_quantised_alike, kind), slow=True).as_parameter()
+    for kind in ("nf4", "fp8")
+]
+
+
+@pytest.mark.parametrize("claim", QUANTISED)
+def test_quantised_parts_are_those_of_whole_matrices(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _states_of_accelerate(rank: int, world: int, folder: str) -> None:
+    """Accelerate's states, which the Trainer saves as well, are loaded at other layouts."""
+    layouts = [SIZES, {"ep_size": 4}, {"etp_size": 4}, {"ep_size": 1}, FEW]
+    old: dict[str, Tensor] = {}
+    for number, sizes in enumerate(layouts):
+        with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+            start = tiny(dtype=torch.float32, seed=number)
+            accelerator, model, optimizer = prepared(start, **sizes)
+            if number:
+                accelerator.load_state(Path(folder, str(number - 1)))
+                new = whole_state(model, optimizer.optimizer)
+                assert new.keys() == old.keys()
+                for name, value in new.items():
+                    assert torch.equal(value, old[name]), f"{sizes}: {name}"
+            else:
+                accelerator.backward(model(**batch(model, 2, 7, seed=rank)).loss)
+                optimizer.step()
+            accelerator.save_state(Path(folder, str(number)))
+            old = whole_state(model, optimizer.optimizer)
+            whole = accelerator.get_state_dict(model)
+            if rank == 0:
+                stock = tiny(dtype=torch.float32)
+                stock.load_state_dict(whole)
+    with launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"):
+        accelerator, *_ = prepared(tiny(dtype=torch.float32), **SIZES)
+        with pytest.raises(ValueError, match=r"FULL_STATE_DICT .* etp_size > 1"):
+            accelerator.save_state(Path(folder, "full"))
+
+
+@pytest.mark.parametrize("claim", on_ranks(4, _states_of_accelerate, slow=True))
+def test_states_of_accelerate_are_loaded_at_any_layout(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
