@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 _PREFIX = "HF_MOE_EP_"
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
-_EXPERTS_DTYPES = (None, "nf4", "fp8")
+EXPERTS_DTYPES = ("nf4", "fp8")
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
@@ -162,7 +162,7 @@ class ParallelConfig:
             check_choice(name, getattr(self, name), (False, True))
         _check_rate("bias_update_rate", self.bias_update_rate)
         check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
-        check_choice("experts_dtype", self.experts_dtype, _EXPERTS_DTYPES)
+        check_choice("experts_dtype", self.experts_dtype, (None, *EXPERTS_DTYPES))
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         check_choice("fused_loss", self.fused_loss, _FUSED_LOSS)
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)

@@ -15,18 +15,22 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.ops.quantised import KINDS
-from hf_moe_ep.planner.config import LORA_TARGETS, find_config, published_configs
-from hf_moe_ep.planner.held import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
+from hf_moe_ep.config import EXPERTS_DTYPES, ParallelConfig
+from hf_moe_ep.planner.options import (
+    LORA_TARGETS,
+    MASTERS,
+    NOT_COUNTED,
+    OPTIMIZERS,
+    STEP_NOT_COUNTED,
+    published_configs,
+)
 from hf_moe_ep.planner.shrink import shrink
-from hf_moe_ep.planner.step import NOT_COUNTED as STEP_NOT_COUNTED
-from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
-from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
+
+if TYPE_CHECKING:
+    from hf_moe_ep.planner.held import MemoryPlan
+    from hf_moe_ep.planner.step import StepPlan
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DEFAULT = "default: %(default)s"
@@ -76,7 +80,7 @@ def add_parser(subparsers: Any) -> None:
         default="bfloat16",
         help=f"dtype of the model; {_DEFAULT}",
     )
-    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
     add("--double-quant", action="store_true", help="quantise the NF4 scales as well")
     add(
         "--masters",
@@ -106,6 +110,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: arguments are wrong or missing, or `plan_memory` or `plan_step` raised it.
     """
+    from hf_moe_ep.planner.held import plan_memory
+
     _check_options(options)
     settings = vars(options) | {"batch": _batch_per_rank(options)}
     plan = plan_memory(options.model, **_layout_arguments(settings))
@@ -125,6 +131,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.gpus is None:
+        from hf_moe_ep.planner.config import find_config
+
         missing = "memory needs --gpus, the number of GPUs; try --gpus 8"
         try:
             find_config(options.model)
@@ -175,6 +183,8 @@ def _batch_per_rank(options: argparse.Namespace) -> int:
 
 def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that `plan_memory` and `plan_step` have in common."""
+    import torch
+
     parallel = ParallelConfig(
         ep_size=settings["ep"],
         sp_size=settings["sp"],
@@ -191,6 +201,8 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
+    from hf_moe_ep.planner.step import Batch, plan_step
+
     batch = Batch(
         settings["seq"],
         settings["batch"],
@@ -220,6 +232,9 @@ def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
+    from hf_moe_ep.planner.config import find_config
+    from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
+
     memory = settings["gpu_memory"]
     limit = int(memory * _GIB)
     left = limit - step.peak

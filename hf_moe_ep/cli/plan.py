@@ -13,11 +13,10 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_moe_ep.cli.progress import Progress
-from hf_moe_ep.ops.quantised import KINDS
-from hf_moe_ep.planner.config import LORA_TARGETS, published_configs
+from hf_moe_ep.config import EXPERTS_DTYPES
 from hf_moe_ep.planner.hardware import (
     ASSUMED,
     Hardware,
@@ -25,11 +24,17 @@ from hf_moe_ep.planner.hardware import (
     find_hardware,
     known_hardware,
 )
-from hf_moe_ep.planner.held import OPTIMIZERS
-from hf_moe_ep.planner.search import NODE, Asked, Found, Layout, Planned, find_layouts
-from hf_moe_ep.planner.seconds import StepTime
-from hf_moe_ep.planner.step import NOT_COUNTED
-from hf_moe_ep.planner.work import PURPOSES
+from hf_moe_ep.planner.options import (
+    LORA_TARGETS,
+    NODE,
+    OPTIMIZERS,
+    STEP_NOT_COUNTED,
+    published_configs,
+)
+
+if TYPE_CHECKING:
+    from hf_moe_ep.planner.search import Asked, Found, Layout, Planned
+    from hf_moe_ep.planner.seconds import StepTime
 
 _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
@@ -109,7 +114,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
-    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
     add(
         "--compile-layers",
@@ -172,6 +177,8 @@ def run(options: argparse.Namespace) -> int:
         )
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     extra |= {"compile_layers": True} if options.compile_layers else {}
+    from hf_moe_ep.planner.search import Asked, find_layouts
+
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
     request = Asked(
@@ -340,7 +347,7 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         lines.append(
             f"training would refuse {len(result.illegal)} layouts, the first with the error: {why}"
         )
-    lines.append(f"memory that is not counted: {', '.join(NOT_COUNTED)}")
+    lines.append(f"memory that is not counted: {', '.join(STEP_NOT_COUNTED)}")
     if request.hardware is None:
         lines += [
             "Add --gpu NAME to plan seconds as well.",
@@ -413,6 +420,8 @@ def _about_seconds(hardware: Hardware) -> list[str]:
 
 
 def _row(planned: Planned) -> tuple[str, ...]:
+    from hf_moe_ep.planner.work import PURPOSES
+
     layout, time = planned.layout, planned.time
     cells = (
         f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
@@ -437,6 +446,8 @@ def _etp(layout: Layout) -> str:
 
 def _why(planned: Planned, result: Found, request: Asked) -> str:
     """Return why a layout is not the best: its memory, or the part of the step that is slower."""
+    from hf_moe_ep.planner.work import PURPOSES
+
     if planned.left < 0:
         return f"does not fit by {-planned.left / _GIB:.1f} GiB"
     best, time = result.fit[0], planned.time

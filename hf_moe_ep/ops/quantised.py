@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("nf4", "fp8")
 # The values of the 16 nf4 codes (arXiv 2305.14314, appendix E), with the digits of fp32.
 NF4_CODES = (
     -1.0,
@@ -76,7 +75,7 @@ class Quantisation:
     """The format in which expert matrices are stored.
 
     Attributes:
-        kind: one of KINDS.
+        kind: "nf4" or "fp8".
         nested: whether the scales of nf4 are quantised as well.
     """
 

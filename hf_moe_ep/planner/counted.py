@@ -210,7 +210,7 @@ def _begin_at_layers(layers: Sequence[nn.Module], begin: Callable[[str], None]) 
 def make_optimizer(
     name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
 ) -> torch.optim.Optimizer:
-    """Make the optimizer `name` of `held.OPTIMIZERS` for the trainable parameters.
+    """Make the optimizer `name` of `options.OPTIMIZERS` for the trainable parameters.
 
     The optimizer updates all parameters at once (foreach), which is torch's default on a GPU. With
     `on_host` the parameters are on the host, where torch updates one parameter after the other.

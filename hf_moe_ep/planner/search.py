@@ -44,14 +44,12 @@ from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.extrapolate import FEW, layers_to_run, with_layers
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
+from hf_moe_ep.planner.options import NODE
 from hf_moe_ep.planner.seconds import StepTime, step_time
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
-# GPUs per node. By default, ep and sp groups stay inside a node, and a replica (HSDP) has the GPUs
-# of one node or of all nodes.
-NODE = 8
 CLOSER_LOOK = 3
 FAR = 2
 CHUNKS = (2, 4)

@@ -48,13 +48,6 @@ from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_co
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
-NOT_COUNTED = (
-    "workspace of kernels and communication libraries",
-    "the CUDA context",
-    "memory that the allocator reserves but does not hand out",
-    "pictures and sound",
-)
-
 
 @dataclass(frozen=True)
 class Batch:

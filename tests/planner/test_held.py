@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.planner.config import find_config, meta_model, published_configs
+from hf_moe_ep.planner.config import find_config, meta_model
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
+from hf_moe_ep.planner.options import published_configs
 from hf_moe_ep.state import STATE, quantised_matrices
 
 H = 32
