@@ -137,6 +137,7 @@ the row above.
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
+    checkpoints/storage/planner.py | DefaultLoadPlanner | the same, for loads
     checkpoints/convert.py | read_metadata | of one reader, for its life
     planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support import parity
 from support.adapters import with_lora
+from support.architectures.adapted import build_adapted
 from support.architectures.steps import adamw, assert_same_step, build
 from support.checks import Check, Found
 from support.parity import Case, on_ranks
@@ -91,6 +92,26 @@ def _trains_like_stock(model_type: str, sizes: dict[str, int], rank: int, world:
     optimizers = adamw(model), adamw(stock)
     for step in range(3):
         assert_same_step(f"{model_type} step {step}", (model, stock), optimizers, seed=7 * step)
+
+
+def _adapters_train_like_peft(model_type: str, rank: int, world: int) -> None:
+    model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
+    apply_ep_fsdp2(model, ep_size=2, etp_size=2)
+    optimizers = adamw(model), adamw(stock)
+    for step in range(3):
+        assert_same_step(f"{model_type} step {step}", (model, stock), optimizers, seed=7 * step)
+
+
+# Interleaved and transposed; transposed, and PEFT takes the matrices for [out, in]; no gate.
+ADAPTED = [
+    Check(name, 4, partial(_adapters_train_like_peft, name), slow=True).as_parameter()
+    for name in ("gpt_oss", "llama4_text", "nemotron_h")
+]
+
+
+@pytest.mark.parametrize("claim", ADAPTED)
+def test_adapters_of_types_equal_stock_peft(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 OF_TYPES = [
