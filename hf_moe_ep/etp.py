@@ -3,7 +3,7 @@
 The ranks of an etp group share the same experts. Each rank has a part of the hidden units of every
 expert (F, see `moe/layer.py`): the same rows of gate and of up, and the columns of down that belong
 to them. A row of hidden states is sent to all ranks of its expert. Each rank computes its part of
-the result, and combine adds up the parts. For rank 1 of 2:
+the result, rounds it to the dtype of the rows, and combine adds up the parts. For rank 1 of 2:
 
     tensor                            this rank has              placement on the axis etp
     gate_up_proj [E, 2F, H]           rows F/2 .. F-1 of gate    held as [E, 2, F, H], Shard(2)

@@ -69,13 +69,14 @@ LORA = [
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(FOUR_RANKS + LORA[:1]))
+@pytest.mark.parametrize("claim", on_ranks(FOUR_RANKS[:1] + LORA[:1]))
 def test_ranks_that_share_experts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(TWO_RANKS + FOUR_RANKS_MORE + EIGHT_RANKS + LORA[1:], slow=True)
+    "claim",
+    on_ranks(TWO_RANKS + FOUR_RANKS[1:] + FOUR_RANKS_MORE + EIGHT_RANKS + LORA[1:], slow=True),
 )
 def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
