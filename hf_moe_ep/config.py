@@ -50,6 +50,11 @@ class ParallelConfig:
             values of the others (context parallelism), so the number of heads does not limit
             `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
             must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
+        etp_size: the number of consecutive ranks that share each expert (expert tensor
+            parallelism): each has a part of the hidden units of its experts, and their results are
+            added up. For a model with few, large experts, on more ranks than it has experts.
+            It must divide the hidden size of an expert, and `ep_size * etp_size` must divide
+            `world_size / dp_replicate_size`. None: HF_MOE_EP_ETP_SIZE, or 1.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
@@ -118,6 +123,7 @@ class ParallelConfig:
     sp_size: int | None = None
     dp_replicate_size: int | None = None
     cp_size: int | None = None
+    etp_size: int | None = None
     experts_backend: str = "auto"
     experts_dtype: str | None = None
     experts_double_quant: bool = False
@@ -142,6 +148,7 @@ class ParallelConfig:
             "sp_size",
             "cp_size",
             "dp_replicate_size",
+            "etp_size",
             "max_tokens_per_rank",
             "node_size",
             "deepep_num_sms",
@@ -183,6 +190,7 @@ class ParallelConfig:
                 f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
             )
         self._check_experts_dtype()
+        self._check_etp()
         if not isinstance(self.compile_layers, bool | str | dict):
             raise ValueError(
                 f"compile_layers={self.compile_layers!r} is unknown; use False, True, the name of "
@@ -202,6 +210,26 @@ class ParallelConfig:
                 f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
             )
 
+    def _check_etp(self) -> None:
+        if (self.etp_size or 1) == 1:
+            return
+        if self.experts_backend == "eager":
+            raise ValueError(
+                f"experts_backend='eager' needs whole experts on every rank and cannot run with "
+                f"etp_size={self.etp_size}; use experts_backend='auto', or etp_size=1"
+            )
+        if self.expert_shard_dim == 1:
+            raise ValueError(
+                f"expert_shard_dim=1 and etp_size={self.etp_size} would both cut dim 1 of expert "
+                f"weights; leave out expert_shard_dim, and FSDP2 shards another dim"
+            )
+        if self.experts_double_quant:
+            raise ValueError(
+                f"experts_double_quant=True quantises the scales of a whole matrix together, and "
+                f"with etp_size={self.etp_size} no rank has a whole matrix; use "
+                f"experts_dtype='nf4' without experts_double_quant, or etp_size=1"
+            )
+
     @property
     def compile_kwargs(self) -> dict[str, Any] | None:
         """The keyword arguments for `torch.compile`; None if no layers are to be compiled."""
@@ -214,8 +242,14 @@ class ParallelConfig:
     @property
     def needs_sharding(self) -> bool:
         """True if these settings would have no effect on a model that is not sharded."""
-        sizes = (self.ep_size or 1, self.ranks_per_batch, self.dp_replicate_size or 1)
-        return max(sizes) > 1 or self.experts_dtype is not None
+        sizes = (
+            self.ep_size,
+            self.etp_size,
+            self.sp_size,
+            self.cp_size,
+            self.dp_replicate_size,
+        )
+        return max(size or 1 for size in sizes) > 1 or self.experts_dtype is not None
 
     @property
     def ranks_per_batch(self) -> int:
@@ -325,6 +359,7 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
         dp_replicate_size=config.dp_replicate_size
         or _size_from_environment("HF_MOE_EP_DP_REPLICATE_SIZE")
         or 1,
+        etp_size=config.etp_size or _size_from_environment("HF_MOE_EP_ETP_SIZE") or 1,
     )
 
 

@@ -104,16 +104,31 @@ def _layout(state: ModelState) -> str:
         return (
             f"  layout     not sharded yet; asks for ep_size {config.ep_size}, sp_size "
             f"{config.sp_size}, {_asked_cp(state)}dp_replicate_size {config.dp_replicate_size}"
+            + (f", etp_size {config.etp_size}" if config.etp_size not in (None, 1) else "")
         )
-    ep_ranks = meshes.ep.mesh.tolist()
+    group = "ep" if meshes.etp_size == 1 else "dispatch"
     local = state.num_experts // meshes.ep_size
     first = meshes.ep_rank * local
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
-        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}; this rank: experts {first} .. "
-        f"{first + local - 1}, ep group {ep_ranks}{_nodes(state)}, sp group "
+        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}{_etp(state)}; this rank: "
+        f"{_part(state)}experts {first} .. {first + local - 1}, {group} group "
+        f"{meshes.dispatch.mesh.tolist()}{_nodes(state)}, sp group "
         f"{meshes.sp.mesh.tolist()}{_cp_group(state)}"
     )
+
+
+def _etp(state: ModelState) -> str:
+    meshes = state.meshes
+    return "" if meshes is None or meshes.etp_size == 1 else f" x etp {meshes.etp_size}"
+
+
+def _part(state: ModelState) -> str:
+    """Return which part of its experts this rank has; "" if it has whole experts."""
+    meshes = state.meshes
+    if meshes is None or meshes.etp_size == 1:
+        return ""
+    return f"part {meshes.etp_rank} of {meshes.etp_size} of "
 
 
 def _asked_cp(state: ModelState) -> str:
@@ -159,10 +174,10 @@ def _way(way: Way, cp_size: int, itemsize: int) -> str:
 def _nodes(state: ModelState) -> str:
     """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
     meshes = state.meshes
-    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.ep_size == 1:
+    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
-    in_node = ranks_in_node([meshes.ep.mesh.tolist()], meshes.node_size)
-    grid = f"{meshes.ep_size // in_node} x {in_node}"
+    in_node = ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)
+    grid = f"{meshes.dispatch.size() // in_node} x {in_node}"
     if meshes.nodes is None:
         return f" (nodes x ranks: {grid}, so hierarchical dispatch is the same as all_to_all)"
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"

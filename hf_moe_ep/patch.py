@@ -191,7 +191,13 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     world_size = world_size_of_launch()
     if world_size > 1:
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
-        check_world(*sizes, world_size, config.sp_size or 1, config.cp_size or 1)
+        check_world(
+            *sizes,
+            world_size,
+            sp_size=config.sp_size or 1,
+            cp_size=config.cp_size or 1,
+            etp_size=config.etp_size or 1,
+        )
     return parts
 
 

@@ -142,6 +142,7 @@ the row above.
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
+    checkpoints/storage/planner.py | DefaultLoadPlanner | the same, for loads
     checkpoints/convert.py | read_metadata | of one reader, for its life
     planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted
@@ -217,7 +218,7 @@ class ModelState:
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
-    # Set by sharding with ep_size > 1.
+    # Set by sharding with ep_size > 1 or etp_size > 1.
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.
     num_chunks: int | None = None
@@ -297,8 +298,9 @@ class ModelState:
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
-        if (self.config.cp_size or 1) > 1:
-            setting = f", cp_size={self.config.cp_size}"
+        for name in ("cp_size", "etp_size"):
+            if (size := getattr(self.config, name) or 1) > 1:
+                setting += f", {name}={size}"
         if self.config.experts_dtype is not None:
             setting += f", experts_dtype={self.config.experts_dtype!r}"
             effect = ", and experts would not be quantised"

@@ -12,7 +12,7 @@ NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
 BAD_VALUES = [
     *(
         ({name: size}, name)
-        for name in ("ep_size", "sp_size", "dp_replicate_size", "cp_size")
+        for name in ("ep_size", "sp_size", "dp_replicate_size", "cp_size", "etp_size")
         for size in NO_SIZES
     ),
     ({"experts_backend": "cuda"}, "experts_backend='cuda'.*'auto', 'eager', 'torch', 'triton'"),
@@ -66,6 +66,7 @@ def test_defaults_are_the_public_contract() -> None:
         "sp_size": None,
         "dp_replicate_size": None,
         "cp_size": None,
+        "etp_size": None,
         "experts_backend": "auto",
         "dispatcher": "all_to_all",
         "node_size": None,
@@ -89,14 +90,14 @@ def test_defaults_are_the_public_contract() -> None:
 
 
 def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
-    assert resolve_config(None, {}) == ParallelConfig(1, 1, 1, 1)
+    assert resolve_config(None, {}) == ParallelConfig(1, 1, 1, 1, 1)
     asked = ParallelConfig(ep_size=4, ep_outside=True)
     assert resolve_config(asked, {}) == dataclasses.replace(
-        asked, sp_size=1, dp_replicate_size=1, cp_size=1
+        asked, sp_size=1, dp_replicate_size=1, cp_size=1, etp_size=1
     )
     assert asked.sp_size is None  # the user's object is not touched
     assert resolve_config(asked, {"ep_size": 2, "expert_shard_dim": 0}) == ParallelConfig(
-        2, 1, 1, 1, ep_outside=True, expert_shard_dim=0
+        2, 1, 1, 1, 1, ep_outside=True, expert_shard_dim=0
     )
 
 
@@ -115,7 +116,7 @@ def test_overrides_are_checked_like_fields() -> None:
 def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", " 8 ")
     monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "1")
-    assert resolve_config(None, {}) == ParallelConfig(8, 1, 1, 1)
+    assert resolve_config(None, {}) == ParallelConfig(8, 1, 1, 1, 1)
     assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # an option of the script wins
     assert resolve_config(ParallelConfig(ep_size=1), {}).ep_size == 1
     assert ParallelConfig().ep_size is None  # the variable is read by resolve_config, not here
@@ -151,9 +152,9 @@ def test_sizes_of_the_environment_are_checked_like_fields(monkeypatch: pytest.Mo
         resolve_config(ParallelConfig(experts_backend="eager"), {})
 
 
-@pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size", "cp_size"])
+@pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size", "cp_size", "etp_size"])
 def test_a_size_above_1_needs_sharding(name: str) -> None:
-    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1, 1).needs_sharding
+    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1, 1, 1).needs_sharding
     assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
 
 

@@ -95,6 +95,12 @@ def add_parser(subparsers: Any) -> None:
         help=f"ep_size; default: powers of two up to {NODE}",
     )
     add(
+        "--etp",
+        type=int,
+        metavar="N",
+        help="etp_size; default: 1, larger for models with fewer experts than ranks share them",
+    )
+    add(
         "--sp",
         type=int,
         metavar="N",
@@ -150,8 +156,18 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    names = ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "cp", "dp_replicate", "train_tokens")
-    for name in names:
+    for name in (
+        "gpus",
+        "gpu_memory",
+        "seq",
+        "batch",
+        "ep",
+        "etp",
+        "sp",
+        "cp",
+        "dp_replicate",
+        "train_tokens",
+    ):
         value = getattr(options, name)
         if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
@@ -186,6 +202,7 @@ def run(options: argparse.Namespace) -> int:
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
         options.cp,
+        options.etp,
     )
     result = find_layouts(request)
     if options.json:
@@ -397,7 +414,7 @@ def _shares(time: StepTime) -> str:
 
 # Explanations of the table's columns.
 _LEGEND = {
-    "ep": "ep_size: ranks over which the experts are split",
+    "ep": "ep_size: ranks over which the experts are split; x etp: ranks that share each expert",
     "sp": "sp_size: ranks over which a sequence is split",
     "cp": "cp_size: groups of sp_size ranks over which a sequence is split in attention as well",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
@@ -433,7 +450,7 @@ def _row(planned: Planned, with_cp: bool) -> tuple[str, ...]:
 
     layout, time = planned.layout, planned.time
     cells = (
-        f"{layout.ep}" + " by node" * (layout.node_size is not None),
+        f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
         str(layout.sp),
         *[str(layout.cp)] * with_cp,
         *(str(size) for size in (layout.dp_replicate, layout.chunks)),
@@ -449,6 +466,10 @@ def _row(planned: Planned, with_cp: bool) -> tuple[str, ...]:
     exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
     rate = f"{time.tokens_per_second_per_gpu:.4g}"
     return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
+
+
+def _etp(layout: Layout) -> str:
+    return "" if layout.etp == 1 else f" x etp {layout.etp}"
 
 
 def _why(planned: Planned, result: Found, request: Asked) -> str:

@@ -15,7 +15,7 @@ compared when the state is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -32,6 +32,7 @@ from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_
 from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
+from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -198,7 +199,9 @@ def get_state_dict(
     """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does."""
     with experts_in_hub_order(model):
         state_dict = original(self, model, *args, **kwargs)
-    return state_dict if find_state(model) is None else pack_factors(model, state_dict)
+    if find_state(model) is None:
+        return state_dict
+    return pack_factors(model, in_stock_shapes(model, state_dict))
 
 
 def get_model_state_dict(
@@ -268,6 +271,21 @@ def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 def _has_quantised_experts(model: nn.Module) -> bool:
     return any(True for _ in quantised_matrices(model))
+
+
+def check_state_dict_type(accelerator: Accelerator, apart: Mapping[str, int]) -> None:
+    """Raise ValueError if Accelerate would save whole tensors of a model that holds some apart.
+
+    Accelerate then writes the optimizer's state with torch.save, in the shapes of this layout.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    kind = getattr(getattr(plugin, "state_dict_type", None), "name", "")
+    if apart and kind != "SHARDED_STATE_DICT":
+        raise ValueError(
+            f"fsdp_state_dict_type {kind} saves optimizer states in the shapes of this layout, and "
+            f"with etp_size > 1 gate and up are held apart ({next(iter(apart))}); set "
+            f"fsdp_state_dict_type: SHARDED_STATE_DICT"
+        )
 
 
 def write_bases(models: Iterable[nn.Module], folder: Path) -> None:

@@ -62,8 +62,8 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     size = state.config.ranks_per_batch
     if size == sharing(accelerator):
         return
-    sizes = state.config.sp_size or 1, state.config.cp_size or 1
-    check_world(1, 1, launched_world_size(), *sizes)
+    sp_size, cp_size = state.config.sp_size or 1, state.config.cp_size or 1
+    check_world(1, 1, launched_world_size(), sp_size=sp_size, cp_size=cp_size)
     if prepared_loaders(accelerator):
         raise ValueError(
             f"{state.config.sequence_sizes}: this Accelerator prepared a data loader before it saw "

@@ -3,11 +3,13 @@
     found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
-A layout has an ep_size, sp_size, cp_size and dp_replicate_size (together a grid), a number of
-sequences per forward of a data rank (gradient accumulation covers its other sequences),
-dispatch_chunks, and activation checkpointing or not. The sizes to try are powers of two. Training's
-own code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
-Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
+A layout has an ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid), a
+number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
+dispatch_chunks, and activation checkpointing or not. The experts are split over powers of two of
+ranks; where this is more than ep_size can be, because the model has few experts, etp_size ranks
+share each expert. The other sizes to try are powers of two. Training's own code decides if it
+accepts a grid: it patches and shards a few layers over a fake process group. Memory is planned by
+`step.py` and, if hardware is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
@@ -30,6 +32,7 @@ first, then those with more sequences per forward, then those with more memory l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +67,8 @@ class Asked:
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
         ep, sp, dp_replicate, cp: the size to try; None tries several sizes.
+        etp: the etp_size to try; None tries the sizes with which the experts of a model with few
+            experts are split over as many ranks as those of other models.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -84,6 +89,7 @@ class Asked:
     hardware: Hardware | None = None
     on_plan: Callable[[Layout], None] = lambda _: None
     cp: int | None = None
+    etp: int | None = None
 
     @property
     def node(self) -> int:
@@ -100,6 +106,7 @@ class Layout:
         accumulated: forwards per optimizer step (gradient accumulation).
         chunks: dispatch_chunks.
         node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
+        etp: etp_size.
     """
 
     ep: int
@@ -111,6 +118,7 @@ class Layout:
     chunks: int = 1
     node_size: int | None = None
     cp: int = 1
+    etp: int = 1
 
     @property
     def ranks_per_batch(self) -> int:
@@ -124,6 +132,7 @@ class Layout:
             "sp_size": self.sp,
             "dp_replicate_size": self.dp_replicate,
             "cp_size": self.cp,
+            "etp_size": self.etp,
             "dispatch_chunks": self.chunks,
         }
         if self.node_size is not None:
@@ -175,15 +184,16 @@ def find_layouts(asked: Asked) -> Found:
         ValueError: training accepts no layout; the message is the reason of the first refusal.
     """
     result, few = Found([], [], {}), None
+    num_experts = _count_experts(asked)
     sps = [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]
     for sp in sps:
-        few = _plan_grids(asked, sp, asked.cp or 1, result, few)
+        few = _plan_grids(asked, sp, asked.cp or 1, num_experts, result, few)
         if result.fit:
             break
     if not result.fit and asked.cp is None:
         sp = max((planned.layout.sp for planned in result.too_large), default=1)
         for cp in _powers_of_two(asked.gpus // sp):
-            few = _plan_grids(asked, sp, cp, result, few)
+            few = _plan_grids(asked, sp, cp, num_experts, result, few)
             if result.fit:
                 break
     if not (result.fit or result.too_large):
@@ -192,7 +202,7 @@ def find_layouts(asked: Asked) -> Found:
     for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
         _look_closer(planned, asked, few, result)
     if asked.hardware:
-        with_ep = [planned for planned in result.fit if planned.layout.ep > 1]
+        with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
         for fastest in sorted(with_ep, key=_seconds)[:1]:
             for chunks in CHUNKS:
                 _add(_plan(replace(fastest.layout, chunks=chunks), asked, few), result)
@@ -202,14 +212,14 @@ def find_layouts(asked: Asked) -> Found:
 
 
 def _plan_grids(
-    asked: Asked, sp: int, cp: int, result: Found, few: tuple[int, ...] | None
+    asked: Asked, sp: int, cp: int, num_experts: int, result: Found, few: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
     """Add the plans of all grids of an sp_size and a cp_size to `result`.
 
     Returns the numbers of layers that plans run; None if training accepted no grid yet.
     """
     far = set()
-    for layout in _grids(asked, sp, cp):
+    for layout in _grids(asked, sp, cp, num_experts):
         if layout.dp_replicate in far:
             continue
         reason = refusal(layout, asked)
@@ -325,15 +335,38 @@ def received_per_layer(layout: Layout, asked: Asked) -> int | None:
     return (layout.cp - 1) * tokens * max(widths) * request.dtype.itemsize
 
 
-def _grids(asked: Asked, sp: int, cp: int) -> Iterator[Layout]:
+def _count_experts(asked: Asked) -> int:
+    """Return the number of experts of a layer; 0 if the model cannot be patched."""
+    request = _request(Layout(1, 1, 1), replace(asked, parallel={}))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            request = replace(request, config=with_layers(request.config, FEW[-1]))
+            return Unsharded.of(request).state.num_experts
+    except ValueError:
+        return 0
+
+
+def _split_experts(ep: int, asked: Asked, num_experts: int) -> tuple[int, int]:
+    """Return (ep_size, etp_size) that split the experts over `ep` ranks.
+
+    If the model has too few experts for an ep_size of `ep`, several ranks share each expert.
+    """
+    if asked.ep is not None or asked.etp is not None or not num_experts:
+        return ep, asked.etp or 1
+    whole = math.gcd(ep, num_experts)
+    return whole, ep // whole
+
+
+def _grids(asked: Asked, sp: int, cp: int, num_experts: int) -> Iterator[Layout]:
     """Yield the grids of an sp_size and a cp_size: one sequence per forward, with checkpointing."""
     node = asked.node
     replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
     share = max(asked.batch * sp * cp // asked.gpus, 1)
-    for ep in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
+    for ranks in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
+        ep, etp = _split_experts(ranks, asked, num_experts)
         for replicate in replicas if asked.dp_replicate is None else [asked.dp_replicate]:
-            for node_size in (None, node) if ep > node else (None,):
-                layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp)
+            for node_size in (None, node) if ep * etp > node else (None,):
+                layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp, etp=etp)
                 yield replace(layout, node_size=node_size)
 
 

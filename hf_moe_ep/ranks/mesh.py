@@ -30,9 +30,19 @@ nodes of 2 ranks, the ep group {0 1 2 3} has these groups:
     inside a node    {0 1} {2 3}
     between nodes    {0 2} {1 3}      the ranks of a group have the same local index on their nodes
 
-Expert weights are sharded over two axes. A sum over both axes, such as a gradient norm, uses one
-process group of ep_fsdp x ep ranks. Our own clipping uses this group (`sharding/clip.py`), and so
-does DTensor when Accelerate or the Trainer clips.
+With etp_size > 1 (expert tensor parallelism) the experts' mesh has one more axis, dp_replicate x
+ep_fsdp x ep x etp, and ep_fsdp = world / (dp_replicate x ep x etp). The ranks of an etp group share
+the same experts, so tokens are dispatched in a group of ep x etp ranks. 8 ranks with ep_size 2 and
+etp_size 2:
+
+                 ep 0         ep 1
+                 etp 0  etp 1 etp 0  etp 1    dispatch groups {0 1 2 3} {4 5 6 7}
+    ep_fsdp 0      0     1     2     3        etp groups      {0 1} {2 3} {4 5} {6 7}
+    ep_fsdp 1      4     5     6     7        ep groups       {0 2} {1 3} {4 6} {5 7}
+
+Expert weights are sharded over two or three axes. A sum over all of them, such as a gradient norm,
+uses one process group of ep_fsdp x ep (x etp) ranks. Our own clipping uses this group
+(`sharding/clip.py`), and so does DTensor when Accelerate or the Trainer clips.
 """
 
 from __future__ import annotations
@@ -54,6 +64,8 @@ DP_REPLICATE = "dp_replicate"
 FSDP = "fsdp"
 EP_FSDP = "ep_fsdp"
 EP = "ep"
+ETP = "etp"
+DISPATCH = "ep_etp"
 DATA = "data"
 CP = "cp"
 SP = "sp"
@@ -85,8 +97,8 @@ class Meshes:
         ep_fsdp: mesh over which FSDP2 shards the experts of an ep rank: ("ep_fsdp",), with HSDP
             ("dp_replicate", "ep_fsdp").
         ep: mesh ("ep",) over which the experts are split.
-        experts: mesh ("ep_fsdp_ep",) of the ranks that together hold one copy of all experts; None
-            if this torch cannot create it.
+        experts: mesh ("ep_fsdp_ep",), with etp_size > 1 ("ep_fsdp_ep_etp",), of the ranks that
+            together hold one copy of all experts; None if this torch cannot create it.
         sp: mesh ("sp",) over which the heads of attention are split.
         cp: mesh ("cp",) over which a sequence is split in attention as well.
         sequence: mesh of the cp x sp ranks that share a batch; its axis is "sequence", or "cp" or
@@ -96,6 +108,10 @@ class Meshes:
         ep_outside, node_size: the values of the config.
         nodes: the ep group as a grid, for an exchange in two steps; None if the dispatcher is not
             "hierarchical", if the ep group is on one node, or if it has one rank per node.
+        etp: mesh ("etp",) of the ranks that share the same experts; None if etp_size is 1.
+        ep_etp: mesh ("ep", "etp") of the ranks that together have all experts; None if ep_size or
+            etp_size is 1.
+        dispatch_mesh: the ranks of `ep_etp` on one axis; None if `ep_etp` is None.
     """
 
     dense: DeviceMesh
@@ -110,11 +126,20 @@ class Meshes:
     ep_outside: bool = False
     node_size: int | None = None
     nodes: NodeMeshes | None = None
+    etp: DeviceMesh | None = None
+    ep_etp: DeviceMesh | None = None
+    dispatch_mesh: DeviceMesh | None = None
 
     def fit(self, config: ParallelConfig, device: torch.device) -> bool:
         """Return True if `build_meshes(config, device)` would create equal meshes."""
-        sizes = (self.ep_size, self.sp_size, self.cp_size, self.dp_replicate_size)
-        wanted = (config.ep_size, config.sp_size, config.cp_size, config.dp_replicate_size)
+        sizes = (self.ep_size, self.etp_size, self.sp_size, self.cp_size, self.dp_replicate_size)
+        wanted = (
+            config.ep_size,
+            config.etp_size,
+            config.sp_size,
+            config.cp_size,
+            config.dp_replicate_size,
+        )
         layout = (self.ep_outside, self.node_size, self.device)
         return (*sizes, *layout) == (
             *(size or 1 for size in wanted),
@@ -132,6 +157,28 @@ class Meshes:
     @property
     def ep_rank(self) -> int:
         return self.ep.get_local_rank()
+
+    @property
+    def etp_size(self) -> int:
+        return 1 if self.etp is None else self.etp.size()
+
+    @property
+    def etp_rank(self) -> int:
+        return 0 if self.etp is None else self.etp.get_local_rank()
+
+    @property
+    def dispatch(self) -> DeviceMesh:
+        """The mesh of the ranks that send each other tokens: they together have all experts."""
+        if self.dispatch_mesh is not None:
+            return self.dispatch_mesh
+        return self.ep if self.etp is None else self.etp
+
+    @property
+    def expert_axes(self) -> DeviceMesh:
+        """The mesh whose axes split the experts' tensors before FSDP2: ep, etp, or both."""
+        if self.ep_etp is not None:
+            return self.ep_etp
+        return self.ep if self.etp is None else self.etp
 
     @property
     def ep_fsdp_size(self) -> int:
@@ -172,24 +219,27 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
     let_threads_finish()
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
-    sp, cp = config.sp_size or 1, config.cp_size or 1
-    check_world(ep, replicate, world_size, sp, cp)
-    ep_fsdp = world_size // (replicate * ep)
+    sp, cp, etp = config.sp_size or 1, config.cp_size or 1, config.etp_size or 1
+    check_world(ep, replicate, world_size, sp_size=sp, cp_size=cp, etp_size=etp)
+    ep_fsdp = world_size // (replicate * ep * etp)
     ranks = torch.arange(world_size)
     # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice a mesh of it.
     if config.ep_outside and ep > 1:
-        ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
-    else:
-        ranks = ranks.view(replicate, ep_fsdp, ep)
+        ranks = ranks.view(replicate, ep, ep_fsdp, etp).transpose(1, 2).contiguous()
+    # Without etp_size the mesh has no axis etp, so that DTensors have one axis less.
+    shape: tuple[int, ...] = (replicate, ep_fsdp, ep)
+    names: tuple[str, ...] = (DP_REPLICATE, EP_FSDP, EP)
+    if etp > 1:
+        shape, names = (*shape, etp), (*names, ETP)
     world_group = _group_of_all(device)
     own_group = world_group if world_group is not None and world_size == 1 else _group_of_one()
-    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, own_group, world_group)
+    experts = _grid(ranks.view(shape), names, device, own_group, world_group)
     in_order = torch.arange(world_size)
     dense = _grid(
         in_order.view(replicate, -1), (DP_REPLICATE, FSDP), device, own_group, world_group
     )
     split = _grid(in_order.view(-1, cp, sp), (DATA, CP, SP), device, own_group, world_group)
-    flat_experts = flatten_axes(experts, (EP_FSDP, EP))
+    flat_experts = flatten_axes(experts, names[1:])
     every_mesh = [experts, dense, split, *([flat_experts] if flat_experts else [])]
     sequence = split[SP] if cp == 1 else split[CP]
     if cp > 1 and sp > 1:
@@ -199,9 +249,14 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
         every_mesh.append(batches)
         sequence = batches[SEQUENCE]
     hsdp = replicate > 1
+    dispatch_groups = ranks.reshape(-1, ep * etp)
+    dispatch = None
+    if ep > 1 and etp > 1:
+        dispatch = _grid(dispatch_groups, (EP_GROUP, DISPATCH), device, own_group, world_group)
+        every_mesh.append(dispatch)
     nodes = None
-    if config.dispatcher == "hierarchical" and ep > 1:
-        grid = _grid_of_nodes(ranks.reshape(-1, ep), config.node_size, device)
+    if config.dispatcher == "hierarchical" and ep * etp > 1:
+        grid = _grid_of_nodes(dispatch_groups, config.node_size, device)
         if grid is not None:
             nodes = NodeMeshes(between=grid[EP_NODES], inside=grid[EP_IN_NODE])
             every_mesh.append(grid)
@@ -218,6 +273,9 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
         ep_outside=config.ep_outside,
         node_size=config.node_size,
         nodes=nodes,
+        etp=experts[ETP] if etp > 1 else None,
+        ep_etp=experts[EP, ETP] if dispatch is not None else None,
+        dispatch_mesh=None if dispatch is None else dispatch[DISPATCH],
     )
     return meshes, every_mesh
 
@@ -334,7 +392,13 @@ def _join(numbers: list[int]) -> str:
 
 
 def check_world(
-    ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1, cp_size: int = 1
+    ep_size: int,
+    dp_replicate_size: int,
+    world_size: int,
+    *,
+    sp_size: int = 1,
+    cp_size: int = 1,
+    etp_size: int = 1,
 ) -> None:
     """Raise ValueError if the sizes do not divide the world size; the message lists valid sizes."""
     if dp_replicate_size > world_size or world_size % dp_replicate_size:
@@ -353,6 +417,13 @@ def check_world(
                 f"({world_size} / {dp_replicate_size} = {ranks}); try {_divisors(ranks)}, "
                 f"or launch a multiple of {size * dp_replicate_size} processes"
             )
+    if etp_size > 1 and ranks % (ep_size * etp_size):
+        raise ValueError(
+            f"etp_size ({etp_size}) times ep_size ({ep_size}) must divide world size / "
+            f"dp_replicate_size ({world_size} / {dp_replicate_size} = {ranks}); with ep_size "
+            f"{ep_size} try etp_size {_divisors(ranks // ep_size)}, or launch a multiple of "
+            f"{ep_size * etp_size * dp_replicate_size} processes"
+        )
 
 
 def _divisors(number: int) -> str:

@@ -359,3 +359,57 @@ def test_sizes_that_do_not_divide_the_world(
         check_world(ep, replicate, world)
     with _as_rank(0, world), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(ep_size=ep, dp_replicate_size=replicate), CPU)
+
+
+# name: (config, dispatch groups, etp groups, ep groups, ep_fsdp groups)
+SHARED_EXPERTS: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]] = {
+    "docstring": (
+        ParallelConfig(ep_size=2, etp_size=2),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "one ep rank": (
+        ParallelConfig(etp_size=4),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        SINGLES,
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "ep_outside": (
+        ParallelConfig(ep_size=2, etp_size=2, ep_outside=True),
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+    ),
+    "all ranks, HSDP": (
+        ParallelConfig(ep_size=2, etp_size=2, dp_replicate_size=2),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        SINGLES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
+def test_groups_of_ranks_that_share_experts(name: str) -> None:
+    config, *groups = SHARED_EXPERTS[name]
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(config, CPU)
+            assert meshes.etp is not None and meshes.fit(config, CPU)
+            assert not meshes.fit(replace(config, etp_size=None), CPU)
+            for mesh, of_axis in zip(
+                (meshes.dispatch, meshes.etp, meshes.ep, meshes.ep_fsdp), groups, strict=True
+            ):
+                _check_axis(mesh, -1 % mesh.ndim, rank, of_axis)
+            assert meshes.etp_rank == meshes.dispatch.get_local_rank() % meshes.etp_size
+
+
+def test_ep_times_etp_must_divide_a_replica() -> None:
+    match = r"etp_size \(4\) times ep_size \(4\).*8 / 1 = 8.*ep_size 4 try etp_size 1, 2,.*16 proc"
+    with pytest.raises(ValueError, match=match):
+        check_world(4, 1, 8, etp_size=4)

@@ -30,6 +30,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
+from hf_moe_ep.etp import find_apart, slabs_in_stock_shape
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.ranks.together import (
@@ -115,13 +116,13 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors = distinct_tensors(model)
+    tensors, apart = distinct_tensors(model), find_apart(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
-        lambda _, tensor: slabs_of(tensor),
+        lambda _, tensor: slabs_in_stock_shape(slabs_of(tensor), apart.get(id(tensor))),
     )
     files = split_files(groups, max_shard_size)
 

@@ -41,6 +41,7 @@ from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
+from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.boxes import Box, box_sizes
@@ -387,10 +388,14 @@ def _empty_slabs(
 ) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
     """Return the parameters of a group with slabs that have shapes but no values."""
     tensors = distinct_tensors(model, left_out_by_merging(model))
+    apart = find_apart(model)
 
-    def slabs(tensor: Tensor) -> Slabs:
+    def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         for box in list_slabs(tensor, group.dtype, max_bytes):
             yield box, torch.empty(box_sizes(box), dtype=group.dtype, device="meta")
+
+    def slabs(tensor: Tensor) -> Slabs:
+        return slabs_in_stock_shape(held_slabs(tensor), apart.get(id(tensor)))
 
     parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = []
     for number, (pieces, stock_slabs) in enumerate(group.parameters):
@@ -433,13 +438,16 @@ def _describe_groups(
     # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
     dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
+    apart = find_apart(model)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-        return _gather_slabs(tensor, dtype_of(name, tensor), tensor_updates, max_bytes, slots_E)
+        dtype, dim = dtype_of(name, tensor), apart.get(id(tensor))
+        slabs = _gather_slabs(tensor, dtype, tensor_updates, max_bytes, slots_E, dim)
+        return slabs_in_stock_shape(slabs, dim)
 
     return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 
@@ -450,9 +458,12 @@ def _gather_slabs(
     updates: Sequence[LowRank],
     max_bytes: int,
     slots_E: Tensor | None,
+    apart: int | None,
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield the merged values of a parameter in `dtype`, cut along dim 0, on every rank."""
-    change = partial(_merge_and_cast, dtype, [_gather_factors(update) for update in updates])
+    merge = partial(_merge_and_cast, dtype, [_gather_factors(update) for update in updates])
+    # The products of adapters have the stock shape.
+    change = for_each_half(merge, apart, 0 if apart is None else tensor.shape[apart + 1])
     return slabs_for_all(tensor, dtype, change, max_bytes, slots_E)
 
 
