@@ -21,10 +21,18 @@ from support.checks import Check, Found
 from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL
 
 GRANTED = sorted(CONTEXT_PARALLEL & set(MODEL_TYPES))
-# The fast tests: attention sinks and windows, latent attention, a delta net, and an indexer.
-FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
+# The fast tests: attention sinks and windows, latent attention, and a delta net.
+FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text")
 # These types are compared in more layouts and with more batches.
-MORE = (*FAST, "gemma4_text", "mimo_v2_flash", "minimax", "nemotron_h", "openai_privacy_filter")
+MORE = (
+    *FAST,
+    "glm_moe_dsa",
+    "gemma4_text",
+    "mimo_v2_flash",
+    "minimax",
+    "nemotron_h",
+    "openai_privacy_filter",
+)
 # Stock mixes packed documents in the layers of this type.
 NOT_PACKED = ("openai_privacy_filter",)
 compare = partial(equals_stock, sp=1, cp=2)
