@@ -90,11 +90,11 @@ def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
 
 def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
     """2 experts on up to 8 ranks: 2 x etp 2 and 2 x etp 4 stand where others have ep 4 and ep 8."""
-    grids = list(_grids(asked(gpus=8), 1, 1, num_experts=2))
+    grids = list(_grids(asked(gpus=8), 1, 1, 2, 1))
     assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
     assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
-    assert {grid.etp for grid in _grids(asked(gpus=8), 1, 1, num_experts=8)} == {1}
-    assert [(g.ep, g.etp) for g in _grids(asked(gpus=8, ep=2, etp=2), 1, 1, 2)] == [(2, 2)]
+    assert {grid.etp for grid in _grids(asked(gpus=8), 1, 1, 8, 1)} == {1}
+    assert [(g.ep, g.etp) for g in _grids(asked(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [(2, 2)]
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ def layout_of(state: ModelState) -> dict[str, Any]:
         "sp_size": config.sp_size or 1,
         "cp_size": config.cp_size or 1,
         "dp_replicate_size": config.dp_replicate_size or 1,
+        "pp_size": config.pp_size or 1,
         "expert_shard_dim": config.expert_shard_dim,
         "sharded": state.meshes is not None,
     }

@@ -147,6 +147,8 @@ def _choose_targets(
         return targets, apart
     _, trained = parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
+        if parameter not in trained:
+            continue  # another pipeline stage has this parameter
         parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.in_file is not None:
@@ -179,14 +181,18 @@ def _ranks_per_batch(layout: dict[str, Any]) -> int:
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
+    saved_pp = saved_layout.get("pp_size", 1)  # older files lack it
+    ranks_per_stage = layout["world_size"] // layout["pp_size"]
+    saved_ranks_per_stage = saved_layout["world_size"] // saved_pp
     saved_per_batch, per_batch = map(_ranks_per_batch, (saved_layout, layout))
-    num_saved = saved_layout["world_size"] // saved_per_batch
-    num_now = layout["world_size"] // per_batch
-    data_rank = rank // per_batch
+    num_saved, num_now = saved_ranks_per_stage // saved_per_batch, ranks_per_stage // per_batch
+    stage, rank_in_stage = divmod(rank, ranks_per_stage)
+    data_rank, index = divmod(rank_in_stage, per_batch)
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == state.device.type:
-        index = rank % per_batch % saved_per_batch
-        rank_state = _read_random(path, data_rank * saved_per_batch + index)
+        first = stage % saved_pp * saved_ranks_per_stage
+        saved_rank = first + data_rank * saved_per_batch + index % saved_per_batch
+        rank_state = _read_random(path, saved_rank)
         random_state.restore(rank_state, state.device)
         return
     random_state.reseed(rank_0_state, data_rank)
