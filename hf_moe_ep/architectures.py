@@ -32,7 +32,12 @@ from hf_moe_ep.derive import (
     is_mixer,
     takes_chosen_tokens,
 )
-from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_MIXERS
+from hf_moe_ep.model_patches.standard import (
+    CONTEXT_PARALLEL,
+    GATHERS_KEYS,
+    SEQUENCE_PARALLEL,
+    SPLITS_MIXERS,
+)
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -149,6 +154,7 @@ class Differences:
             plan,
             origin=self.origin,
             sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
+            context_parallel=plan.model_type in CONTEXT_PARALLEL,
             gathers_keys=plan.model_type in GATHERS_KEYS,
             splits_mixers=plan.model_type in SPLITS_MIXERS,
             **self.fields,

@@ -46,6 +46,16 @@ class ParallelConfig:
             attention heads and `world_size / dp_replicate_size`. None: HF_MOE_EP_SP_SIZE, or 1.
         dp_replicate_size: the number of copies of the sharded model (HSDP). None:
             HF_MOE_EP_DP_REPLICATE_SIZE, or 1.
+        cp_size: the number of groups of `sp_size` ranks that share each sequence of one batch. Each
+            group keeps its part of the tokens in attention as well, and receives the keys and
+            values of the others (context parallelism), so the number of heads does not limit
+            `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
+            must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
+        etp_size: the number of consecutive ranks that share each expert (expert tensor
+            parallelism): each has a part of the hidden units of its experts, and their results are
+            added up. For a model with few, large experts, on more ranks than it has experts.
+            It must divide the hidden size of an expert, and `ep_size * etp_size` must divide
+            `world_size / dp_replicate_size`. None: HF_MOE_EP_ETP_SIZE, or 1.
         pp_size: the number of pipeline stages. Each stage holds some of the layers, and all sizes
             above count ranks of one stage. A forward in training with labels runs forward and
             backward of all stages; `loss.backward()` then adds the gradients. None:
@@ -113,10 +123,10 @@ class ParallelConfig:
         fused_loss: compute the head and the loss for some tokens at a time, so that the logits of a
             whole batch never exist; `outputs.logits` is None then. "auto" does so where nobody can
             read the logits: in a Trainer, except for evaluations with `compute_metrics`, and with
-            sp_size > 1. True does so in every forward in training mode with labels. A model that
-            scales or caps its logits computes them as in stock; True is then an error.
-        gather_logits: with sp_size > 1, a forward that computes a loss also returns the logits of
-            the whole sequence. If False, `outputs.logits` of such a forward is None.
+            sp_size or cp_size > 1. True does so in every forward in training mode with labels. A
+            model that scales or caps its logits computes them as in stock; True is then an error.
+        gather_logits: with sp_size or cp_size > 1, a forward that computes a loss also returns the
+            logits of the whole sequence. If False, `outputs.logits` of such a forward is None.
 
     Raises:
         ValueError: a value that is invalid for every model and every number of ranks.
@@ -125,6 +135,8 @@ class ParallelConfig:
     ep_size: int | None = None
     sp_size: int | None = None
     dp_replicate_size: int | None = None
+    cp_size: int | None = None
+    etp_size: int | None = None
     pp_size: int | None = None
     pp_microbatches: int | None = None
     pp_schedule: str = "1f1b"
@@ -151,7 +163,9 @@ class ParallelConfig:
         for name in (
             "ep_size",
             "sp_size",
+            "cp_size",
             "dp_replicate_size",
+            "etp_size",
             "pp_size",
             "pp_microbatches",
             "max_tokens_per_rank",
@@ -197,6 +211,7 @@ class ParallelConfig:
                 f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
             )
         self._check_experts_dtype()
+        self._check_etp()
         if not isinstance(self.compile_layers, bool | str | dict):
             raise ValueError(
                 f"compile_layers={self.compile_layers!r} is unknown; use False, True, the name of "
@@ -235,6 +250,26 @@ class ParallelConfig:
                 f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
             )
 
+    def _check_etp(self) -> None:
+        if (self.etp_size or 1) == 1:
+            return
+        if self.experts_backend == "eager":
+            raise ValueError(
+                f"experts_backend='eager' needs whole experts on every rank and cannot run with "
+                f"etp_size={self.etp_size}; use experts_backend='auto', or etp_size=1"
+            )
+        if self.expert_shard_dim == 1:
+            raise ValueError(
+                f"expert_shard_dim=1 and etp_size={self.etp_size} would both cut dim 1 of expert "
+                f"weights; leave out expert_shard_dim, and FSDP2 shards another dim"
+            )
+        if self.experts_double_quant:
+            raise ValueError(
+                f"experts_double_quant=True quantises the scales of a whole matrix together, and "
+                f"with etp_size={self.etp_size} no rank has a whole matrix; use "
+                f"experts_dtype='nf4' without experts_double_quant, or etp_size=1"
+            )
+
     @property
     def compile_kwargs(self) -> dict[str, Any] | None:
         """The keyword arguments for `torch.compile`; None if no layers are to be compiled."""
@@ -247,9 +282,27 @@ class ParallelConfig:
     @property
     def needs_sharding(self) -> bool:
         """True if these settings would have no effect on a model that is not sharded."""
-        sizes = (self.ep_size or 1, self.sp_size or 1, self.dp_replicate_size or 1)
-        pp_size = self.pp_size or 1
-        return max(*sizes, pp_size) > 1 or self.experts_dtype is not None
+        sizes = (
+            self.ep_size,
+            self.etp_size,
+            self.sp_size,
+            self.cp_size,
+            self.dp_replicate_size,
+            self.pp_size,
+        )
+        return max(size or 1 for size in sizes) > 1 or self.experts_dtype is not None
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of consecutive ranks of a stage that share each batch."""
+        return (self.cp_size or 1) * (self.sp_size or 1)
+
+    @property
+    def sequence_sizes(self) -> str:
+        """The sizes that split sequences, for errors: "sp_size=2", or "cp_size=2, sp_size=2"."""
+        sizes = {"cp_size": self.cp_size or 1, "sp_size": self.sp_size or 1}
+        used = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        return ", ".join(used) or "sp_size=1"
 
 
 @dataclass(frozen=True)
@@ -345,9 +398,11 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
         config,
         ep_size=config.ep_size or _size_from_environment("HF_MOE_EP_EP_SIZE") or 1,
         sp_size=config.sp_size or _size_from_environment("HF_MOE_EP_SP_SIZE") or 1,
+        cp_size=config.cp_size or _size_from_environment("HF_MOE_EP_CP_SIZE") or 1,
         dp_replicate_size=config.dp_replicate_size
         or _size_from_environment("HF_MOE_EP_DP_REPLICATE_SIZE")
         or 1,
+        etp_size=config.etp_size or _size_from_environment("HF_MOE_EP_ETP_SIZE") or 1,
         pp_size=_resolve_pp_size(config),
     )
 

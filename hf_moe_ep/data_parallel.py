@@ -1,8 +1,9 @@
 """Public functions for your own training loop.
 
 `global_token_count` counts the tokens of all ranks. `data_parallel_size` and `data_parallel_rank`
-say into how many batches a step is split, and which batch this rank has. With sp_size > 1 the
-sp_size ranks of an sp group share a batch, and with pp_size > 1 so do equal ranks of all stages.
+say into how many batches a step is split, and which batch this rank has. With sp_size or cp_size
+> 1, cp_size * sp_size consecutive ranks share a batch, and with pp_size > 1 so do equal ranks of
+all stages.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
     counts = torch.stack([(batch[..., 1:] != IGNORED_LABEL).sum() for batch in micro_batches])
     # All ranks that share a batch have the same labels.
     meshes = _meshes(model)
-    num_sharing = 1 if meshes is None else meshes.pp_size * meshes.sp_size
+    num_sharing = 1 if meshes is None else meshes.pp_size * meshes.ranks_per_batch
     return sum_over_ranks(counts.sum()) // num_sharing
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    """Return the number of different batches per step: ranks / (pp_size * sp_size)."""
+    """Return the number of different batches per step: ranks / (pp_size * cp_size * sp_size)."""
     meshes = _meshes(model)
     return 1 if meshes is None else meshes.data_parallel_size
 

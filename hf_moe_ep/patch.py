@@ -8,8 +8,9 @@ for. Only if no check fails, the features attach themselves:
                if it runs before it is sharded; the router's aux loss counts the tokens of all ranks
                                                                               (`moe/attach.py`)
     sequence   with sp_size > 1 (sequence parallelism) sp_size ranks share each sequence: a rank
-               gets some of its tokens, but in attention all tokens and some of the heads
-                                                                         (`sequence/attach.py`)
+               gets some of its tokens, but in attention all tokens and some of the heads; with
+               cp_size > 1 (context parallelism) it keeps its tokens in attention as well, and
+               receives the keys and values of other ranks                (`sequence/attach.py`)
     loss       with fused_loss, head and loss are computed without the logits of a whole batch
                                                                             (`loss/attach.py`)
     vision     if one rank runs the vision tower (the encoder of pictures), all ranks run it
@@ -27,9 +28,9 @@ that `unpatch` can undo the feature. PEFT attaches adapters (`lora/`); for them,
 `integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
 and the Trainer that receive a model. With a stock model, a wrapper only calls the stock function.
 
-`patch` checks the model, but not the number of ranks. `sharding/` checks that ep_size, sp_size and
-dp_replicate_size fit the number of ranks, when `apply_ep_fsdp2`, or Accelerate or the Trainer
-through `integrations/`, shards the model.
+`patch` checks the model, but not the number of ranks. `sharding/` checks that ep_size, sp_size,
+cp_size and dp_replicate_size fit the number of ranks, when `apply_ep_fsdp2`, or Accelerate or the
+Trainer through `integrations/`, shards the model.
 """
 
 from __future__ import annotations
@@ -196,7 +197,13 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
         pp_size = config.pp_size or 1
         check_stages(pp_size, world_size)
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
-        check_world(*sizes, world_size // pp_size, config.sp_size or 1)
+        check_world(
+            *sizes,
+            world_size // pp_size,
+            sp_size=config.sp_size or 1,
+            cp_size=config.cp_size or 1,
+            etp_size=config.etp_size or 1,
+        )
     return parts
 
 

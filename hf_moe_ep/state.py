@@ -43,7 +43,7 @@ the row above.
     moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
     moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
-    sequence/attach.py | mixers forward | names, for `describe`; forwards of delta nets
+    sequence/attach.py | mixers context forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
@@ -72,6 +72,8 @@ the row above.
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
+    sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents
+    sequence/ulysses.py | keys_are_gathered | the same, until the attention of the layer
     sequence/gather.py | other_documents separated now | calls and masks for packed rows; the mode
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
     vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
@@ -114,6 +116,7 @@ the row above.
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
+    sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
     upstream/models.py | cache_methods | names of the methods of Transformers' caches
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
@@ -121,7 +124,9 @@ the row above.
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
+    integrations/shared_batches.py | _hf_moe_ep_sequence_sizes | their sizes, for errors
     integrations/shared_batches.py | _hf_moe_ep_stages | the number of pipeline stages
+    upstream/training_frameworks.py | dp_shard_size setattr | of a ParallelismConfig, taken over
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
     upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
@@ -151,6 +156,7 @@ the row above.
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
+    checkpoints/storage/planner.py | DefaultLoadPlanner | the same, for loads
     checkpoints/convert.py | read_metadata | of one reader, for its life
     planner/stages.py | setattr num_hidden_layers | of a copy of a config
     planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
@@ -232,7 +238,7 @@ class ModelState:
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
-    # Set by sharding with ep_size > 1.
+    # Set by sharding with ep_size > 1 or etp_size > 1.
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.
     num_chunks: int | None = None
@@ -247,9 +253,12 @@ class ModelState:
     is_counted: Tensor | None = None
     # True if sharding has put the experts into the FSDP2 units of their layers.
     experts_in_layer_units: bool = False
-    # With sp_size > 1: the (pattern of the names, class) of the mixers, by how they are divided
-    # over the ranks of an sp group (`Split` in sequence/gather.py).
+    # If ranks share a batch: the (pattern of the names, class) of the mixers, by how these ranks
+    # divide them (`Split` in sequence/gather.py).
     mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    # With cp_size > 1: whether tokens are in zigzag order, and the ways in which attention gets
+    # keys and values of other ranks (sequence/ways.py).
+    context: tuple[bool, tuple[Any, ...]] | None = None
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
     # Runs saves in the background. Set by the first such save.
@@ -271,8 +280,9 @@ class ModelState:
     adapts_experts: bool = False
     # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
-    # Calls `patch` with this model's config and plan, to patch a reference model.
-    patch_alike: Callable[[nn.Module], nn.Module] | None = None
+    # Calls `patch` with the config and plan of this model, to patch a reference, or this model with
+    # other settings.
+    patch_alike: Callable[..., nn.Module] | None = None
     # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
     meshes_of_stage: Meshes | None = None
     # For a policy and its reference model: the meshes of the other model, once it is sharded. The
@@ -310,8 +320,11 @@ class ModelState:
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
+        for name in ("cp_size", "etp_size"):
+            if (size := getattr(self.config, name) or 1) > 1:
+                setting += f", {name}={size}"
         if self.config.experts_dtype is not None:
-            setting = f", experts_dtype={self.config.experts_dtype!r}"
+            setting += f", experts_dtype={self.config.experts_dtype!r}"
             effect = ", and experts would not be quantised"
         return ValueError(
             f"this model was patched with ep_size={self.config.ep_size}, "

@@ -18,7 +18,7 @@ NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
 BAD_VALUES = [
     *(
         ({name: size}, name)
-        for name in ("ep_size", "sp_size", "dp_replicate_size")
+        for name in ("ep_size", "sp_size", "dp_replicate_size", "cp_size", "etp_size")
         for size in NO_SIZES
     ),
     ({"experts_backend": "cuda"}, "experts_backend='cuda'.*'auto', 'eager', 'torch', 'triton'"),
@@ -71,6 +71,8 @@ def test_defaults_are_the_public_contract() -> None:
         "ep_size": None,
         "sp_size": None,
         "dp_replicate_size": None,
+        "cp_size": None,
+        "etp_size": None,
         "experts_backend": "auto",
         "dispatcher": "all_to_all",
         "node_size": None,
@@ -98,7 +100,7 @@ def test_defaults_are_the_public_contract() -> None:
 
 
 # The sizes of None after they were resolved.
-ONES = {"sp_size": 1, "dp_replicate_size": 1, "pp_size": 1}
+ONES = {"sp_size": 1, "cp_size": 1, "dp_replicate_size": 1, "etp_size": 1, "pp_size": 1}
 
 
 def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
@@ -162,9 +164,9 @@ def test_sizes_of_the_environment_are_checked_like_fields(monkeypatch: pytest.Mo
         resolve_config(ParallelConfig(experts_backend="eager"), {})
 
 
-@pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size"])
+@pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size", "cp_size", "etp_size"])
 def test_a_size_above_1_needs_sharding(name: str) -> None:
-    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1).needs_sharding
+    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1, 1, 1).needs_sharding
     assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
 
 

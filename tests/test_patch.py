@@ -388,7 +388,9 @@ def test_models_that_sp_cannot_split_raise_an_error_with_the_reason() -> None:
         patch(tiny(), plan=plan, sp_size=2)
     part = Slice(cast(Any, None), 0, 2, length=8)
     with pytest.raises(ValueError, match=r"Linear, .*keywords only.*layer\(hidden_states"):
-        take_slice = TakeSlice(arguments_of(nn.Linear(2, 2), 2), LayerSlice(), gets_whole=True)
+        take_slice = TakeSlice(
+            arguments_of(nn.Linear(2, 2), "sp_size (2)"), LayerSlice(), gets_whole=True
+        )
         take_slice(nn.Linear(2, 2), (), {SLICE: part})
 
 

@@ -97,10 +97,22 @@ def add_parser(subparsers: Any) -> None:
         help=f"ep_size; default: powers of two up to {NODE}",
     )
     add(
+        "--etp",
+        type=int,
+        metavar="N",
+        help="etp_size; default: 1, larger for models with fewer experts than ranks share them",
+    )
+    add(
         "--sp",
         type=int,
         metavar="N",
         help="sp_size; default: 1, larger if nothing fits",
+    )
+    add(
+        "--cp",
+        type=int,
+        metavar="N",
+        help="cp_size; default: 1, larger if nothing fits with any sp_size",
     )
     add(
         "--dp-replicate",
@@ -154,7 +166,18 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
+    for name in (
+        "gpus",
+        "gpu_memory",
+        "seq",
+        "batch",
+        "ep",
+        "etp",
+        "sp",
+        "cp",
+        "dp_replicate",
+        "train_tokens",
+    ):
         value = getattr(options, name)
         if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
@@ -190,6 +213,8 @@ def run(options: argparse.Namespace) -> int:
         extra,
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
+        options.cp,
+        options.etp,
         tuple(dict.fromkeys(options.pp)),
     )
     result = find_layouts(request)
@@ -326,12 +351,18 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         f"sequences of {options.seq} tokens a step"
     )
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
+    if any(planned.layout.cp > 1 for planned in shown):
+        names.insert(2, "cp")
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
+    with_cp = any(planned.layout.cp > 1 for planned in shown)
     with_stages = max(request.pp) > 1
     names = ["stages", "bubble", "sent, MiB", *names] if with_stages else names
-    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
-    rows = [tuple(names), *(_row(planned, with_stages=with_stages) for planned in shown)]
+    rows = [
+        tuple(names),
+        *(_row(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown),
+    ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
     reasons = ["", *(_why(planned, result, request) for planned in shown)]
@@ -371,6 +402,8 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.layout.cp > 1:
+        lines += _about_context(best.layout, request)
     if best.time is not None:
         lines.append(f"Its step: {_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
@@ -378,6 +411,19 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
+
+
+def _about_context(layout: Layout, request: Asked) -> list[str]:
+    """Return the line about the keys and values that cp ranks exchange, if their width is known."""
+    from hf_moe_ep.planner.search import received_per_layer
+
+    received = received_per_layer(layout, request)
+    if received is None:
+        return []
+    return [
+        f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
+        f"per layer in a forward, before the attention of that layer"
+    ]
 
 
 def _shares(time: StepTime) -> str:
@@ -392,8 +438,9 @@ _LEGEND = {
     "stages": "pp_size: groups of ranks that hold some of the layers each",
     "bubble": "share of the step in which a stage waits for other stages",
     "sent, MiB": "hidden states and gradients that a rank sends to other stages in a step",
-    "ep": "ep_size: ranks over which the experts are split",
+    "ep": "ep_size: ranks over which the experts are split; x etp: ranks that share each expert",
     "sp": "sp_size: ranks over which a sequence is split",
+    "cp": "cp_size: groups of sp_size ranks over which a sequence is split in attention as well",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
     "chunks": "dispatch_chunks: parts of a batch that are sent to the experts one by one",
     "sequences": "sequences per forward pass of a data rank x forward passes per optimizer step",
@@ -422,15 +469,17 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: Planned, *, with_stages: bool) -> tuple[str, ...]:
+def _row(planned: Planned, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
     stages = (f"{layout.pp}", f"{planned.bubble:.1%}", f"{planned.sent / 2**20:.1f}")
     cells = (
         *(stages if with_stages else ()),
-        f"{layout.ep}" + " by node" * (layout.node_size is not None),
-        *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
+        f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
+        str(layout.sp),
+        *[str(layout.cp)] * with_cp,
+        *(str(size) for size in (layout.dp_replicate, layout.chunks)),
         f"{layout.per_forward} x {layout.accumulated}",
         "twice" if layout.checkpointing else "once",
         f"{planned.step.peak / _GIB:.3f}",
@@ -443,6 +492,10 @@ def _row(planned: Planned, *, with_stages: bool) -> tuple[str, ...]:
     exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
     rate = f"{time.tokens_per_second_per_gpu:.4g}"
     return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
+
+
+def _etp(layout: Layout) -> str:
+    return "" if layout.etp == 1 else f" x etp {layout.etp}"
 
 
 def _why(planned: Planned, result: Found, request: Asked) -> str:

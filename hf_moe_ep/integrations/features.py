@@ -62,7 +62,7 @@ def _trains_sp_model(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
 
 
 def _shares_batches(state: ModelState) -> bool:
-    return (state.config.sp_size or 1) * (state.config.pp_size or 1) > 1
+    return state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
 
 
 def _has_stages(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
@@ -138,8 +138,8 @@ CHECKPOINTS = _feature(
     load_checkpoint=_has_patched_model,
     load_best=_has_patched_model,
 )
-SLICES = _feature("sp_size or pp_size > 1 under Accelerate", prepare=_prepares_sp_model)
-TRAINER_SLICES = _feature("sp_size or pp_size > 1 in the Trainer", train=_trains_sp_model)
+SLICES = _feature("sp_size, cp_size or pp_size > 1 under Accelerate", prepare=_prepares_sp_model)
+TRAINER_SLICES = _feature("sp_size, cp_size or pp_size > 1 in the Trainer", train=_trains_sp_model)
 STAGES = _feature("gradient norms over pipeline stages in the Trainer", train=_has_stages)
 LOGITS = _feature("a loss without the logits of whole batches in the Trainer")
 TRACKERS = _feature("the error that names a failing tracker")

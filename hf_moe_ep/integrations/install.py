@@ -172,6 +172,9 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
         return
+    prepare.take_over_sizes(getattr(trainer.accelerator, "parallelism_config", None), [model])
+    state = find_state(model)
+    assert state is not None
     specialise(trainer, transformers.Trainer, TRAINER_METHODS)
     specialise(trainer.accelerator, Accelerator, ACCELERATOR_METHODS)
     wrap_process(ROTATION)

@@ -1,9 +1,9 @@
-"""Let several ranks share batches under Accelerate and the Trainer (sequence parallelism).
+"""Let several ranks share batches under Accelerate and the Trainer (sp_size or cp_size > 1).
 
-An sp group has `sp_size` consecutive ranks, which work on the same batch. It counts as one data
-rank: 4 processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same position
-in all pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks
-{0 2} and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
+`cp_size * sp_size` consecutive ranks work on the same batch. They count as one data rank: 4
+processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same position in all
+pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks {0 2}
+and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
 `sharing` returns this number. Accelerate assumes that every process has its own batches, so these
 functions are corrected for that Accelerator and its Trainer:
 
@@ -50,48 +50,60 @@ from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepar
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"
+_SIZES = "_hf_moe_ep_sequence_sizes"
 _STAGES = "_hf_moe_ep_stages"
 Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Let the ranks of an sp group, and their columns of stages, share an Accelerator's batches.
+    """Let the `cp_size * sp_size` ranks of a batch, and their columns of stages, share batches.
 
     Raises:
         ValueError: a data loader was prepared earlier, with different batches for each rank; or
             the sizes do not divide the number of ranks.
     """
-    num_stages, sp_size = state.config.pp_size or 1, state.config.sp_size or 1
-    size = num_stages * sp_size
+    num_stages = state.config.pp_size or 1
+    size = num_stages * state.config.ranks_per_batch
     if size == sharing(accelerator) and num_stages == _num_stages(accelerator):
         return
     check_stages(num_stages, launched_world_size())
-    check_world(1, 1, launched_world_size() // num_stages, sp_size)
+    sp_size, cp_size = state.config.sp_size or 1, state.config.cp_size or 1
+    check_world(1, 1, launched_world_size() // num_stages, sp_size=sp_size, cp_size=cp_size)
     if prepared_loaders(accelerator):
         raise ValueError(
-            f"sp_size={sp_size}, pp_size={num_stages}: this Accelerator prepared a data loader "
-            f"before it saw the model, so the {size} ranks of a batch would be given different "
-            f"batches; call accelerator.prepare(model, optimizer, dataloader)"
+            f"{_sizes_of_batch(state)}: this Accelerator prepared a data loader before it saw the "
+            f"model, so {size} ranks that share a batch would be given different ones; call "
+            f"accelerator.prepare(model, optimizer, dataloader)"
         )
     setattr(accelerator, _SHARING, size)
+    setattr(accelerator, _SIZES, _sizes_of_batch(state))
     setattr(accelerator, _STAGES, num_stages)
 
 
+def _sizes_of_batch(state: ModelState) -> str:
+    """Return the sizes for which ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
+    pp_size = state.config.pp_size or 1
+    if pp_size == 1:
+        return state.config.sequence_sizes
+    split = state.config.ranks_per_batch > 1
+    return f"{state.config.sequence_sizes}, pp_size={pp_size}" if split else f"pp_size={pp_size}"
+
+
 def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> None:
-    """Let the ranks of an sp group share a Trainer's batches, and record how it averages losses.
+    """Let ranks share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: sp_size or pp_size > 1 with a Trainer in which each rank generates its own
-            completions, or which reads the logits of whole sequences.
+        ValueError: ranks share batches, and each rank generates its own completions, or the Trainer
+            reads the logits of whole sequences.
     """
-    sp_size, pp_size = state.config.sp_size or 1, state.config.pp_size or 1
-    if sp_size * pp_size > 1 and generates_in_training(trainer):
+    shares = state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
+    if shares and generates_in_training(trainer):
         raise ValueError(
             f"{type(trainer).__name__} lets each rank generate completions of its own, but with "
-            f"sp_size={sp_size} and pp_size={pp_size} ranks share one batch; patch with sp_size=1 "
-            f"and pp_size=1 (TRL refuses its own sequence parallelism here as well)"
+            f"{_sizes_of_batch(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
+            f"pp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
-    if sp_size * pp_size > 1:
+    if shares:
         check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
@@ -100,6 +112,12 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
 def sharing(accelerator: Accelerator) -> int:
     """Return the number of ranks that share a batch: those of an sp group on all stages."""
     return getattr(accelerator, _SHARING, 1)
+
+
+def sequence_sizes(accelerator: Accelerator) -> str:
+    """Return the sizes for which ranks share a batch, for errors: "sp_size=2"."""
+    sizes: str = getattr(accelerator, _SIZES, "sp_size=1")
+    return sizes
 
 
 def _num_stages(accelerator: Accelerator) -> int:
@@ -170,8 +188,9 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     """Call Accelerate's `prepare_data_loader` with the number and index of this data rank."""
     if self.dispatch_batches:
         raise ValueError(
-            f"dispatch_batches=True sends each rank a batch of its own, but {sharing(self)} ranks "
-            f"share a batch (sp_size, pp_size); set dispatch_batches=False"
+            f"dispatch_batches=True sends each rank a batch of its own, but with "
+            f"{sequence_sizes(self)} the ranks of a group share one batch; set "
+            f"dispatch_batches=False"
         )
     data_ranks = self.num_processes // sharing(self)
     data_loader = copy.copy(data_loader)
@@ -183,7 +202,8 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
-            f"{sharing(self)} ranks share their samples (sp_size, pp_size); use another strategy"
+            f"with {sequence_sizes(self)} the ranks of a group share their samples; use "
+            f"another strategy"
         )
     elif getattr(sampler, "generator", self) is None and data_ranks == 1:
         # With one data rank Accelerate does not synchronise the generators of the ranks.
@@ -258,7 +278,7 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide by sp_size, as the Trainer sums over all ranks.
+    """Wrap `Trainer.floating_point_ops`: divide by the ranks per batch, as the Trainer sums them.
 
     Stages count the parameters that they hold, so their numbers add up to that of the model.
     """
@@ -423,7 +443,7 @@ def _check_stream(data_loader: Any) -> None:
     if data_loader.batch_size is None:
         raise ValueError(
             "a stream that makes its own batches (batch_size=None) cannot be split over the data "
-            "ranks of sp_size > 1; yield samples and set batch_size"
+            "ranks of sp_size or cp_size > 1; yield samples and set batch_size"
         )
 
 

@@ -305,10 +305,11 @@ class _Sharded:
         """Return a rank's coordinates on the axes over which FSDP2 shards (`ranks/mesh.py`)."""
         config = self.state.config
         in_replica = rank % self.replica
+        etp_size = config.etp_size or 1
         if config.ep_outside:
-            ep_fsdp = in_replica % self.ep_fsdp_size
+            ep_fsdp = in_replica // etp_size % self.ep_fsdp_size
         else:
-            ep_fsdp = in_replica // (config.ep_size or 1)
+            ep_fsdp = in_replica // ((config.ep_size or 1) * etp_size)
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:

@@ -3,12 +3,13 @@
     found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
-A layout has a pp_size, ep_size, sp_size and dp_replicate_size (together a grid), a number of
-sequences per forward of a data rank (gradient accumulation covers its other sequences),
-dispatch_chunks, and activation checkpointing or not. The ep_sizes and sp_sizes to try are powers of
-two. Training's own code decides if it accepts a grid: it patches and shards a few layers over a
-fake process group.
-Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
+A layout has a pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid),
+a number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
+dispatch_chunks, and activation checkpointing or not. The experts are split over powers of two of
+ranks; where this is more than ep_size can be, because the model has few experts, etp_size ranks
+share each expert. The other sizes to try are powers of two. Training's own code decides if it
+accepts a grid: it patches and shards a few layers over a fake process group. Memory is planned by
+`step.py` and, if hardware is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
@@ -20,9 +21,10 @@ Each plan takes seconds to compute, so the search tries few layouts:
        comes from a straight line between the memory of one sequence and the memory of all.
     3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
 
-sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If the request sets
-an ep_size larger than a node, it is tried with the default dispatcher and with the hierarchical
-dispatcher.
+sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If nothing fits
+with any sp_size, cp_size > 1 is tried with the largest sp_size that training accepts: heads are
+split inside a node, and the sequence over nodes. If the request sets an ep_size larger than a node,
+it is tried with the default dispatcher and with the hierarchical dispatcher.
 
 pp_size is 1, or the sizes of the request. Layouts with several stages have all sequences of a data
 rank in one forward, one per micro-batch (`stages.py`).
@@ -33,7 +35,8 @@ first, then those with more sequences per forward, then those with more memory l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,7 +77,9 @@ class Asked:
         limit: bytes of memory of one GPU.
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
-        ep, sp, dp_replicate: the size to try; None tries several sizes.
+        ep, sp, dp_replicate, cp: the size to try; None tries several sizes.
+        etp: the etp_size to try; None tries the sizes with which the experts of a model with few
+            experts are split over as many ranks as those of other models.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -95,6 +100,8 @@ class Asked:
     parallel: dict[str, Any] = field(default_factory=dict)
     hardware: Hardware | None = None
     on_plan: Callable[[Layout], None] = lambda _: None
+    cp: int | None = None
+    etp: int | None = None
     pp: tuple[int, ...] = (1,)
 
     @property
@@ -125,6 +132,7 @@ class Layout:
         accumulated: forwards per optimizer step (gradient accumulation).
         chunks: dispatch_chunks.
         node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
+        etp: etp_size.
         pp: pipeline stages; the other sizes count ranks of one stage.
         micro_batches: pp_microbatches, into which each forward is cut.
     """
@@ -137,8 +145,15 @@ class Layout:
     checkpointing: bool = False
     chunks: int = 1
     node_size: int | None = None
+    cp: int = 1
+    etp: int = 1
     pp: int = 1
     micro_batches: int = 1
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of GPUs of a stage that share a batch."""
+        return self.cp * self.sp
 
     def sizes(self) -> dict[str, Any]:
         """Return the layout as fields of ParallelConfig."""
@@ -151,6 +166,8 @@ class Layout:
             "ep_size": self.ep,
             "sp_size": self.sp,
             "dp_replicate_size": self.dp_replicate,
+            "cp_size": self.cp,
+            "etp_size": self.etp,
             "dispatch_chunks": self.chunks,
         }
         if self.node_size is not None:
@@ -221,7 +238,7 @@ def find_layouts(asked: Asked) -> Found:
         assert search is not None
         search.look_closer(planned)
     if asked.hardware:
-        with_ep = [planned for planned in result.fit if planned.layout.ep > 1]
+        with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
         for fastest in sorted(with_ep, key=_seconds)[:1]:
             search = searches[fastest.layout.pp]
             assert search is not None
@@ -258,23 +275,36 @@ class _Search:
 
     def plan_grids(self) -> None:
         """Plan every grid with as little memory as possible."""
-        asked, fits = self.asked, False
+        asked, num_experts = self.asked, _count_experts(self.asked)
+        planned: list[Planned] = []
         for sp in [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]:
-            far = set()
-            for layout in _grids(asked, sp, self.pp):
-                if layout.dp_replicate in far:
-                    continue
-                reason = refusal(layout, asked)
-                if reason:
-                    self.result.illegal[layout] = reason
-                    continue
-                self.few = self.few or layers_to_run(_request(layout, asked))
-                planned = self.add(layout)
-                fits |= planned.left >= 0
-                if planned.step.peak > FAR * asked.limit:
-                    far.add(layout.dp_replicate)
-            if fits:
-                break
+            planned += self._plan_grids(_grids(asked, sp, asked.cp or 1, num_experts, self.pp))
+            if any(grid.left >= 0 for grid in planned):
+                return
+        if asked.cp is not None:
+            return
+        sp = max((grid.layout.sp for grid in planned), default=1)
+        for cp in _powers_of_two(asked.gpus // sp):
+            planned = self._plan_grids(_grids(asked, sp, cp, num_experts, self.pp))
+            if any(grid.left >= 0 for grid in planned):
+                return
+
+    def _plan_grids(self, grids: Iterable[Layout]) -> list[Planned]:
+        """Plan the grids that training accepts, without replicas that need far too much memory."""
+        planned: list[Planned] = []
+        far = set()
+        for layout in grids:
+            if layout.dp_replicate in far:
+                continue
+            reason = refusal(layout, self.asked)
+            if reason:
+                self.result.illegal[layout] = reason
+                continue
+            self.few = self.few or layers_to_run(_request(layout, self.asked))
+            planned.append(self.add(layout))
+            if planned[-1].step.peak > FAR * self.asked.limit:
+                far.add(layout.dp_replicate)
+        return planned
 
     def look_closer(self, grid: Planned) -> None:
         """Plan variants of a grid that need more memory and may be faster."""
@@ -336,11 +366,12 @@ def refusal(layout: Layout, asked: Asked) -> str:
 
     With several stages, `asked` is the request for one of them.
     """
-    data_ranks = max(asked.gpus // layout.sp, 1)
+    data_ranks = max(asked.gpus // layout.ranks_per_batch, 1)
     if asked.batch % data_ranks:
+        context = f"cp_size {layout.cp} / " if layout.cp > 1 else ""
         return (
             f"batch ({asked.batch}) is not a multiple of the data ranks ({asked.gpus} GPUs / "
-            f"sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
+            f"{context}sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
         request = _request(layout, asked)
@@ -368,17 +399,56 @@ def _request(layout: Layout, asked: Asked) -> PlanRequest:
 _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_targets": "both"}
 
 
-def _grids(asked: Asked, sp: int, pp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size as layouts: one sequence per (micro-)batch, checkpointing."""
+def received_per_layer(layout: Layout, asked: Asked) -> int | None:
+    """Return the bytes of keys and values that a GPU receives in a layer and forward by cp_size.
+
+    If layers differ, it is the largest number. None: the width of keys and values is unknown.
+    """
+    request = _request(layout, asked)
+    layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
+    with torch.random.fork_rng(devices=[]):
+        unsharded = Unsharded.of(replace(request, config=with_layers(request.config, layers)))
+    context = unsharded.state.context
+    widths = [] if context is None else [way.width for way in context[1] if way.width is not None]
+    if not widths:
+        return None
+    tokens = asked.seq * layout.per_forward // layout.cp
+    return (layout.cp - 1) * tokens * max(widths) * request.dtype.itemsize
+
+
+def _count_experts(asked: Asked) -> int:
+    """Return the number of experts of a layer; 0 if the model cannot be patched."""
+    request = _request(Layout(1, 1, 1), replace(asked, parallel={}))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            request = replace(request, config=with_layers(request.config, FEW[-1]))
+            return Unsharded.of(request).state.num_experts
+    except ValueError:
+        return 0
+
+
+def _split_experts(ep: int, asked: Asked, num_experts: int) -> tuple[int, int]:
+    """Return (ep_size, etp_size) that split the experts over `ep` ranks.
+
+    If the model has too few experts for an ep_size of `ep`, several ranks share each expert.
+    """
+    if asked.ep is not None or asked.etp is not None or not num_experts:
+        return ep, asked.etp or 1
+    whole = math.gcd(ep, num_experts)
+    return whole, ep // whole
+
+
+def _grids(asked: Asked, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
+    """Yield the grids of an sp_size and a cp_size: a sequence per (micro-)batch, checkpointing."""
     node = asked.node
     replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
-    share = max(asked.batch * sp // asked.gpus, 1)
-    for ep in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
+    share = max(asked.batch * sp * cp // asked.gpus, 1)
+    for ranks in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
+        ep, etp = _split_experts(ranks, asked, num_experts)
         for replicate in replicas if asked.dp_replicate is None else [asked.dp_replicate]:
-            for node_size in (None, node) if ep > node else (None,):
-                layout = Layout(
-                    ep, sp, replicate, 1, share, checkpointing=True, node_size=node_size
-                )
+            for node_size in (None, node) if ep * etp > node else (None,):
+                layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp, etp=etp)
+                layout = replace(layout, node_size=node_size)
                 if pp > 1:
                     layout = replace(layout, per_forward=share, accumulated=1)
                     layout = replace(layout, pp=pp, micro_batches=share)

@@ -112,7 +112,7 @@ def session_hooks(
 
 def exchanges_rows(state: ModelState) -> bool:
     """Return True if MoE layers exchange rows; such layers store their choices in the `Frame`."""
-    return state.meshes is not None and state.meshes.ep_size > 1
+    return state.meshes is not None and state.meshes.dispatch.size() > 1
 
 
 class _Hook(Ours):

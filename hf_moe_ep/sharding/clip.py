@@ -9,8 +9,10 @@ Every rank then computes the same total norm from the sums of all groups:
     gradients           the sum is all-reduced over
     dense               fsdp
     experts, ep_size 1  ep_fsdp
-    experts             ep_fsdp and ep as one process group; if torch cannot create this group,
-                        first one axis, then the other
+    experts             ep_fsdp, ep and etp as one process group; if torch cannot create this group,
+                        one axis after the other
+    adapters that each  ep_fsdp, then ep
+    etp rank has whole
 
 An element with replicas on several ranks (HSDP) is counted once. With pipeline stages, the sums are
 all-reduced over the stages at the end, without the last stage's copy of a tied embedding.
@@ -18,6 +20,7 @@ all-reduced over the stages at the end, without the last stage's copy of a tied 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_moe_ep.ranks.collectives import max_over_ranks, sum_over_ranks
-from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes, Stages
+from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.norms import norm_dtype, vector_norms
 
@@ -170,7 +173,9 @@ def _reduction_groups(grad: DTensor, meshes: Meshes | None) -> list[dist.Process
     """Return the process groups whose ranks together hold each element of `grad` exactly once."""
     mesh = grad.device_mesh
     axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
-    if meshes is not None and meshes.experts is not None and names == [EP_FSDP, EP]:
-        return [meshes.experts.get_group()]
+    if meshes is not None and meshes.experts is not None and len(axes) > 1:
+        # Only tensors of experts have several sharded axes. A missing axis has one rank.
+        of_one_copy = math.prod(mesh.size(axis) for axis in axes) == meshes.experts.size()
+        if of_one_copy:
+            return [meshes.experts.get_group()]
     return [mesh.get_group(axis) for axis in axes]

@@ -5,7 +5,8 @@ are described in `ranks/mesh.py`.
 
     unit                 mesh                           gradient
     experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
-    and their adapters   ep before                      then summed; fp16 and "eager": see below
+    and their adapters   ep before, another dim over    then summed; fp16 and "eager": see below
+                         etp (`etp.py`)
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -63,7 +64,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
-from hf_moe_ep.ops.quantised import rows_may_be_cut
+from hf_moe_ep.ops.quantised import rows_and_columns_of_blocks, rows_may_be_cut
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.checks import (
     check_dtypes,
@@ -213,7 +214,9 @@ def _can_join_layers(
     separate unit. Both units lie on the same ranks only without expert parallelism.
     """
     config = state.config
-    if config.compile_kwargs is None or meshes.ep_size > 1 or config.experts_backend == "eager":
+    if config.compile_kwargs is None or meshes.dispatch.size() > 1:
+        return False
+    if config.experts_backend == "eager":
         return False
     of_experts = [p for experts in units.all_experts for p in experts.parameters()]
     has_own_layout = any(
@@ -278,6 +281,8 @@ def _shard_experts(
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
         entry = entries.get(parameter)
+        if entry is not None and meshes.etp_size > 1:
+            return _placement_beside_etp(parameter, entry, shard_dim, meshes)
         if entry is not None and entry.quantisation is not None:
             return _quantised_placement(entry, shard_dim, meshes)
         is_factor = entry is not None and entry.stack is not None
@@ -314,7 +319,7 @@ def _shard_experts(
     layer.grad_divisor, after = grad_divisors(
         dtype,
         options.mp_policy.reduce_dtype or dtype,
-        ep_size=meshes.ep_size,
+        ep_size=meshes.dispatch.size(),
         world_size=meshes.world_size,
     )
     if after > 1:
@@ -373,7 +378,7 @@ def _check_expert_shard_dim(
 
     The factors of adapters are not checked, because the option does not apply to them.
     """
-    for weight in experts.parameters():
+    for weight in experts.parameters() if meshes.etp_size == 1 else ():
         if _is_shared(weight, entries):
             continue
         if weight in entries and entries[weight].stack is not None:
@@ -401,6 +406,46 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
         )
     use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
     return Shard(1) if dim_1_is_even and use_dim_1 else Shard(0)
+
+
+def _placement_beside_etp(
+    parameter: nn.Parameter, entry: ParameterEntry, shard_dim: str | int, meshes: Meshes
+) -> Shard:
+    """Choose the dim along which FSDP2 shards a tensor of experts that etp has cut.
+
+    FSDP2 shards dim 0 as in `_expert_placement`, or else the first dim that is not cut and that
+    ep_fsdp_size divides; of a quantised matrix only whole blocks. Few experts per rank are the
+    rule with etp, so the other dim is usually H: the columns of gate and up, the rows of down.
+    """
+    cut, ep_fsdp_size = entry.held_cut, meshes.ep_fsdp_size
+    assert cut is not None
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    if shape[0] % ep_fsdp_size == 0 or shard_dim == 0:
+        return Shard(0)
+    held = set() if cut.held_dim is None else {cut.held_dim}
+    if cut.apart and cut.dim is not None:
+        held.add(cut.dim)
+    for dim in range(1, len(shape)):
+        if dim in held or shape[dim] % ep_fsdp_size:
+            continue
+        if entry.quantisation is None or _shards_whole_blocks(entry, dim, shape, ep_fsdp_size):
+            return Shard(dim)
+    return Shard(0)
+
+
+def _shards_whole_blocks(
+    entry: ParameterEntry, dim: int, shape: torch.Size, ep_fsdp_size: int
+) -> bool:
+    """Return True if equal shards along a dim of quantised bytes or of scales split no block.
+
+    The answer is the same for the bytes and for the scales of a matrix.
+    """
+    assert entry.quantisation is not None
+    block_rows, block_columns = rows_and_columns_of_blocks(entry.quantisation)
+    _, rows, columns = entry.local_LOI(1)
+    is_last = dim == len(shape) - 1
+    size, block = (columns, block_columns) if is_last else (rows, block_rows)
+    return size % (block * ep_fsdp_size) == 0
 
 
 def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Meshes) -> Shard:

@@ -8,10 +8,10 @@ stages, the first rank of a stage has received the values of rank 0 before (`sta
     1 broadcast      send the whole value from the first rank of the stage to the device of this
                      rank; a parameter that is read from a checkpoint later stays on meta
     2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
-    3 split over ep  keep the experts of this rank
+    3 split          keep the experts of this rank (ep), and its part of each of them (`etp.py`)
     4 convert        convert master weights to fp32, and quantised experts to bytes and scales
     5 register       register the result under every name that the parameter had, as a DTensor on ep
-                     if it was split; scales get the same name with a suffix
+                     and etp if it was split; scales get the same name with a suffix
 
 With 4 experts and ep 2, PEFT stores a factor lora_B (out 5, r 3) as (5, 12). Step 2 makes it
 [4, 5, 3], step 3 keeps [2, 5, 3] on rank 1 (experts 2 and 3), and step 5 registers a DTensor of
@@ -29,11 +29,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
+from hf_moe_ep.etp import Cut, cut_of_tensor, find_cuts
 from hf_moe_ep.lora.computed import Conversion, stacked_factors
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import from_even_shards
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.state import STATE, Compute, MoELayer
@@ -51,6 +52,7 @@ class ParameterEntry:
         stack: for an adapter's factor, the function that makes experts its dim 0; else None.
         over_ep: True if dim 0 counts experts, which are split over ep.
         compute: the `Compute` of the experts module if the parameter is to be quantised, else None.
+        cut: how the parameter is cut over an etp group; None if it belongs to no expert.
     """
 
     parameter: nn.Parameter
@@ -58,6 +60,14 @@ class ParameterEntry:
     stack: Conversion | None
     over_ep: bool
     compute: Compute | None = None
+    cut: Cut | None = None
+
+    @property
+    def held_cut(self) -> Cut | None:
+        """The cut of what replaces the parameter, which a quantised matrix is stored as."""
+        if self.compute is None:
+            return self.cut
+        return cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
 
     @property
     def quantisation(self) -> Quantisation | None:
@@ -90,6 +100,7 @@ def find_entries(
         if parameter in factors or name.rpartition(".")[2] in plan.expert_weights
     }
     quantised = _find_quantised(experts)
+    cuts = find_cuts(model)
     return {
         parameter: ParameterEntry(
             parameter,
@@ -97,6 +108,7 @@ def find_entries(
             factors.get(parameter),
             parameter in stacked,
             quantised.get(parameter),
+            cuts.get(parameter),
         )
         for parameter, parameter_owners in owners.items()
         if type(parameter) is nn.Parameter and parameter not in options.ignored_params
@@ -129,16 +141,22 @@ def materialize(
     value = _initial_value(entry.parameter, meshes, options, received)
     if entry.stack is not None:
         value = entry.stack(value)
-    over_ep = entry.over_ep and meshes.ep_size > 1
-    if over_ep:
+    is_split = entry.over_ep and meshes.expert_axes.size() > 1
+    if entry.over_ep and meshes.ep_size > 1:
         value = _local_experts(value, meshes)
+    held_cut = Cut(None)
+    if entry.over_ep and meshes.etp_size > 1:
+        assert entry.cut is not None and entry.held_cut is not None
+        held_cut = entry.held_cut
+        value = entry.cut.take(value, meshes.etp_rank, meshes.etp_size)
     if _wants_master(entry.parameter, options):
         value = value.to(torch.float32)
     new_parameters = []
     for suffix, tensor in _quantise(value, entry).items():
-        tensor = tensor.contiguous()
-        if over_ep:
-            tensor = DTensor.from_local(tensor, meshes.ep, [Shard(0)], run_check=False)
+        tensor = held_cut.hold(tensor).contiguous()
+        if is_split:
+            placements = held_cut.placements(meshes)
+            tensor = from_even_shards(tensor, meshes.expert_axes, placements)
         new_parameters.append(_register(tensor, entry, suffix))
     return new_parameters
 

@@ -168,6 +168,29 @@ def given_cache(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
+def key_value_width(module: Any, sp_size: int) -> int | None:
+    """Return the number of values in the keys and values of a token, for one of `sp_size` ranks.
+
+    None: the module has no projections of the usual names (`k_proj`, `v_proj`), or no head width.
+    """
+    keys, values = (getattr(module, name, None) for name in ("k_proj", "v_proj"))
+    width = getattr(module, "head_dim", None)
+    if keys is None or not isinstance(width, int):
+        return None
+    projections = [keys, keys if values is None else values]  # without v_proj, values are keys
+    heads = sum(int(p.out_features) // width for p in projections if hasattr(p, "out_features"))
+    return max(heads // sp_size, 2) * width
+
+
+def latent_width(module: nn.Module) -> int | None:
+    """Return the width of the latents of latent attention; None for other attention.
+
+    The attribute is that of models/deepseek_v3/modeling_deepseek_v3.py and its descendants.
+    """
+    width = getattr(module, "kv_lora_rank", None)
+    return width if isinstance(width, int) else None
+
+
 def compress_rate(module: nn.Module) -> int:
     """Return the number of tokens that the compressors in a module join; 1 if it has none.
 

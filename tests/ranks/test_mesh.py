@@ -170,6 +170,36 @@ def test_sp_groups_are_consecutive_ranks() -> None:
         build_meshes(ParallelConfig(sp_size=8, dp_replicate_size=2), CPU)
 
 
+def test_sp_is_innermost_and_cp_next() -> None:
+    """With cp 2 and sp 2, the ranks 0-3 share a batch, and so do the ranks 4-7."""
+    cp_groups = ([0, 2], [1, 3], [4, 6], [5, 7])
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            config = ParallelConfig(ep_size=4, sp_size=2, cp_size=2, dp_replicate_size=2)
+            meshes = build_meshes(config, CPU)
+            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert _members(meshes.cp, 0) == next(g for g in cp_groups if rank in g)
+            assert _members(meshes.sequence, 0) == [*range(rank // 4 * 4, rank // 4 * 4 + 4)]
+            assert (meshes.ranks_per_batch, meshes.data_parallel_size) == (4, 2)
+            assert meshes.fit(config, CPU)
+            assert not meshes.fit(replace(config, cp_size=1), CPU)
+    with _as_rank(3, 4):
+        alone = build_meshes(ParallelConfig(cp_size=2), CPU)
+        assert _members(alone.sequence, 0) == _members(alone.cp, 0) == [2, 3]
+
+
+CP_REFUSED = [
+    ({"cp_size": 8, "dp_replicate_size": 2}, r"cp_size \(8\).*8 / 2 = 4.*try 1, 2, 4"),
+    ({"cp_size": 4, "sp_size": 4}, r"cp_size x sp_size = 4 x 4 \(16\).*8 / 1 = 8.*try 1, 2, 4, 8"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "match"), CP_REFUSED)
+def test_context_sizes_that_do_not_divide_the_world(sizes: dict[str, int], match: str) -> None:
+    with _as_rank(0, 8), pytest.raises(ValueError, match=match):
+        build_meshes(ParallelConfig(**sizes), CPU)
+
+
 # name: (config, ep groups, ep_fsdp groups, fsdp groups, columns of the stages)
 STAGES: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]] = {
     "docstring": (
@@ -403,3 +433,57 @@ def test_sizes_that_do_not_divide_the_world(
         check_world(ep, replicate, world)
     with _as_rank(0, world), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(ep_size=ep, dp_replicate_size=replicate), CPU)
+
+
+# name: (config, dispatch groups, etp groups, ep groups, ep_fsdp groups)
+SHARED_EXPERTS: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]] = {
+    "docstring": (
+        ParallelConfig(ep_size=2, etp_size=2),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "one ep rank": (
+        ParallelConfig(etp_size=4),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        SINGLES,
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "ep_outside": (
+        ParallelConfig(ep_size=2, etp_size=2, ep_outside=True),
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+    ),
+    "all ranks, HSDP": (
+        ParallelConfig(ep_size=2, etp_size=2, dp_replicate_size=2),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        SINGLES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
+def test_groups_of_ranks_that_share_experts(name: str) -> None:
+    config, *groups = SHARED_EXPERTS[name]
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(config, CPU)
+            assert meshes.etp is not None and meshes.fit(config, CPU)
+            assert not meshes.fit(replace(config, etp_size=None), CPU)
+            for mesh, of_axis in zip(
+                (meshes.dispatch, meshes.etp, meshes.ep, meshes.ep_fsdp), groups, strict=True
+            ):
+                _check_axis(mesh, -1 % mesh.ndim, rank, of_axis)
+            assert meshes.etp_rank == meshes.dispatch.get_local_rank() % meshes.etp_size
+
+
+def test_ep_times_etp_must_divide_a_replica() -> None:
+    match = r"etp_size \(4\) times ep_size \(4\).*8 / 1 = 8.*ep_size 4 try etp_size 1, 2,.*16 proc"
+    with pytest.raises(ValueError, match=match):
+        check_world(4, 1, 8, etp_size=4)

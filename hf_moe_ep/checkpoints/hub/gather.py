@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -102,7 +103,7 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
         gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
-    packed = as_stock(model, pack_factors(model, full))
+    packed = as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
     return packed if stages is None or state is None else join_stages(packed, state, stages)
 
 

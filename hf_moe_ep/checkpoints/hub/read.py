@@ -36,9 +36,10 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
     same_values,
 )
+from hf_moe_ep.etp import find_apart, stock_parts
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.boxes import local_box, local_tensor
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.together import differing, gather, is_first, together
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -399,6 +400,7 @@ def load_weights(
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    apart = find_apart(model)
     weights = _of_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
@@ -417,7 +419,8 @@ def load_weights(
                     quantised[name].read(stored, reader, compute_device)
                 else:
                     tensor = targets[name]
-                    stored.read_into(local_tensor(tensor), local_box(tensor), reader)
+                    for box, part in stock_parts(tensor, apart.get(id(tensor))):
+                        stored.read_into(part, box, reader)
                 progress.update(sizes[name])
 
     together("reading weights", read)

@@ -31,6 +31,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
+from hf_moe_ep.etp import find_apart
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.ranks.together import (
@@ -116,13 +117,13 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors = tensors_of_model(model, state)
+    tensors, apart = tensors_of_model(model, state), find_apart(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
-        lambda name, tensor: slabs_of_stages(name, tensor, state),
+        lambda name, tensor: slabs_of_stages(name, tensor, state, apart.get(id(tensor))),
     )
     files = split_files(groups, max_shard_size)
 

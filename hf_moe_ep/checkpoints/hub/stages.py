@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.gather import Change, list_slabs, slabs_for_all, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
+from hf_moe_ep.etp import slabs_in_stock_shape
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.mesh import Stages
@@ -50,22 +51,23 @@ def tensors_of_model(
 
 
 def slabs_of_stages(
-    name: str, tensor: Tensor, state: ModelState
+    name: str, tensor: Tensor, state: ModelState, apart: int | None
 ) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of a parameter in host memory of rank 0; every rank iterates to the end.
 
-    On other ranks the values are None, or nothing is yielded.
+    On other ranks the values are None, or nothing is yielded. Boxes and values have stock dims, of
+    which this rank may hold `apart` as two dims (`etp.py`).
     """
     stage: Stage | None = state.stage
     holder = 0 if stage is None else stage.tensors[name].stage
     if stage is None or (holder == 0 and stage.is_first):
-        yield from slabs_of(tensor)
+        yield from slabs_in_stock_shape(slabs_of(tensor), apart)
         return
     meshes = state.meshes
     assert meshes is not None and meshes.stages is not None
     group, device = meshes.stages.column.get_group(), meshes.device
     if stage.index == holder:
-        parts = slabs_of(tensor)
+        parts = slabs_in_stock_shape(slabs_of(tensor), apart)
         if this_rank() == meshes.first_rank:
             send_boxes(parts, 0, group, device)
         else:

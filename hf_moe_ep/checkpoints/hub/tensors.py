@@ -42,6 +42,7 @@ from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
+from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.boxes import Box, box_sizes
@@ -393,10 +394,14 @@ def _empty_slabs(
 ) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
     """Return the parameters of a group with slabs that have shapes but no values."""
     tensors = tensors_of_model(model, patched_state(model), left_out_by_merging(model))
+    apart = find_apart(model)
 
-    def slabs(tensor: Tensor) -> Slabs:
+    def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         for box in list_slabs(tensor, group.dtype, max_bytes):
             yield box, torch.empty(box_sizes(box), dtype=group.dtype, device="meta")
+
+    def slabs(tensor: Tensor) -> Slabs:
+        return slabs_in_stock_shape(held_slabs(tensor), apart.get(id(tensor)))
 
     parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = []
     for number, (pieces, stock_slabs) in enumerate(group.parameters):
@@ -445,15 +450,19 @@ def _describe_groups(
     # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
     dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
+    apart = find_apart(model)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-        dtype = dtype_of(name, tensor)
-        change = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
-        return slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
+        dtype, dim = dtype_of(name, tensor), apart.get(id(tensor))
+        merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
+        # The products of adapters have the stock shape.
+        change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])
+        slabs = slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
+        return slabs_in_stock_shape(slabs, dim)
 
     return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 

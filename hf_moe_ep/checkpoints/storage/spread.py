@@ -9,6 +9,9 @@ Example with 8 rows on 8 ranks, cut by the second axis of a grid [2, 4], `cuts` 
     replica 0      rank 0      1      2      3
     replica 1      rank 4      5      6      7
 
+With `apart`, a dim of a tensor has the rows of gate and then those of up, and an axis cuts both
+halves of the dim: a rank then has two boxes (`etp.py`).
+
 One replica writes a tensor: `choose_writers` takes the replica with the fewest bytes so far. Every
 rank knows the layout and computes the same result, so no communication is needed. A training
 checkpoint stores the sharding for the ranks that load it.
@@ -21,6 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -37,15 +41,21 @@ class Spread:
         grid: the sizes of the grid's axes.
         ranks: the ranks in the grid, row-major.
         cuts: for each axis the dim of the tensor that it cuts; None for an axis of replicas.
+        apart: the dim that consists of two halves, each of which is cut as a dim of its own; None
+            if there is no such dim.
     """
 
     grid: tuple[int, ...]
     ranks: tuple[int, ...]
     cuts: tuple[int | None, ...]
+    apart: int | None = None
 
     @staticmethod
-    def of(name: str, tensor: Tensor, ranks: Sequence[int]) -> Spread:
+    def of(name: str, tensor: Tensor, ranks: Sequence[int], apart: int | None = None) -> Spread:
         """Return the sharding of a tensor on `ranks`; plain tensors are replicated.
+
+        Args:
+            apart: the dim of the tensor in files that the model holds as two dims (2, half).
 
         Raises:
             ValueError: only some of the ranks hold the tensor, or its values are partial sums.
@@ -66,15 +76,19 @@ class Spread:
                     f"{name} has the placement {placement}; a checkpoint can hold Shard and "
                     f"Replicate"
                 )
-            cuts.append(dim)
-        return Spread(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(cuts))
+            is_behind = apart is not None and dim is not None and dim > apart
+            cuts.append(dim - 1 if dim is not None and is_behind else dim)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        return Spread(tuple(mesh.shape), ranks, tuple(cuts), apart)
 
     def to_json(self) -> dict[str, Any]:
-        return {"grid": list(self.grid), "ranks": list(self.ranks), "cuts": list(self.cuts)}
+        content = {"grid": list(self.grid), "ranks": list(self.ranks), "cuts": list(self.cuts)}
+        return content if self.apart is None else {**content, "apart": self.apart}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Spread:
-        return Spread(tuple(content["grid"]), tuple(content["ranks"]), tuple(content["cuts"]))
+        grid, ranks, cuts = (tuple(content[name]) for name in ("grid", "ranks", "cuts"))
+        return Spread(grid, ranks, cuts, content.get("apart"))
 
     @property
     def num_replicas(self) -> int:
@@ -91,11 +105,22 @@ class Spread:
         return self._replica_of(coordinate[::-1]) == replica
 
     def boxes(self, shape: Iterable[int], replica: int) -> Iterator[tuple[int, Box]]:
-        """Yield (rank, its box) for all ranks of a replica, for a tensor of the shape `shape`."""
-        shape = tuple(shape)
+        """Yield (rank, its box) for all ranks of a replica, for a tensor of the shape `shape`.
+
+        With `apart` a rank has two boxes.
+        """
+        sizes, half = list(shape), 0
+        if self.apart is not None:
+            half = sizes[self.apart] = sizes[self.apart] // 2
         for rank, coordinate in zip(self.ranks, product(*map(range, self.grid)), strict=True):
-            if self._replica_of(coordinate) == replica:
-                yield rank, cut_box(shape, self.grid, self.cuts, coordinate)
+            if self._replica_of(coordinate) != replica:
+                continue
+            box = cut_box(sizes, self.grid, self.cuts, coordinate)
+            yield rank, box
+            if self.apart is not None:
+                start, stop = box[self.apart]
+                second = (start + half, stop + half)
+                yield rank, (*box[: self.apart], second, *box[self.apart + 1 :])
 
     def _replica_of(self, coordinate: Iterable[int]) -> int:
         """Return the number of a rank's replica, row-major over the axes that cut no dim."""
@@ -111,9 +136,13 @@ class Spread:
 
 
 def choose_writers(
-    tensors: Mapping[str, Tensor], ranks: Sequence[int]
+    tensors: Mapping[str, Tensor],
+    ranks: Sequence[int],
+    apart: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, tuple[Spread, int]]:
     """Return the sharding of each tensor and the replica that writes it, the same on all `ranks`.
+
+    `apart` has the dims of `Spread.of`, by the names of tensors that have one.
 
     Tensors with the same sharding share one `Spread`, because a `Spread` lists all ranks.
 
@@ -126,9 +155,9 @@ def choose_writers(
     for name, tensor in tensors.items():
         key: Any = None
         if isinstance(tensor, DTensor):
-            key = (id(tensor.device_mesh), tensor.placements)
+            key = (id(tensor.device_mesh), tensor.placements, apart.get(name))
         if key not in known:
-            spread = Spread.of(name, tensor, ranks)
+            spread = Spread.of(name, tensor, ranks, apart.get(name))
             known[key] = equal.setdefault(spread, spread)
         spreads[name] = known[key]
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

@@ -59,8 +59,9 @@ class Case:
     Attributes:
         steps: names of functions in `_STEPS` below, which are called in order with one Trainer.
         ep: the ep_size; with 0 the model stays stock.
-        sp, pp: the sp_size and the pp_size, by which the per-device batch is multiplied.
+        sp, cp, pp: the sp_size, cp_size and pp_size, by which the per-device batch is multiplied.
         microbatches: the pp_microbatches; with 0 as many as stages.
+        shares: the number of ranks per batch, if the launch config sets it.
         lora: the rank of random adapters; 0 for none.
         lora_on: "both", "experts" or "attention".
         lora_after: attach the adapters after `patch`.
@@ -82,6 +83,8 @@ class Case:
     steps: tuple[str, ...] = ("train",)
     ep: int = 0
     sp: int = 1
+    cp: int = 1
+    shares: int = 1
     pp: int = 1
     microbatches: int = 0
     lora: int = 0
@@ -321,8 +324,8 @@ def _of_all_stages(own: dict[str, Tensor], aliases: dict[str, str]) -> dict[str,
 
 
 def _arguments(case: Case, folder: Path) -> TrainingArguments:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    batch_size = GLOBAL_BATCH * case.sp * case.pp // world_size // case.split
+    sharing = case.sp * case.cp * case.pp * case.shares
+    batch_size = GLOBAL_BATCH * sharing // int(os.environ.get("WORLD_SIZE", "1")) // case.split
     defaults = {
         "output_dir": os.fspath(folder),
         "use_cpu": True,
@@ -357,7 +360,7 @@ def _run(case: Case, folder: Path) -> Result:
     folder = case.folder or folder / case.name
     arguments = _arguments(case, folder)  # makes the process group that from_pretrained looks for
     model = _build(case, arguments.process_index)
-    sizes = {"ep_size": case.ep, "sp_size": case.sp, "pp_size": case.pp}
+    sizes = {"ep_size": case.ep, "sp_size": case.sp, "cp_size": case.cp, "pp_size": case.pp}
     sizes |= {"pp_microbatches": case.microbatches} if case.microbatches else {}
     if case.ep and case.lora_after:
         patch(model, **sizes)
