@@ -139,8 +139,8 @@ def writes_hub_files(
     assert_equal("stream", streamed, want)
     infos = {info.key: (info.shape, info.dtype) for info in hub_tensors(run.model).metadata()}
     assert infos == {key: (tuple(x.shape), x.dtype) for key, x in want.items()}
-    for sizes in (sizes, {"pp_size": 4}):
-        loaded = from_pretrained(f"{folder}/stages", experts_implementation="eager", **sizes)
+    for layout in (sizes, {"pp_size": 4}):
+        loaded = from_pretrained(f"{folder}/stages", experts_implementation="eager", **layout)
         assert _count(loaded) < 0.7 * _count(whole)
         for name, parameter in whole_parameters(loaded).items():
             name = state_of(loaded).stage.aliases.get(name, name)
