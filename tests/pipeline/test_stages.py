@@ -100,6 +100,7 @@ SLOW_FOUR_RANKS = [
     StagesCase("ep 2, sp 2", 4, ep=2, sp=2, config=in_micro_batches(3), batches=rows_of(7)),
     StagesCase("cp 2", 4, cp=2, config=in_micro_batches(3), batches=rows_of(7)),
     StagesCase("ep 2, cp 2", 8, ep=2, cp=2, config=in_micro_batches(3), batches=rows_of(7)),
+    StagesCase("ep 2, sp 2, two batches", 8, ep=2, sp=2),
     StagesCase("etp 2", 4, etp=2),
     StagesCase(
         "etp 2, tied, accumulation",
