@@ -19,7 +19,8 @@ The figures are means over the ranks, of one step:
     seconds    forward, backward and AdamW until the slowest rank is done; layouts take turns
     CPU        seconds of the processor, summed over ranks
 
-Each layout computes the same loss, or the benchmark raises and prints no table.
+Each layout computes the same losses in the first two steps, or the benchmark raises and prints no
+table.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Sizes:
     experts: int = 8
     top_k: int = 2
     tokens: int = 256
-    steps: int = 5
+    steps: int = 4
 
 
 class SentBytes(TorchDispatchMode):
@@ -84,7 +85,7 @@ class SentBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one layout on one rank."""
+    """The figures of one layout on one rank; `losses` are those of the first two steps."""
 
     losses: list[float]
     rows: int
@@ -132,7 +133,7 @@ def on_ranks(rank: int, sizes: Sizes) -> list[Measured]:
 
 
 def _measure(run: _Run, ids: torch.Tensor) -> Measured:
-    seconds, cpu, losses = run.seconds[1:], run.cpu[1:], run.losses[1:]
+    seconds, cpu, losses = run.seconds[1:], run.cpu[1:], run.losses[:2]
     with SentBytes() as sent:
         run.step(ids)
     meshes = patched_state(run.model).meshes
@@ -165,8 +166,10 @@ def report(sizes: list[Sizes], machine: list[str] | None = None) -> str:
         for number, layout in enumerate(LAYOUTS[each.experts]):
             of_ranks = [results[number] for results in ranks]
             for results in ranks:
-                for loss, first in zip(results[number].losses, results[0].losses, strict=True):
-                    assert abs(loss - first) < 1e-3 * abs(first), (layout, loss, first)
+                # AdamW divides by the size of a gradient, so rounding errors grow in later steps.
+                pairs = zip(results[number].losses, results[0].losses, (1e-5, 1e-3), strict=True)
+                for loss, first, tolerance in pairs:
+                    assert abs(loss - first) < tolerance * abs(first), (layout, loss, first)
             name = " x ".join(f"{key.removesuffix('_size')} {n}" for key, n in layout.items())
             cells = [
                 f"{sum(r.__dict__[field] for r in of_ranks) / len(of_ranks) / 1e6:.2f}"
