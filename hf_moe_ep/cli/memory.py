@@ -68,6 +68,13 @@ def add_parser(subparsers: Any) -> None:
         help=f"sequence parallel size; {_DEFAULT}",
     )
     add(
+        "--cp",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"context parallel size; {_DEFAULT}",
+    )
+    add(
         "--dp-replicate",
         type=int,
         default=1,
@@ -168,14 +175,15 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _batch_per_rank(options: argparse.Namespace) -> int:
-    """Return the number of sequences per data rank (the ranks of an sp group share a batch)."""
-    data_ranks = max(options.gpus // max(options.sp, 1), 1)
+    """Return the number of sequences per data rank (sp x cp ranks share a batch)."""
+    data_ranks = max(options.gpus // max(options.sp * options.cp, 1), 1)
     if options.batch is None:
         return 1
     if options.batch < 1 or options.batch % data_ranks:
+        context = f" --cp {options.cp}" if options.cp > 1 else ""
         raise ValueError(
             f"--batch ({options.batch}) counts all GPUs and must be a multiple of the {data_ranks} "
-            f"data ranks of --gpus {options.gpus} --sp {options.sp}; try --batch "
+            f"data ranks of --gpus {options.gpus} --sp {options.sp}{context}; try --batch "
             f"{max(-(-options.batch // data_ranks), 1) * data_ranks}"
         )
     return int(options.batch) // data_ranks
@@ -188,6 +196,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     parallel = ParallelConfig(
         ep_size=settings["ep"],
         sp_size=settings["sp"],
+        cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
         experts_dtype=settings["experts_dtype"],
         experts_double_quant=settings["double_quant"],
@@ -249,7 +258,7 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     # TRL's chunked loss needs a causal language model of transformers.
     has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     without = () if has_head else ("fused_head",)
-    data_ranks = settings["gpus"] // settings["sp"]
+    data_ranks = settings["gpus"] // (settings["sp"] * settings["cp"])
     for change, peak in shrink(settings, limit, peak_of, without=without):
         fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
         flag = f"--batch {change.value * data_ranks}" if change.name == "batch" else change.flag
@@ -298,13 +307,15 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
             f"; experts in {config.experts_dtype}{nested}, {plan.expert_bytes:.4f} bytes per "
             f"parameter"
         )
+    context = f", cp {config.cp_size}" if (config.cp_size or 1) > 1 else ""
     etp = "" if config.etp_size in (None, 1) else f" x etp {config.etp_size}"
     return [
         f"{options.model}: {plan.total:,} parameters, {plan.trained:,} trained, "
         f"{plan.active:,} active per token",
         f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
-        f"{plan.ep_fsdp_size} x ep {config.ep_size}{etp}, sp {config.sp_size}; {options.dtype}, "
-        f"masters {options.masters}, optimizer {options.optimizer}{adapters}{experts}",
+        f"{plan.ep_fsdp_size} x ep {config.ep_size}{etp}, sp {config.sp_size}{context}; "
+        f"{options.dtype}, masters {options.masters}, optimizer {options.optimizer}{adapters}"
+        f"{experts}",
         "",
     ]
 

@@ -51,6 +51,8 @@ _PART_NAMES = {
     "counts": "exchange of token counts",
     "sequence": "sequence parallelism",
     "numbers": "small all-reduces",
+    "bubble": "wait for other stages",
+    "stages": "hidden states between stages",
     "offload": "copies to the host",
     "on_host": "optimizer on the host",
     "host": "kernel launches of the host",
@@ -107,10 +109,24 @@ def add_parser(subparsers: Any) -> None:
         help="sp_size; default: 1, larger if nothing fits",
     )
     add(
+        "--cp",
+        type=int,
+        metavar="N",
+        help="cp_size; default: 1, larger if nothing fits with any sp_size",
+    )
+    add(
         "--dp-replicate",
         type=int,
         metavar="N",
         help=f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
+    )
+    add(
+        "--pp",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="pp_size; several numbers are compared; default: 1",
     )
     add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
@@ -158,6 +174,7 @@ def run(options: argparse.Namespace) -> int:
         "ep",
         "etp",
         "sp",
+        "cp",
         "dp_replicate",
         "train_tokens",
     ):
@@ -165,6 +182,8 @@ def run(options: argparse.Namespace) -> int:
         if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} ({value:g}) must be more than 0")
+    if min(options.pp) < 1:
+        raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
@@ -194,7 +213,9 @@ def run(options: argparse.Namespace) -> int:
         extra,
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
+        options.cp,
         options.etp,
+        tuple(dict.fromkeys(options.pp)),
     )
     result = find_layouts(request)
     if options.json:
@@ -270,6 +291,8 @@ def as_json(result: Found, request: Asked) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
         plain |= {"peak": step.peak, "why": _why(planned, result, request)}
+        if planned.layout.pp > 1:
+            plain |= {"bubble": planned.bubble, "sent_between_stages": planned.sent}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
 
     return {
@@ -328,10 +351,18 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         f"sequences of {options.seq} tokens a step"
     )
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
+    if any(planned.layout.cp > 1 for planned in shown):
+        names.insert(2, "cp")
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
-    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
-    rows = [tuple(names), *(_row(planned) for planned in shown)]
+    with_cp = any(planned.layout.cp > 1 for planned in shown)
+    with_stages = max(request.pp) > 1
+    names = ["stages", "bubble", "sent, MiB", *names] if with_stages else names
+    rows = [
+        tuple(names),
+        *(_row(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown),
+    ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
     reasons = ["", *(_why(planned, result, request) for planned in shown)]
@@ -371,6 +402,8 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.layout.cp > 1:
+        lines += _about_context(best.layout, request)
     if best.time is not None:
         lines.append(f"Its step: {_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
@@ -378,6 +411,19 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
+
+
+def _about_context(layout: Layout, request: Asked) -> list[str]:
+    """Return the line about the keys and values that cp ranks exchange, if their width is known."""
+    from hf_moe_ep.planner.search import received_per_layer
+
+    received = received_per_layer(layout, request)
+    if received is None:
+        return []
+    return [
+        f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
+        f"per layer in a forward, before the attention of that layer"
+    ]
 
 
 def _shares(time: StepTime) -> str:
@@ -389,8 +435,12 @@ def _shares(time: StepTime) -> str:
 
 # Explanations of the table's columns.
 _LEGEND = {
+    "stages": "pp_size: groups of ranks that hold some of the layers each",
+    "bubble": "share of the step in which a stage waits for other stages",
+    "sent, MiB": "hidden states and gradients that a rank sends to other stages in a step",
     "ep": "ep_size: ranks over which the experts are split; x etp: ranks that share each expert",
     "sp": "sp_size: ranks over which a sequence is split",
+    "cp": "cp_size: groups of sp_size ranks over which a sequence is split in attention as well",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
     "chunks": "dispatch_chunks: parts of a batch that are sent to the experts one by one",
     "sequences": "sequences per forward pass of a data rank x forward passes per optimizer step",
@@ -419,13 +469,17 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: Planned) -> tuple[str, ...]:
+def _row(planned: Planned, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
+    stages = (f"{layout.pp}", f"{planned.bubble:.1%}", f"{planned.sent / 2**20:.1f}")
     cells = (
+        *(stages if with_stages else ()),
         f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
-        *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
+        str(layout.sp),
+        *[str(layout.cp)] * with_cp,
+        *(str(size) for size in (layout.dp_replicate, layout.chunks)),
         f"{layout.per_forward} x {layout.accumulated}",
         "twice" if layout.checkpointing else "once",
         f"{planned.step.peak / _GIB:.3f}",

@@ -91,6 +91,7 @@ def save_state(
     automatic = project.automatic_checkpoint_naming
     if not states or (output_dir is None and not automatic):
         return original(self, output_dir, *args, **kw)
+    check_state_dict_type(self)
     if automatic:
         folder = _automatic_parent(self) / f"checkpoint_{self.save_iteration}"
     else:
@@ -110,7 +111,6 @@ def save_state(
         return original(self, os.fspath(folder), *args, **kw)
 
     apart = _names_apart(self)
-    check_state_dict_type(self, apart)
     with _all_experts_in_hub_order(self), planned_by_each(apart), _no_automatic_names(self):
         saved = together(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
@@ -141,8 +141,8 @@ def load_state(
 
     folder, verifiable = on_first("load_state", choose)
     check_resumable(folder, verifiable)
+    check_state_dict_type(self)
     apart = _names_apart(self)
-    check_state_dict_type(self, apart)
     with loading_values(folder), _all_experts_in_hub_order(self), loaded_in_parts(apart):
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)

@@ -67,9 +67,9 @@ def save_checkpoint(
     if state is None:
         original(self, model, trial)
         return
+    check_state_dict_type(self.accelerator)
     folder = checkpoint_folder(self, trial)
     apart = names_apart(self.model)
-    check_state_dict_type(self.accelerator, apart)
 
     def begin() -> None:
         manifest.begin(folder)

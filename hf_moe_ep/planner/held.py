@@ -192,6 +192,13 @@ class PlanRequest:
     def __post_init__(self) -> None:
         check_choice("masters", self.masters, MASTERS)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        pp_size = 1 if self.parallel is None else self.parallel.pp_size or 1
+        if pp_size > 1:
+            raise ValueError(
+                f"pp_size is {pp_size}, but a plan is that of one pipeline stage; use `hf-moe-ep "
+                f"plan --pp {pp_size}`, or plan a config with num_hidden_layers / {pp_size} layers "
+                f"on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
+            )
         if self.world_size < 1:
             raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")
         if dist.is_initialized():

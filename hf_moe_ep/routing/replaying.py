@@ -221,4 +221,4 @@ def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
 def ranks_compare_routes(state: ModelState) -> bool:
     """Return True if ranks compare their routes, or their `RouteSource`s, in a forward."""
     meshes = state.meshes
-    return meshes is not None and (meshes.dispatch.size() > 1 or meshes.sp_size > 1)
+    return meshes is not None and (meshes.dispatch.size() > 1 or meshes.ranks_per_batch > 1)

@@ -75,16 +75,18 @@ from hf_moe_ep.sharding.checks import (
     check_ranks_agree,
 )
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
+from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
     Units,
     allow_reentrant_checkpoints,
-    find_units,
     keep_last_layer,
     set_prefetch,
+    units_of,
 )
 from hf_moe_ep.sharding.values import (
     ParameterEntries,
     ParameterEntry,
+    ReceivedValues,
     broadcast_correction_biases,
     broadcast_unsharded,
     find_entries,
@@ -115,13 +117,27 @@ def shard_model(
         ValueError: on every rank, if ranks disagree, sizes do not divide the world size, or rank 0
             has no weights.
     """
+    meshes = state.meshes_of_stage or lay_out(model, state, options, device)
+    state.meshes_of_stage = None
+    state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
+    return shard_units(model, state, options, meshes)
+
+
+def lay_out(
+    model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
+) -> Meshes:
+    """Create the meshes of a model, and leave this rank its pipeline stage of the model.
+
+    Every rank must call this function. Raises as `shard_model`.
+    """
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
     meshes = state.meshes_beside
     if meshes is None or not meshes.fit(state.config, device):
         meshes = build_meshes(state.config, device)
-    state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
-    return shard_units(model, state, options, meshes)
+    if meshes.stages is not None:
+        cut_into_stages(model, state, options, meshes)
+    return meshes
 
 
 def shard_units(
@@ -129,7 +145,9 @@ def shard_units(
 ) -> nn.Module:
     """Shard a patched model in place over `meshes`, without comparing the ranks before."""
     keep_forwards(state)
-    units = find_units(model, state.plan)
+    parts = find_parts_of_stage(model, state)
+    units = units_of(parts)
+    received = {} if state.stage is None else state.stage.values
     check_frozen(model, units.all_experts)
     entries = find_entries(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, entries)
@@ -138,11 +156,15 @@ def shard_units(
     for experts in units.all_experts:
         _check_shared(experts, entries, state)
         _check_expert_shard_dim(experts, entries, state, meshes)
-    state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
-    broadcast_unsharded(model, options, meshes.device)
-    biases = broadcast_correction_biases(model, options, meshes.device)
+    dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
+    others = {} if state.stage is None else state.stage.tensors
+    state.dtypes = {name: tensor.dtype for name, tensor in others.items()} | dtypes
+    broadcast_unsharded(model, meshes, options)
+    biases = broadcast_correction_biases(model, meshes, options, received)
     options = replace(options, ignored_params=options.ignored_params | biases)
-    fill = partial(_materialize_unit, entries=entries, meshes=meshes, options=options)
+    fill = partial(
+        _materialize_unit, entries=entries, meshes=meshes, options=options, received=received
+    )
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
     for index, layer in enumerate(units.layers):
@@ -218,7 +240,11 @@ def _joined_placement(
 
 
 def _materialize_unit(
-    modules: Iterable[nn.Module], entries: ParameterEntries, meshes: Meshes, options: ShardOptions
+    modules: Iterable[nn.Module],
+    entries: ParameterEntries,
+    meshes: Meshes,
+    options: ShardOptions,
+    received: ReceivedValues,
 ) -> ParameterEntries:
     """Materialize the parameters of one unit, and remove their entries from `entries`.
 
@@ -233,7 +259,7 @@ def _materialize_unit(
         entry = entries.pop(parameter, None)
         if entry is None:
             continue
-        new_entries |= dict.fromkeys(materialize(entry, meshes, options), entry)
+        new_entries |= dict.fromkeys(materialize(entry, meshes, options, received), entry)
     return new_entries
 
 

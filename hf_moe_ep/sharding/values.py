@@ -1,11 +1,12 @@
 """Set the initial value of each parameter of a model, before `fully_shard` shards the parameter.
 
 All ranks start with the values of rank 0, because each rank initialises a new head or adapter from
-its own seed, and because only rank 0 has weights after memory-efficient loading. `find_entries`
-lists the parameters, and `materialize` runs these steps for one parameter:
+its own seed, and because only rank 0 has weights after memory-efficient loading. With pipeline
+stages, the first rank of a stage has received the values of rank 0 before (`stages.py`).
+`find_entries` lists the parameters, and `materialize` runs these steps for one parameter:
 
-    1 broadcast      send the whole value from rank 0 to the device of this rank; a parameter that
-                     is read from a checkpoint later stays on meta
+    1 broadcast      send the whole value from the first rank of the stage to the device of this
+                     rank; a parameter that is read from a checkpoint later stays on meta
     2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
     3 split          keep the experts of this rank (ep), and its part of each of them (`etp.py`)
     4 convert        convert master weights to fp32, and quantised experts to bytes and scales
@@ -125,15 +126,19 @@ def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]
     return compute_of
 
 
-def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
+# Values that rank 0 has sent for parameters of this stage, without pipeline stages none.
+ReceivedValues = dict[nn.Parameter, Tensor]
+
+
+def materialize(
+    entry: ParameterEntry, meshes: Meshes, options: ShardOptions, received: ReceivedValues
+) -> list[nn.Parameter]:
     """Run the steps of the module docstring for one parameter, and return its replacements.
 
     The bytes and the scales replace a quantised parameter. A single parameter replaces any other
     parameter.
     """
-    value = entry.parameter.detach()
-    if entry.parameter not in options.empty_params:
-        value = broadcast_from_rank0(value, meshes.device)
+    value = _initial_value(entry.parameter, meshes, options, received)
     if entry.stack is not None:
         value = entry.stack(value)
     is_split = entry.over_ep and meshes.expert_axes.size() > 1
@@ -167,13 +172,22 @@ def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
     return quantise_stack(value_LOI, entry.quantisation).by_name("")
 
 
-def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
-    """Broadcast `tensor` from rank 0 to `device`. Rank 0 may return `tensor` itself."""
-    if dist.get_rank() == 0:
-        value = tensor.to(device).contiguous()
+def _initial_value(
+    parameter: nn.Parameter, meshes: Meshes, options: ShardOptions, received: ReceivedValues
+) -> Tensor:
+    """Return the value of rank 0; a parameter that is read from a checkpoint stays on meta."""
+    if parameter in options.empty_params:
+        return parameter.detach()
+    return broadcast_from_first(received.pop(parameter, parameter.detach()), meshes)
+
+
+def broadcast_from_first(tensor: Tensor, meshes: Meshes) -> Tensor:
+    """Broadcast `tensor` from the first rank of the stage, which may return `tensor` itself."""
+    if dist.get_rank() == meshes.first_rank:
+        value = tensor.to(meshes.device).contiguous()
     else:
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    dist.broadcast(value, src=0)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=meshes.device)
+    dist.broadcast(value, src=meshes.first_rank, group=meshes.world_group)
     return value
 
 
@@ -194,7 +208,7 @@ def _register(value: Tensor, entry: ParameterEntry, suffix: str) -> nn.Parameter
 
 
 def broadcast_correction_biases(
-    model: nn.Module, options: ShardOptions, device: torch.device
+    model: nn.Module, meshes: Meshes, options: ShardOptions, received: ReceivedValues
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
@@ -207,21 +221,19 @@ def broadcast_correction_biases(
             if parameter.requires_grad or not is_correction_bias(name):
                 continue
             if parameter not in new_biases:
-                value = parameter.detach()
-                if parameter not in options.empty_params:
-                    value = broadcast_from_rank0(value, device)
+                value = _initial_value(parameter, meshes, options, received)
                 new_biases[parameter] = nn.Parameter(value, requires_grad=False)
             setattr(module, name, new_biases[parameter])
     return frozenset(new_biases.values())
 
 
-def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
-    """Broadcast buffers, and the parameters that FSDP2 ignores, from rank 0."""
+def broadcast_unsharded(model: nn.Module, meshes: Meshes, options: ShardOptions) -> None:
+    """Broadcast buffers, and the parameters that FSDP2 ignores, from the stage's first rank."""
     for parameter in model.parameters():
         # The tensor is changed in place, because FSDP2 identifies ignored parameters by `id`.
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
-            parameter.data = broadcast_from_rank0(parameter.detach(), device)
+            parameter.data = broadcast_from_first(parameter.detach(), meshes)
     for module in model.modules():
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                own_buffers(module)[name] = broadcast_from_rank0(buffer.detach(), device)
+                own_buffers(module)[name] = broadcast_from_first(buffer.detach(), meshes)

@@ -61,11 +61,11 @@ def test_shards_that_a_rank_cannot_know_are_refused() -> None:
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         part = DTensor.from_local(torch.zeros(2, 3), half, [Shard(0)], run_check=False)
         with pytest.raises(ValueError, match=r"w is sharded over 2 of 4 ranks"):
-            Spread.of("w", part, 4)
+            Spread.of("w", part, range(4))
         mesh = init_device_mesh("cpu", (4,))
         summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"w has the placement .*can hold Shard and Repl"):
-            Spread.of("w", summands, 4)
+            Spread.of("w", summands, range(4))
 
 
 def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:

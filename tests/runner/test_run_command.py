@@ -48,7 +48,10 @@ VALUES = {
     "ep_size": "8",
     "sp_size": "2",
     "dp_replicate_size": "4",
-    "etp_size": "1",  # the only size that fits the other values
+    "pp_size": "2",
+    "pp_microbatches": "8",
+    "pp_schedule": "gpipe",
+    "pp_layers": "13,11",
     "experts_backend": "torch",
     "experts_dtype": "nf4",
     "experts_double_quant": "true",

@@ -45,7 +45,8 @@ class Case:
 
     Attributes:
         micro_batches: called as (model, rank, world, step), returns the batches of an optimizer
-            step. `rank` and `world` count data parallel ranks, so they are smaller with `sp`.
+            step. `rank` and `world` count data parallel ranks, so `sp` and `cp` divide
+            them.
         prepare: a function that changes the patched model only.
         wrap: a function that changes both models, each under its own seed.
         change_reference: a function that changes the reference only.
@@ -62,6 +63,7 @@ class Case:
     ep: int = 1
     replicate: int = 1
     sp: int = 1
+    cp: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     micro_batches: Callable[[nn.Module, int, int, int], list[Batch]] | None = None
@@ -107,13 +109,15 @@ def run_case(case: Case, rank: int, world: int) -> None:
     for part in case.freeze:
         model.get_submodule(part).requires_grad_(False)
         reference.get_submodule(part).requires_grad_(False)
-    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate, "sp_size": case.sp}
+    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate}
+    sizes |= {"sp_size": case.sp, "cp_size": case.cp}
     if case.device:
         _shard_over(device, model, **sizes, **case.config)
     else:
         apply_ep_fsdp2(model, **sizes, **case.config)
     rank, world = data_parallel_rank(model), data_parallel_size(model)
-    assert (rank, world) == (dist.get_rank() // case.sp, dist.get_world_size() // case.sp)
+    sharing = case.sp * case.cp
+    assert (rank, world) == (dist.get_rank() // sharing, dist.get_world_size() // sharing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     make = case.micro_batches or uneven_batches

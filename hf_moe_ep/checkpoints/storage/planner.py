@@ -10,7 +10,8 @@ every save. But the layout determines which rank writes which shards (`spread.py
     each rank writes  the shards that `choose_writers` of `spread.py` assigns to it
 
 The files are in DCP's format. After writing, each rank sends a list of its written shards to rank
-0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save.
+0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save; so it
+does for a model with pipeline stages.
 
 If a model holds gate and up apart (`etp.py`), a rank writes its shard as two boxes of the stock
 tensor, and `PartsLoadPlanner` reads two boxes. So the files fit any layout.
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +69,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
 from hf_moe_ep.etp import stock_parts, stock_shape
 from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
-from hf_moe_ep.ranks.together import this_rank, world_size
+from hf_moe_ep.ranks.together import gather, this_rank, world_size
+
+# The names that DCP gives to the lists of parameters of an optimizer's groups.
+_PARAMETERS = re.compile(r"(^|\.)param_groups\.\d+\.params$")
 
 
 class SpreadPlanner(DefaultSavePlanner):
@@ -91,10 +96,11 @@ class SpreadPlanner(DefaultSavePlanner):
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
         self._apart = _find_apart(tensors, self._names_apart)
         try:
-            self._writers = choose_writers(tensors, world_size(), self._apart)
+            self._writers = choose_writers(tensors, range(world_size()), self._apart)
         except ValueError:  # this happens on all ranks or on none, because all know the meshes
             if self._apart:
                 raise
+            self._join_parameter_groups()
             return super().create_local_plan()
         to_write = {
             name: value
@@ -165,6 +171,17 @@ class SpreadPlanner(DefaultSavePlanner):
             new_plan = replace(new_plan, items=self.plan.items)
         self.plan = new_plan
         return new_plan
+
+    def _join_parameter_groups(self) -> None:
+        """Let each parameter group of an optimizer list the parameters of all pipeline stages.
+
+        DCP writes an entry that is no tensor from one rank, which knows only its own stage.
+        """
+        own = {name: x for name, x in self.state_dict.items() if _PARAMETERS.search(name)}
+        by_rank = gather(own) if own else [own]
+        for name in own:
+            joined = dict.fromkeys(x for lists in by_rank for x in lists.get(name, ()))
+            self.state_dict[name] = list(joined)
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
         """Return True if this rank writes a shard of a tensor."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from hf_moe_ep.ranks.boxes import Box, cut_box, overlap
 
 @dataclass(frozen=True)
 class Spread:
-    """The sharding of a tensor over a grid of all ranks.
+    """The sharding of a tensor over a grid of all ranks, or of the ranks of a pipeline stage.
 
     Attributes:
         grid: the sizes of the grid's axes.
@@ -51,8 +51,8 @@ class Spread:
     apart: int | None = None
 
     @staticmethod
-    def of(name: str, tensor: Tensor, world: int, apart: int | None = None) -> Spread:
-        """Return the sharding of a tensor on `world` ranks; plain tensors are replicated.
+    def of(name: str, tensor: Tensor, ranks: Sequence[int], apart: int | None = None) -> Spread:
+        """Return the sharding of a tensor on `ranks`; plain tensors are replicated.
 
         Args:
             apart: the dim of the tensor in files that the model holds as two dims (2, half).
@@ -61,12 +61,12 @@ class Spread:
             ValueError: only some of the ranks hold the tensor, or its values are partial sums.
         """
         if not isinstance(tensor, DTensor):
-            return Spread((world,), tuple(range(world)), (None,))
+            return Spread((len(ranks),), tuple(ranks), (None,))
         mesh = tensor.device_mesh
-        if mesh.size() != world:
+        if mesh.size() != len(ranks):
             raise ValueError(
-                f"{name} is sharded over {mesh.size()} of {world} ranks, and this rank does not "
-                f"know what the other ranks hold; shard the model with apply_ep_fsdp2 or Accelerate"
+                f"{name} is sharded over {mesh.size()} of {len(ranks)} ranks, and this rank does "
+                f"not know what the others hold; shard the model with apply_ep_fsdp2 or Accelerate"
             )
         cuts: list[int | None] = []
         for placement in tensor.placements:
@@ -136,9 +136,11 @@ class Spread:
 
 
 def choose_writers(
-    tensors: Mapping[str, Tensor], world: int, apart: Mapping[str, int] = MappingProxyType({})
+    tensors: Mapping[str, Tensor],
+    ranks: Sequence[int],
+    apart: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, tuple[Spread, int]]:
-    """Return the sharding of each tensor and the replica that writes it, the same on every rank.
+    """Return the sharding of each tensor and the replica that writes it, the same on all `ranks`.
 
     `apart` has the dims of `Spread.of`, by the names of tensors that have one.
 
@@ -155,7 +157,7 @@ def choose_writers(
         if isinstance(tensor, DTensor):
             key = (id(tensor.device_mesh), tensor.placements, apart.get(name))
         if key not in known:
-            spread = Spread.of(name, tensor, world, apart.get(name))
+            spread = Spread.of(name, tensor, ranks, apart.get(name))
             known[key] = equal.setdefault(spread, spread)
         spreads[name] = known[key]
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

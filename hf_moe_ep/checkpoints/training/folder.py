@@ -60,7 +60,9 @@ def layout_of(state: ModelState) -> dict[str, Any]:
         "ep_size": config.ep_size or 1,
         "etp_size": config.etp_size or 1,
         "sp_size": config.sp_size or 1,
+        "cp_size": config.cp_size or 1,
         "dp_replicate_size": config.dp_replicate_size or 1,
+        "pp_size": config.pp_size or 1,
         "expert_shard_dim": config.expert_shard_dim,
         "sharded": state.meshes is not None,
     }

@@ -62,7 +62,7 @@ def load_checkpoint(
     """Load a checkpoint into model, optimizer and scheduler; every rank calls this.
 
     Parameters, moments and `step` are restored bit by bit at any layout. Random generators are
-    restored if the number of data ranks (world size / sp_size) is the same; otherwise they are
+    restored if the number of data ranks (`data_parallel_size`) is the same; otherwise they are
     seeded again, with a warning.
 
     Args:
@@ -147,6 +147,8 @@ def _choose_targets(
         return targets, apart
     _, trained = parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
+        if parameter not in trained:
+            continue  # another pipeline stage has this parameter
         parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.in_file is not None:
@@ -170,16 +172,27 @@ def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFil
             entry.tensor.copy_(entry.in_model_form(targets[f"model.{name}"]))
 
 
+def _ranks_per_batch(layout: dict[str, Any]) -> int:
+    """Return the number of ranks that share a batch; older checkpoints have no cp_size."""
+    size: int = layout["sp_size"] * layout.get("cp_size", 1)
+    return size
+
+
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
-    num_saved = saved_layout["world_size"] // saved_layout["sp_size"]
-    num_now = layout["world_size"] // layout["sp_size"]
-    data_rank = rank // layout["sp_size"]
+    saved_pp = saved_layout.get("pp_size", 1)  # older files lack it
+    ranks_per_stage = layout["world_size"] // layout["pp_size"]
+    saved_ranks_per_stage = saved_layout["world_size"] // saved_pp
+    saved_per_batch, per_batch = map(_ranks_per_batch, (saved_layout, layout))
+    num_saved, num_now = saved_ranks_per_stage // saved_per_batch, ranks_per_stage // per_batch
+    stage, rank_in_stage = divmod(rank, ranks_per_stage)
+    data_rank, index = divmod(rank_in_stage, per_batch)
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == state.device.type:
-        sp_rank = rank % layout["sp_size"] % saved_layout["sp_size"]
-        rank_state = _read_random(path, data_rank * saved_layout["sp_size"] + sp_rank)
+        first = stage % saved_pp * saved_ranks_per_stage
+        saved_rank = first + data_rank * saved_per_batch + index % saved_per_batch
+        rank_state = _read_random(path, saved_rank)
         random_state.restore(rank_state, state.device)
         return
     random_state.reseed(rank_0_state, data_rank)

@@ -16,7 +16,7 @@ first step would then resume with another bias correction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from hf_moe_ep.lora.computed import stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.ranks.together import this_rank, world_size
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -81,23 +81,25 @@ class StateTensor:
 class NamedState:
     """The tensors of a training state by name, and the rest of the state of model and optimizer.
 
-    `apart` has the dims of `StateTensor.apart`, by the names of tensors that have one.
+    `apart` has the dims of `StateTensor.apart`, by the names of tensors that have one. `ranks` hold
+    the tensors: all ranks, or those of this rank's pipeline stage.
     """
 
     tensors: dict[str, Tensor]
     scalars: dict[str, Tensor]
     optimizer: OptimizerState | None
     apart: dict[str, int]
+    ranks: Sequence[int]
 
     def forms(self) -> dict[str, TensorForm]:
-        """Return shape, dtype, sharding and writer of every tensor, the same on every rank.
+        """Return shape, dtype, sharding and writer of every tensor, the same on all `ranks`.
 
         Raises:
             ValueError: a tensor has a sharding or a dtype that the files cannot hold.
         """
         for name, tensor in self.tensors.items():
             check_dtype(name, tensor.dtype)
-        writers = choose_writers(self.tensors, world_size(), self.apart)
+        writers = choose_writers(self.tensors, self.ranks, self.apart)
         shapes = {n: stock_shape(t.shape, self.apart.get(n)) for n, t in self.tensors.items()}
         return {
             name: TensorForm(list(shapes[name]), tensor.dtype, *writers[name])
@@ -107,14 +109,14 @@ class NamedState:
     def files(self, forms: dict[str, TensorForm], limit: int) -> list[Shards]:
         """Return the shards that this rank writes, by file; a file has about `limit` bytes.
 
-        Every rank has the same number of files; some may be empty. The second boxes of shards are
-        in the last files.
+        All of `ranks` have the same number of files; some may be empty. The second boxes of shards
+        are in the last files.
         """
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
         second_boxes: list[dict[str, tuple[Box, Tensor]]] = [{}]
-        rank, num_bytes = this_rank(), 0  # the bytes of all ranks
+        rank, num_bytes = this_rank(), 0  # the bytes of all `ranks`
         for name, tensor in self.tensors.items():
-            while num_bytes // (limit * world_size()) >= len(files):
+            while num_bytes // (limit * len(self.ranks)) >= len(files):
                 files.append({})
                 second_boxes.append({})
             num_bytes += tensor.numel() * tensor.element_size()
@@ -129,7 +131,7 @@ class NamedState:
 
 
 def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
-    """Return the tensors of a model that are saved, by name.
+    """Return the tensors of a model, or of this rank's pipeline stage, that are saved, by name.
 
     The base model that PEFT froze is left out, and so are experts that are held quantised;
     `base.py` saves hashes of these experts instead.
@@ -144,12 +146,23 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
         for tensor in matrix.by_name(name).values()
     }
     parameters = {
-        canonical_name(name): StateTensor(p.detach(), *converters.get(p, _STORED), apart.get(id(p)))
+        _whole_name(inner, name): StateTensor(
+            p.detach(), *converters.get(p, _STORED), apart.get(id(p))
+        )
         for name, p in inner.named_parameters()
         if id(p) not in quantised and (p.requires_grad or id(p) in of_adapters or not has_adapters)
     }
     buffers = persistent_buffers(inner)
     return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
+
+
+def _whole_name(model: nn.Module, name: str) -> str:
+    """Return the name of a parameter in the whole model, of which this rank may hold a stage.
+
+    The head of a last stage that is tied to the embedding has the name of the embedding.
+    """
+    name, state = canonical_name(name), find_state(model)
+    return name if state is None or state.stage is None else state.stage.aliases.get(name, name)
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
@@ -161,6 +174,14 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
         ValueError: the optimizer has state that cannot be named or saved.
     """
     of_model = model_state_tensors(model)
+    state = find_state(model)
+    stage = None if state is None else state.stage
+    copies = set() if stage is None else set(stage.aliases.values())
+    of_model = {name: saved for name, saved in of_model.items() if name not in copies}
+    ranks = range(world_size())
+    if stage is not None:
+        ranks_per_stage = world_size() // stage.size
+        ranks = range(stage.index * ranks_per_stage, (stage.index + 1) * ranks_per_stage)
     tensors = {
         f"model.{name}": saved.in_file_form(saved.tensor)
         for name, saved in of_model.items()
@@ -171,13 +192,13 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
         f"model.{name}": saved.apart for name, saved in of_model.items() if saved.apart is not None
     }
     if optimizer is None:
-        return NamedState(tensors, scalars, None, apart)
-    moments, optimizer_state, moments_apart = _collect_optimizer(model, optimizer)
-    return NamedState(tensors | moments, scalars, optimizer_state, apart | moments_apart)
+        return NamedState(tensors, scalars, None, apart, ranks)
+    moments, optimizer_state, moments_apart = _collect_optimizer(model, optimizer, copies)
+    return NamedState(tensors | moments, scalars, optimizer_state, apart | moments_apart, ranks)
 
 
 def _collect_optimizer(
-    model: nn.Module, optimizer: Any
+    model: nn.Module, optimizer: Any, copies: set[str]
 ) -> tuple[dict[str, Tensor], OptimizerState, dict[str, int]]:
     """Return the optimizer's tensors by name, the rest of its state, and `NamedState.apart`."""
     names, trained = parameter_names(model, optimizer)
@@ -195,6 +216,8 @@ def _collect_optimizer(
                 f"the optimizer keeps state of {name}, which is in none of its parameter groups; "
                 f"add it to a group again, or del optimizer.state[parameter]"
             )
+        if name in copies:
+            continue  # another pipeline stage saves this state
         values[name] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
@@ -249,7 +272,7 @@ def parameter_names(
     """
     inner = unwrap(model)
     converters, apart = _find_converters(inner), find_apart(inner)
-    names = {id(p): canonical_name(name) for name, p in inner.named_parameters()}
+    names = {id(p): _whole_name(inner, name) for name, p in inner.named_parameters()}
     trained = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, p in enumerate(group["params"]):
