@@ -95,10 +95,7 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     if not ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
         return None
     try:
-        folders = {folder: read_index(folder) for folder in folders_of_loaded(stock)}
-        if not folders:
-            return None
-        folder, tensors = _choose_loaded(stock, folders)
+        loaded = find_loaded(stock)
     except (ValueError, OSError) as error:
         _logger.warning(
             "%s ignores some tensors of checkpoints (layers for multi-token prediction). Whether "
@@ -108,6 +105,9 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
             error,
         )
         return None
+    if loaded is None:
+        return None
+    folder, tensors = loaded
     candidates = tensors.keys() - set(unexpected_keys(stock, tensors))
     if not candidates:
         return None
@@ -121,6 +121,18 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     own_keys = _own_keys(hub_layout(model, plan, shapes), base_prefix(stock))
     extra = {key: t for key, t in tensors.items() if key in candidates - own_keys}
     return refer_to(stock, folder, extra)
+
+
+def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
+    """Return the folder from which stock's from_pretrained has loaded a model, and its tensors.
+
+    The result is None if the model was not loaded.
+
+    Raises:
+        ValueError: the folder does not exist any more, or it is unclear which folder it is.
+    """
+    folders = {folder: read_index(folder) for folder in folders_of_loaded(stock)}
+    return _choose_loaded(stock, folders) if folders else None
 
 
 def _choose_loaded(
