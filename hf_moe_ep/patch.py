@@ -300,7 +300,7 @@ def _warn_of_whole_model(model: nn.Module) -> None:
         f"every process holds the whole {type(model).__name__}: {gib:.1f} GiB x {processes} "
         f"processes on this host = {gib * processes:.1f} GiB of memory. Load it with "
         f"hf_moe_ep.from_pretrained(...) instead: each rank then reads only its own shards",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

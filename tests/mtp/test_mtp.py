@@ -76,6 +76,9 @@ def test_loss_and_every_gradient_equal_the_definition(base: Path, layers: int) -
     with FP64():
         stock, model = load_stock(base), load(base, layers)
         data = batch(model, 3, 11, pad=4)
+        data["attention_mask"][0, :3] = 0  # padding on the left, whose labels of depth 1 count not
+        data["labels"][0, :3] = -100
+        data["labels"][0, 3:5] = data["input_ids"][0, 3:5]
         reference = ReferenceHead(stock, base, layers)
         losses = reference.losses(*(data[n] for n in ("input_ids", "labels", "attention_mask")))
         main = stock(**data).loss

@@ -13,6 +13,7 @@ the model itself gives the names and sizes of the decoder layer in it.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def is_of_head(key: str, model: Any) -> bool:
+    """Return True if a key belongs to the layer for multi-token prediction."""
+    layers = model.config.num_hidden_layers
+    return bool(re.match(rf"(model\.)?mtp\.|model\.layers\.{layers}\.", key))
 
 
 def extra_of(
