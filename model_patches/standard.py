@@ -152,7 +152,6 @@ SINGLE_EXPERTS = {
 MTP_HEADS = {
     "deepseek_v3": ("own", "num_nextn_predict_layers"),
     "glm4_moe": ("own", "num_nextn_predict_layers"),
-    "qwen3_5_moe": ("shared", "mtp_num_hidden_layers"),
     "qwen3_5_moe_text": ("shared", "mtp_num_hidden_layers"),
     "qwen3_next": ("shared", "num_nextn_predict_layers"),
 }

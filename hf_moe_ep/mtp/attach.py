@@ -138,9 +138,8 @@ class MtpBegins(Ours):
         self.forward = None
         if not (model.training and torch.is_grad_enabled()):
             return
-        check_no_adapters(
-            model, self.state.config.mtp_layers
-        )  # which may have been attached since `patch`
+        # Adapters may have been attached since `patch`.
+        check_no_adapters(model, self.state.config.mtp_layers)
         given = bind_forward(model, args, kwargs)
         layers = self.state.config.mtp_layers
         if given.get("labels") is None or is_fused_head(given):

@@ -14,7 +14,7 @@ from support.close import FP64_MODEL, assert_close, max_error
 from support.extra_files import assert_same_bytes, read_files
 from support.fp64 import FP64
 from support.mtp_reference import ReferenceHead, load_stock, write_base
-from support.tiny_models import batch
+from support.tiny_models import batch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, modeling_layers
 
@@ -350,8 +350,6 @@ def test_what_cannot_be_trained_is_refused(glm: Path, tmp_path: Path) -> None:
         patch(get_peft_model(load_stock(glm), lora), mtp_layers=1)
     with pytest.raises(ValueError, match="patched with mtp_layers=0; patch it with mtp_layers=1"):
         mtp_loss(patch(load_stock(glm)))
-    model_type = "qwen3_moe"
-    from support.tiny_models import tiny
-
-    with pytest.raises(ValueError, match=f"tested on deepseek_v3, .*not on {model_type}"):
-        patch(tiny(model_type), mtp_layers=1)
+    for model_type in ("qwen3_moe", "qwen3_5_moe"):
+        with pytest.raises(ValueError, match=f"tested on deepseek_v3, .*not on {model_type};"):
+            patch(tiny(model_type), mtp_layers=1)

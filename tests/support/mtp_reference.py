@@ -76,7 +76,9 @@ class ReferenceHead:
 
     def __init__(self, stock: PreTrainedModel, folder: Path, layers: int = 1) -> None:
         self.stock: Any = stock
-        self.first = stock.config.num_hidden_layers
+        self.text: Any = getattr(stock.model, "language_model", stock.model)
+        self.config: Any = stock.config.get_text_config()
+        self.first = self.config.num_hidden_layers
         self.is_shared = (folder / "config.json").read_text().count('"qwen3') > 0
         self.tensors = {
             key: tensor.double().requires_grad_()
@@ -95,10 +97,10 @@ class ReferenceHead:
         """Make a stock decoder layer with the weights of a depth."""
         like = max(
             index
-            for index, layer in enumerate(self.stock.model.layers)
+            for index, layer in enumerate(self.text.layers)
             if hasattr(layer, "self_attn") and hasattr(layer.mlp, "experts")
         )
-        block = type(self.stock.model.layers[like])(self.stock.config, like).double()
+        block = type(self.text.layers[like])(self.config, like).double()
         prefix, state = self.prefix(depth), {}
         for name, tensor in block.state_dict().items():
             if prefix + name in self.tensors:
@@ -119,7 +121,7 @@ class ReferenceHead:
 
     def norm(self, x: Tensor, key: str) -> Tensor:
         weight = self.tensors[key] + (1 if self.is_shared else 0)
-        eps = self.stock.config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
     def keys(self, depth: int) -> tuple[str, str, str, str]:
@@ -133,7 +135,7 @@ class ReferenceHead:
 
     def logits(self, input_ids: Tensor, hidden: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """Return the logits of each depth; depth k has T - k positions."""
-        embeds = self.stock.model.embed_tokens(input_ids)
+        embeds = self.text.embed_tokens(input_ids)
         result = []
         for depth, block in enumerate(self.blocks, 1):
             projection, norm_e, norm_h, last = self.keys(depth - 1)
@@ -147,7 +149,7 @@ class ReferenceHead:
             additive = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, -1e30)
             h = block(
                 x,
-                position_embeddings=self.stock.model.rotary_emb(x, positions),
+                position_embeddings=self.text.rotary_emb(x, positions),
                 attention_mask=additive,
                 position_ids=positions,
             )
