@@ -73,6 +73,25 @@ def test_every_byte_is_copied(kernel: Any, tmp_path: Path, monkeypatch: pytest.M
     assert writer.sha256_of_tensors == sha256_of_tensors(path)
 
 
+def test_a_file_of_copied_and_written_tensors(tmp_path: Path) -> None:
+    """As merge-adapter writes it, which keeps the files of the base."""
+    source, path = tmp_path / "source.safetensors", tmp_path / "mixed.safetensors"
+    save_file(TENSORS, source)
+    found, _ = read_header(source)
+    for order in (["b", "e", "a"], ["e", "b", "a"], ["b", "a", "e"]):
+        header = [(key, found[key].shape, found[key].dtype) for key in order]
+        with Writer(path, header) as writer:
+            for key in order:
+                shape = found[key].shape
+                if key == "e":
+                    writer.copy(key, found[key])
+                else:
+                    writer.write(key, shape, tuple((0, n) for n in shape), TENSORS[key])
+        assert not writer.has_only_copies
+        assert writer.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert_same_bytes(load_file(path), {key: TENSORS[key] for key in order})
+
+
 def test_a_source_that_ends_too_early_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

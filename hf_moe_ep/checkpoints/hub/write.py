@@ -330,9 +330,9 @@ class _HubWriter:
 
     def finish_file(self, number: int, writer: Writer) -> None:
         """Store the hash of a complete file for the index."""
-        if copied := writer.copied_hashes:
+        self.copied |= writer.copied_hashes
+        if writer.has_only_copies:
             self._hashes_of_copies[self._names[number]] = writer.sha256_of_tensors
-            self.copied |= copied
         else:
             self._hashes[self._names[number]] = writer.sha256
 

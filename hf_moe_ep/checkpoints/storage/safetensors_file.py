@@ -395,6 +395,7 @@ class Writer:
         tensor = self._tensors[key]
         assert source.nbytes == tensor.nbytes, f"{key} and its source have different sizes"
         self._copied[key] = sha256 or self._hashing.submit(tensor_sha256, source)
+        self._in_order = False  # the hash of the whole file would lack these bytes
         with source.file.open("rb", buffering=0) as file:
             try:
                 _copy_bytes(file.fileno(), self._file.fileno(), source, tensor.start)
@@ -458,13 +459,17 @@ class Writer:
     @property
     def sha256(self) -> str:
         """The hash of the complete file."""
-        assert not self._copied, "a file with copied tensors has no hash of its whole"
         return self._digest.hexdigest() if self._in_order else sha256_of(self._path)
 
     @property
     def copied_hashes(self) -> dict[str, bytes]:
         """The sha256 of each copied tensor by key, once the file is complete."""
         return {key: digest for key, digest in self._copied.items() if isinstance(digest, bytes)}
+
+    @property
+    def has_only_copies(self) -> bool:
+        """True if all tensors of the file were copied."""
+        return bool(self._copied) and self._copied.keys() == self._tensors.keys()
 
     @property
     def sha256_of_tensors(self) -> str:
