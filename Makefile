@@ -89,7 +89,8 @@ test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
 architectures: .venv/.done
 	rm -f architectures.jsonl
 	-HF_MOE_EP_RECORD=architectures.jsonl $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu' \
-		tests/architectures tests/sequence/test_granted.py tests/vision/test_towers.py \
+		tests/architectures tests/sequence/test_granted.py \
+		tests/sequence/test_context_of_types.py tests/vision/test_towers.py \
 		tests/vision/test_adapters_of_towers.py tests/checkpoints/test_layout_on_ranks.py
 	PYTHONPATH=tests $(BIN)/python -m support.architectures.table architectures.jsonl
 	rm architectures.jsonl

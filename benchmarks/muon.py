@@ -1,16 +1,21 @@
 """Time a step of `hf_moe_ep.Muon` on 4 CPU ranks against torch.optim.Muon in one process.
 
     python benchmarks/muon.py
+    python benchmarks/muon.py --plan    # its share of a planned step of Qwen3-30B on 8 H100
 
 The one process holds the whole model. torch.optim.Muon takes matrices, so each matrix of an expert
 is a parameter of its own there. Both sides time the optimizer's step alone. With fewer cores than
 ranks the seconds of a clock say little, so the CPU seconds of the busiest rank are printed as well.
 The table also has the bytes that all ranks send in a step, counted by hand and at the collective,
 the operations of the busiest rank, and the largest bucket, of which a rank has two at a time.
+
+With `--plan` nothing is timed: the matrices of the whole model are dealt out to 8 ranks, and their
+operations and bytes become seconds at the rates of `hf-moe-ep plan`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from dataclasses import dataclass
@@ -25,9 +30,15 @@ from models import qwen3_moe
 from ranks import spawn
 from torch import nn
 
-from hf_moe_ep import Muon, apply_ep_fsdp2
+from hf_moe_ep import Muon, ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.optim import muon
 from hf_moe_ep.optim.matrices import find_layouts
+from hf_moe_ep.planner.config import find_config
+from hf_moe_ep.planner.hardware import find_hardware
+from hf_moe_ep.planner.held import PlanRequest, Unsharded
+from hf_moe_ep.planner.seconds import step_time
+from hf_moe_ep.planner.step import Batch, plan_step
+from hf_moe_ep.upstream.process_groups import fake_group
 
 VOCAB = 512
 
@@ -104,18 +115,6 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
     dealt = optimizer._dealt
     assert dealt is not None
     entries = dealt.matrices
-    whole = [run for runs in dealt.whole for run in runs]
-    owned = [run for b in dealt.buckets for run in b.runs[dist.get_rank(b.group)]]
-    by_hand = 0
-    for entry in entries:
-        # Of the elements of a sharded matrix, 1 / ranks are with the owner already. This rank's
-        # part of all bytes is an average over ranks, which the sum over ranks makes exact.
-        shard = entry.shard
-        if shard.group is not None:
-            elements = shard.experts * entry.layout.parts * entry.shape[0] * entry.shape[1]
-            ranks = len(shard.bounds)
-            by_hand += 2 * elements * (ranks - 1) // ranks * entry.itemsize // ranks
-    operations = sum((run.stop - run.start) * entries[run.index].flops for run in whole + owned)
     sizes_of_buckets = [
         sum(
             (run.stop - run.start) * entries[run.index].shape[0] * entries[run.index].shape[1]
@@ -125,8 +124,37 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
         for bucket in dealt.buckets
     ]
     return Measured(
-        clock, cpu, sent, by_hand, operations, len(dealt.buckets), max(sizes_of_buckets, default=0)
+        clock,
+        cpu,
+        sent,
+        _bytes_by_hand(dealt),
+        _operations(dealt, None),
+        len(dealt.buckets),
+        max(sizes_of_buckets, default=0),
     )
+
+
+def _bytes_by_hand(dealt: Any) -> int:
+    """Return the bytes that a rank sends in a step, as an average over the ranks.
+
+    Of the elements of a sharded matrix, 1 / ranks are with the owner already.
+    """
+    nbytes = 0
+    for entry in dealt.matrices:
+        shard = entry.shard
+        if shard.group is not None:
+            elements = shard.experts * entry.layout.parts * entry.shape[0] * entry.shape[1]
+            ranks = len(shard.bounds)
+            nbytes += 2 * elements * (ranks - 1) // ranks * entry.itemsize // ranks
+    return nbytes
+
+
+def _operations(dealt: Any, rank: int | None) -> int:
+    """Return the operations of this rank (`rank` None) or of another rank of its groups."""
+    owned = [run for runs in dealt.whole for run in runs]
+    for bucket in dealt.buckets:
+        owned += bucket.runs[dist.get_rank(bucket.group) if rank is None else rank]
+    return sum((run.stop - run.start) * dealt.matrices[run.index].flops for run in owned)
 
 
 def in_one_process(rank: int, sizes: Sizes) -> Measured:
@@ -191,7 +219,62 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
     return "\n".join(lines)
 
 
+def work_of_a_rank(config: Any, parallel: ParallelConfig, world: int) -> tuple[int, int]:
+    """Deal out a model's matrices without memory.
+
+    Returns:
+        The operations of the busiest rank, and the bytes that a rank sends.
+    """
+    request = PlanRequest(config, parallel, world, torch.bfloat16, "fp32", "none", None, "both")
+    with fake_group(0, world), torch.no_grad():
+        model = (built := Unsharded.of(request)).model
+        built.shard()
+        optimizer = Muon(model, 1e-3)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        updates = [
+            update
+            for group in optimizer.param_groups
+            if group["use_muon"]
+            for update in optimizer._update_momentum(group, group["params"])
+        ]
+        with patch.object(muon, "check_alike", lambda *args, **kwargs: None):
+            dealt = optimizer._deal(updates)
+        operations = max(_operations(dealt, rank) for rank in range(world))
+        sent = _bytes_by_hand(dealt)
+    return operations, sent
+
+
+def planned_share(shape: str, gpu: str, world: int, seq: int, batch: int) -> str:
+    """Plan the share of Muon in a step of `batch` sequences over `world` GPUs, with ep = world."""
+    parallel = ParallelConfig(ep_size=world, compile_layers=True)
+    config, hardware = find_config(shape), find_hardware(gpu)
+    micro = Batch(seq, checkpointing=True)
+    plan = plan_step(config, parallel, world_size=world, batch=micro, optimizer="adamw_fused")
+    tokens = seq * batch // world
+    step = step_time(plan, hardware, micro_batches=batch // world, tokens=tokens)
+    operations, sent = work_of_a_rank(config, parallel, world)
+    rate = hardware.matmul_flops["bfloat16"] * hardware.reached("matmul", "bfloat16")
+    seconds = operations / rate
+    travel = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
+    whole = step.seconds + seconds + travel
+    return "\n".join(
+        [
+            f"{shape} on {world} {gpu}, ep {world}, {batch} x {seq} tokens, planned, not measured:",
+            f"- matrices of the busiest rank: {operations / 1e12:.1f} TFLOP, {seconds:.3f} s",
+            f"- sent by a rank: {sent / 1e6:.0f} MB, {travel:.3f} s if nothing hides them",
+            f"- step with fused AdamW: {step.seconds:.2f} s; share of Muon: "
+            f"{(seconds + travel) / whole:.1%}",
+        ]
+    )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", action="store_true", help="plan the share on GPUs instead")
+    if parser.parse_args().plan:
+        print(planned_share("Qwen/Qwen3-30B-A3B", "h100", 8, 4096, 64))
+        return
     load = os.getloadavg()[0]
     print(report(Sizes(), 4, setting("benchmarks/muon.py", load, 4)))
 

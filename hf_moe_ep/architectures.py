@@ -32,7 +32,12 @@ from hf_moe_ep.derive import (
     is_mixer,
     takes_chosen_tokens,
 )
-from hf_moe_ep.model_patches.standard import GATHERS_KEYS, SEQUENCE_PARALLEL, SPLITS_MIXERS
+from hf_moe_ep.model_patches.standard import (
+    CONTEXT_PARALLEL,
+    GATHERS_KEYS,
+    SEQUENCE_PARALLEL,
+    SPLITS_MIXERS,
+)
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
@@ -158,6 +163,7 @@ class Differences:
             plan,
             origin=self.origin,
             sequence_parallel=plan.model_type in SEQUENCE_PARALLEL,
+            context_parallel=plan.model_type in CONTEXT_PARALLEL,
             gathers_keys=plan.model_type in GATHERS_KEYS,
             splits_mixers=plan.model_type in SPLITS_MIXERS,
             **self.fields,
@@ -225,12 +231,13 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
     return changes.apply_to(plan)
 
 
-def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
+def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bool = True) -> Parts:
     """Find the parts of a model that is not sharded yet, and compare them with its config.
 
     Args:
         model: stock or wrapped.
         given: the plan of the user; None derives the plan.
+        complete: False for a model of which other pipeline stages hold a part.
 
     Raises:
         ValueError: the plan cannot be derived; the number of layers differs from the config; a
@@ -240,7 +247,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
     model_config = getattr(model, "config", None)
     config = None if model_config is None else text_config(model_config)
     plan = find_plan(model, named) if given is None else given
-    if given is not None:
+    if given is not None and complete:
         _check_given_plan(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
     owners = (module for module in model.modules() if head in own_children(module))

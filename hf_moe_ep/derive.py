@@ -41,6 +41,7 @@ from hf_moe_ep.upstream.models import (
     cache_methods,
     input_embedding,
     is_quantized,
+    latent_width,
     output_head,
     text_config,
 )
@@ -523,6 +524,15 @@ def gathers_by_cache(module: nn.Module) -> bool:
     others = cache_methods() - {"update", "update_indexer", "layers", "get_seq_length"}
     calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
     return (has_indexer or takes_chosen_tokens(module)) and not calls_others
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Return True if an attention module computes keys and values from latents in its cache."""
+    if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
+        return False
+    others = cache_methods() - {"update"}
+    calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
+    return latent_width(module) is not None and calls(module, "update") and not calls_others
 
 
 def _has_parameters(module: nn.Module) -> bool:

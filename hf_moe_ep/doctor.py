@@ -300,8 +300,7 @@ def _launch_problem(config: Mapping[str, Any]) -> str:
     if kind not in ("FSDP", "NO"):
         return f"{kind} shards nothing, ep_size > 1 is refused; write {_FSDP2}"
     parallelism = config.get("parallelism_config") or {}
-    for axis in ("tp_size", "cp_size", "sp_size"):
-        size = int(parallelism.get(f"parallelism_config_{axis}", 1))
-        if size > 1:
-            return f"{axis} {size} in its parallelism_config is refused; set it to 1"
+    size = int(parallelism.get("parallelism_config_tp_size", 1))
+    if size > 1:
+        return f"tp_size {size} in its parallelism_config is refused; set it to 1"
     return ""

@@ -10,14 +10,17 @@ for. Only if no check fails, the features attach themselves:
                if it runs before it is sharded; the router's aux loss counts the tokens of all ranks
                                                                               (`moe/attach.py`)
     sequence   with sp_size > 1 (sequence parallelism) sp_size ranks share each sequence: a rank
-               gets some of its tokens, but in attention all tokens and some of the heads
-                                                                         (`sequence/attach.py`)
+               gets some of its tokens, but in attention all tokens and some of the heads; with
+               cp_size > 1 (context parallelism) it keeps its tokens in attention as well, and
+               receives the keys and values of other ranks                (`sequence/attach.py`)
     loss       with fused_loss, head and loss are computed without the logits of a whole batch
                                                                             (`loss/attach.py`)
     vision     if one rank runs the vision tower (the encoder of pictures), all ranks run it
                                                                            (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
                                                                             (`routing/bias.py`)
+    pipeline   with pp_size > 1, groups of ranks hold some of the layers each; the model is cut when
+               it is sharded                                             (`pipeline/attach.py`)
     compiled   with compile_layers, torch.compile compiles the layers around their experts
                                                                          (`compiled/attach.py`)
 
@@ -27,9 +30,9 @@ that `unpatch` can undo the feature. PEFT attaches adapters (`lora/`); for them,
 `integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
 and the Trainer that receive a model. With a stock model, a wrapper only calls the stock function.
 
-`patch` checks the model, but not the number of ranks. `sharding/` checks that ep_size, sp_size and
-dp_replicate_size fit the number of ranks, when `apply_ep_fsdp2`, or Accelerate or the Trainer
-through `integrations/`, shards the model.
+`patch` checks the model, but not the number of ranks. `sharding/` checks that ep_size, sp_size,
+cp_size and dp_replicate_size fit the number of ranks, when `apply_ep_fsdp2`, or Accelerate or the
+Trainer through `integrations/`, shards the model.
 """
 
 from __future__ import annotations
@@ -64,8 +67,9 @@ from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.mtp import attach as mtp
+from hf_moe_ep.pipeline import attach as pipeline
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.mesh import check_world
+from hf_moe_ep.ranks.mesh import check_stages, check_world
 from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
@@ -92,6 +96,7 @@ FEATURES = (
     (moe.check, moe.attach),
     (vision.check, vision.attach),
     (bias.check, bias.attach),
+    (pipeline.check, pipeline.attach),
     (compiled.check, compiled.attach),
 )
 
@@ -212,8 +217,16 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     unstack_experts(model)
     world_size = world_size_of_launch()
     if world_size > 1:
+        pp_size = config.pp_size or 1
+        check_stages(pp_size, world_size)
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
-        check_world(*sizes, world_size, config.sp_size or 1)
+        check_world(
+            *sizes,
+            world_size // pp_size,
+            sp_size=config.sp_size or 1,
+            cp_size=config.cp_size or 1,
+            etp_size=config.etp_size or 1,
+        )
     return parts
 
 

@@ -142,6 +142,7 @@ class ModelPlan:
         whole_sequences: the modules in decoder layers that call the attention interface, but also
             number the tokens of their input, so with sp_size > 1 they must get whole sequences.
         sequence_parallel: True if sp_size > 1 was tested against stock.
+        context_parallel: True if cp_size > 1 was tested against stock.
         gathers_keys: True if attention with an indexer was tested with `GatheringCache`: with
             sp_size > 1 only its keys are gathered. Otherwise it gets whole sequences.
         splits_mixers: True if mixers with a causal convolution were tested with slices of the
@@ -176,6 +177,7 @@ class ModelPlan:
     mixers: tuple[str, ...] = ()
     whole_sequences: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    context_parallel: bool = False
     gathers_keys: bool = False
     splits_mixers: bool = False
     num_experts: str | None = "num_experts"

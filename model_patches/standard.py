@@ -93,6 +93,9 @@ SEQUENCE_PARALLEL = frozenset(
     }
 )
 
+# Architectures for which cp_size > 1 was tested against stock.
+CONTEXT_PARALLEL = SEQUENCE_PARALLEL
+
 # Architectures whose attention with an indexer keeps its slice of the queries with sp_size > 1, and
 # gathers only keys (sequence/gathering_cache.py). This was tested against stock.
 GATHERS_KEYS = frozenset(

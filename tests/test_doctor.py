@@ -194,10 +194,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
         {
             "distributed_type": "FSDP",
             "fsdp_config": {"fsdp_version": 2},
-            "parallelism_config": {"parallelism_config_cp_size": 2},
+            "parallelism_config": {"parallelism_config_tp_size": 2},
         },
         1,
-        "FAIL next launch /c.yaml: cp_size 2 in its parallelism_config is refused; set it to 1",
+        "FAIL next launch /c.yaml: tp_size 2 in its parallelism_config is refused; set it to 1",
     ),
     "one process": ({"distributed_type": "NO"}, 0, "-- next launch /c.yaml: one process"),
 }

@@ -10,8 +10,7 @@ import argparse
 import json
 from typing import Any
 
-from hf_moe_ep.planner.architecture import lines, look_at
-from hf_moe_ep.planner.config import published_configs
+from hf_moe_ep.planner.options import published_configs
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no such config, or no plan can be derived from it.
     """
+    from hf_moe_ep.planner.architecture import lines, look_at
+
     architecture = look_at(options.model)
     text = json.dumps(architecture.as_json(), indent=2) if options.json else None
     print(text or "\n".join(lines(architecture, options.model)))

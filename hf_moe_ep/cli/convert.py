@@ -8,10 +8,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-
-from hf_moe_ep.checkpoints.convert import convert
-
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -57,6 +53,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert the checkpoint, and print the size of the model."""
+    import torch
+
+    from hf_moe_ep.checkpoints.convert import convert
+
     size = convert(
         options.source,
         options.target,

@@ -9,10 +9,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hf_moe_ep.lora.export import export_adapter, fuse_adapter
-
-_FORMS = {"per-expert": export_adapter, "fused": fuse_adapter}
-
 
 def add_parser(subparsers: Any) -> None:
     """Add this command to the parser."""
@@ -27,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("target", help="folder to write; it must not exist or be empty")
     parser.add_argument(
         "--to",
-        choices=_FORMS,
+        choices=("per-expert", "fused"),
         default="per-expert",
         help="per-expert: the form that inference servers read; fused: the form that training "
         "uses; default: %(default)s",
@@ -37,7 +33,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert the adapter, and print the contents of the new folder and notes about its format."""
-    result = _FORMS[options.to](options.source, options.target)
+    from hf_moe_ep.lora.export import export_adapter, fuse_adapter
+
+    rewrite = export_adapter if options.to == "per-expert" else fuse_adapter
+    result = rewrite(options.source, options.target)
     print(
         f"{options.target}: {result.layers} layers, {result.experts} experts each, "
         f"{result.tensors} tensors of experts, {result.copied} copied, {result.bytes} bytes"

@@ -9,7 +9,6 @@ import argparse
 import json
 from typing import Any
 
-from hf_moe_ep.checkpoints.verify import look
 from hf_moe_ep.cli.printing import print_found
 
 
@@ -31,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: the folder holds no checkpoint.
     """
+    from hf_moe_ep.checkpoints.verify import look
+
     checkpoint = look(options.folder)
     if options.json:
         print(json.dumps({"what": checkpoint.what} | checkpoint.facts, indent=2))

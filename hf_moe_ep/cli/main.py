@@ -12,14 +12,16 @@
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
-code. A module is imported only when its command is used: help and mistyped commands do not wait for
-torch, and `doctor` starts even if the rest of the package cannot be imported. A wrong argument or
-folder gives one line on stderr and exit code 2; Ctrl-C gives exit code 130.
+code. A module is imported only when its command is used, and imports what needs torch in its `run`:
+help and mistyped commands do not wait for torch, and `doctor` starts even if the rest of the
+package cannot be imported. A wrong argument or folder gives one line on stderr and exit code 2;
+Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,7 +29,7 @@ from importlib import import_module
 from hf_moe_ep.version import __version__
 
 # The line of help of each command. The module of "export-adapter" is `export_adapter.py`.
-_COMMANDS = {
+COMMANDS = {
     "doctor": "check whether training can run on this machine",
     "run": "run another project's training command with expert parallelism",
     "architecture": "show which features are supported for a model, from its config",
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(arguments)
+    # bitsandbytes, which PEFT imports, warns of kernels for training that it does not find.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         code: int = options.run(options)
     except (ValueError, OSError) as error:
@@ -75,7 +79,7 @@ def _parser(used_command: str) -> argparse.ArgumentParser:
         help="print the version of hf_moe_ep and exit",
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command, summary in _COMMANDS.items():
+    for command, summary in COMMANDS.items():
         if command == used_command:
             module = import_module(f"hf_moe_ep.cli.{command.replace('-', '_')}")
             module.add_parser(subparsers)

@@ -15,18 +15,22 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.ops.quantised import KINDS
-from hf_moe_ep.planner.config import LORA_TARGETS, find_config, published_configs
-from hf_moe_ep.planner.held import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
+from hf_moe_ep.config import EXPERTS_DTYPES, ParallelConfig
+from hf_moe_ep.planner.options import (
+    LORA_TARGETS,
+    MASTERS,
+    NOT_COUNTED,
+    OPTIMIZERS,
+    STEP_NOT_COUNTED,
+    published_configs,
+)
 from hf_moe_ep.planner.shrink import shrink
-from hf_moe_ep.planner.step import NOT_COUNTED as STEP_NOT_COUNTED
-from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
-from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
+
+if TYPE_CHECKING:
+    from hf_moe_ep.planner.held import MemoryPlan
+    from hf_moe_ep.planner.step import StepPlan
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DEFAULT = "default: %(default)s"
@@ -64,6 +68,13 @@ def add_parser(subparsers: Any) -> None:
         help=f"sequence parallel size; {_DEFAULT}",
     )
     add(
+        "--cp",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"context parallel size; {_DEFAULT}",
+    )
+    add(
         "--dp-replicate",
         type=int,
         default=1,
@@ -76,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
         default="bfloat16",
         help=f"dtype of the model; {_DEFAULT}",
     )
-    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
     add("--double-quant", action="store_true", help="quantise the NF4 scales as well")
     add(
         "--masters",
@@ -106,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: arguments are wrong or missing, or `plan_memory` or `plan_step` raised it.
     """
+    from hf_moe_ep.planner.held import plan_memory
+
     _check_options(options)
     settings = vars(options) | {"batch": _batch_per_rank(options)}
     plan = plan_memory(options.model, **_layout_arguments(settings))
@@ -125,6 +138,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.gpus is None:
+        from hf_moe_ep.planner.config import find_config
+
         missing = "memory needs --gpus, the number of GPUs; try --gpus 8"
         try:
             find_config(options.model)
@@ -160,14 +175,15 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _batch_per_rank(options: argparse.Namespace) -> int:
-    """Return the number of sequences per data rank (the ranks of an sp group share a batch)."""
-    data_ranks = max(options.gpus // max(options.sp, 1), 1)
+    """Return the number of sequences per data rank (sp x cp ranks share a batch)."""
+    data_ranks = max(options.gpus // max(options.sp * options.cp, 1), 1)
     if options.batch is None:
         return 1
     if options.batch < 1 or options.batch % data_ranks:
+        context = f" --cp {options.cp}" if options.cp > 1 else ""
         raise ValueError(
             f"--batch ({options.batch}) counts all GPUs and must be a multiple of the {data_ranks} "
-            f"data ranks of --gpus {options.gpus} --sp {options.sp}; try --batch "
+            f"data ranks of --gpus {options.gpus} --sp {options.sp}{context}; try --batch "
             f"{max(-(-options.batch // data_ranks), 1) * data_ranks}"
         )
     return int(options.batch) // data_ranks
@@ -175,9 +191,12 @@ def _batch_per_rank(options: argparse.Namespace) -> int:
 
 def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that `plan_memory` and `plan_step` have in common."""
+    import torch
+
     parallel = ParallelConfig(
         ep_size=settings["ep"],
         sp_size=settings["sp"],
+        cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
         experts_dtype=settings["experts_dtype"],
         experts_double_quant=settings["double_quant"],
@@ -191,6 +210,8 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
+    from hf_moe_ep.planner.step import Batch, plan_step
+
     batch = Batch(
         settings["seq"],
         settings["batch"],
@@ -220,6 +241,9 @@ def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
+    from hf_moe_ep.planner.config import find_config
+    from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
+
     memory = settings["gpu_memory"]
     limit = int(memory * _GIB)
     left = limit - step.peak
@@ -234,7 +258,7 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     # TRL's chunked loss needs a causal language model of transformers.
     has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     without = () if has_head else ("fused_head",)
-    data_ranks = settings["gpus"] // settings["sp"]
+    data_ranks = settings["gpus"] // (settings["sp"] * settings["cp"])
     for change, peak in shrink(settings, limit, peak_of, without=without):
         fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
         flag = f"--batch {change.value * data_ranks}" if change.name == "batch" else change.flag
@@ -283,12 +307,15 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
             f"; experts in {config.experts_dtype}{nested}, {plan.expert_bytes:.4f} bytes per "
             f"parameter"
         )
+    context = f", cp {config.cp_size}" if (config.cp_size or 1) > 1 else ""
+    etp = "" if config.etp_size in (None, 1) else f" x etp {config.etp_size}"
     return [
         f"{options.model}: {plan.total:,} parameters, {plan.trained:,} trained, "
         f"{plan.active:,} active per token",
         f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
-        f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}; {options.dtype}, "
-        f"masters {options.masters}, optimizer {options.optimizer}{adapters}{experts}",
+        f"{plan.ep_fsdp_size} x ep {config.ep_size}{etp}, sp {config.sp_size}{context}; "
+        f"{options.dtype}, masters {options.masters}, optimizer {options.optimizer}{adapters}"
+        f"{experts}",
         "",
     ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hf_moe_ep.checkpoints.merge import merge_adapter
 from hf_moe_ep.cli.printing import add_ignore_unexpected
 
 
@@ -33,6 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merge the adapter, and print the size of the model and notes for its user."""
+    from hf_moe_ep.checkpoints.merge import merge_adapter
+
     result = merge_adapter(
         options.base,
         options.adapter,

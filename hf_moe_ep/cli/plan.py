@@ -13,11 +13,10 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_moe_ep.cli.progress import Progress
-from hf_moe_ep.ops.quantised import KINDS
-from hf_moe_ep.planner.config import LORA_TARGETS, published_configs
+from hf_moe_ep.config import EXPERTS_DTYPES
 from hf_moe_ep.planner.hardware import (
     ASSUMED,
     Hardware,
@@ -25,11 +24,17 @@ from hf_moe_ep.planner.hardware import (
     find_hardware,
     known_hardware,
 )
-from hf_moe_ep.planner.held import OPTIMIZERS
-from hf_moe_ep.planner.search import NODE, Asked, Found, Layout, Planned, find_layouts
-from hf_moe_ep.planner.seconds import StepTime
-from hf_moe_ep.planner.step import NOT_COUNTED
-from hf_moe_ep.planner.work import PURPOSES
+from hf_moe_ep.planner.options import (
+    LORA_TARGETS,
+    NODE,
+    OPTIMIZERS,
+    STEP_NOT_COUNTED,
+    published_configs,
+)
+
+if TYPE_CHECKING:
+    from hf_moe_ep.planner.search import Asked, Found, Layout, Planned
+    from hf_moe_ep.planner.seconds import StepTime
 
 _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
@@ -46,6 +51,8 @@ _PART_NAMES = {
     "counts": "exchange of token counts",
     "sequence": "sequence parallelism",
     "numbers": "small all-reduces",
+    "bubble": "wait for other stages",
+    "stages": "hidden states between stages",
     "offload": "copies to the host",
     "on_host": "optimizer on the host",
     "host": "kernel launches of the host",
@@ -90,10 +97,22 @@ def add_parser(subparsers: Any) -> None:
         help=f"ep_size; default: powers of two up to {NODE}",
     )
     add(
+        "--etp",
+        type=int,
+        metavar="N",
+        help="etp_size; default: 1, larger for models with fewer experts than ranks share them",
+    )
+    add(
         "--sp",
         type=int,
         metavar="N",
         help="sp_size; default: 1, larger if nothing fits",
+    )
+    add(
+        "--cp",
+        type=int,
+        metavar="N",
+        help="cp_size; default: 1, larger if nothing fits with any sp_size",
     )
     add(
         "--dp-replicate",
@@ -101,9 +120,17 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help=f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
     )
+    add(
+        "--pp",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="pp_size; several numbers are compared; default: 1",
+    )
     add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
-    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
     add(
         "--compile-layers",
@@ -139,11 +166,24 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
+    for name in (
+        "gpus",
+        "gpu_memory",
+        "seq",
+        "batch",
+        "ep",
+        "etp",
+        "sp",
+        "cp",
+        "dp_replicate",
+        "train_tokens",
+    ):
         value = getattr(options, name)
         if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} ({value:g}) must be more than 0")
+    if min(options.pp) < 1:
+        raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
@@ -156,6 +196,8 @@ def run(options: argparse.Namespace) -> int:
         )
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     extra |= {"compile_layers": True} if options.compile_layers else {}
+    from hf_moe_ep.planner.search import Asked, find_layouts
+
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
     request = Asked(
@@ -171,6 +213,9 @@ def run(options: argparse.Namespace) -> int:
         extra,
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
+        options.cp,
+        options.etp,
+        tuple(dict.fromkeys(options.pp)),
     )
     result = find_layouts(request)
     if options.json:
@@ -246,6 +291,8 @@ def as_json(result: Found, request: Asked) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
         plain |= {"peak": step.peak, "why": _why(planned, result, request)}
+        if planned.layout.pp > 1:
+            plain |= {"bubble": planned.bubble, "sent_between_stages": planned.sent}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
 
     return {
@@ -304,10 +351,18 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         f"sequences of {options.seq} tokens a step"
     )
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
+    if any(planned.layout.cp > 1 for planned in shown):
+        names.insert(2, "cp")
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
-    shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
-    rows = [tuple(names), *(_row(planned) for planned in shown)]
+    with_cp = any(planned.layout.cp > 1 for planned in shown)
+    with_stages = max(request.pp) > 1
+    names = ["stages", "bubble", "sent, MiB", *names] if with_stages else names
+    rows = [
+        tuple(names),
+        *(_row(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown),
+    ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
     reasons = ["", *(_why(planned, result, request) for planned in shown)]
@@ -323,7 +378,7 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         lines.append(
             f"training would refuse {len(result.illegal)} layouts, the first with the error: {why}"
         )
-    lines.append(f"memory that is not counted: {', '.join(NOT_COUNTED)}")
+    lines.append(f"memory that is not counted: {', '.join(STEP_NOT_COUNTED)}")
     if request.hardware is None:
         lines += [
             "Add --gpu NAME to plan seconds as well.",
@@ -347,6 +402,8 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.layout.cp > 1:
+        lines += _about_context(best.layout, request)
     if best.time is not None:
         lines.append(f"Its step: {_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
@@ -354,6 +411,19 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
+
+
+def _about_context(layout: Layout, request: Asked) -> list[str]:
+    """Return the line about the keys and values that cp ranks exchange, if their width is known."""
+    from hf_moe_ep.planner.search import received_per_layer
+
+    received = received_per_layer(layout, request)
+    if received is None:
+        return []
+    return [
+        f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
+        f"per layer in a forward, before the attention of that layer"
+    ]
 
 
 def _shares(time: StepTime) -> str:
@@ -365,8 +435,12 @@ def _shares(time: StepTime) -> str:
 
 # Explanations of the table's columns.
 _LEGEND = {
-    "ep": "ep_size: ranks over which the experts are split",
+    "stages": "pp_size: groups of ranks that hold some of the layers each",
+    "bubble": "share of the step in which a stage waits for other stages",
+    "sent, MiB": "hidden states and gradients that a rank sends to other stages in a step",
+    "ep": "ep_size: ranks over which the experts are split; x etp: ranks that share each expert",
     "sp": "sp_size: ranks over which a sequence is split",
+    "cp": "cp_size: groups of sp_size ranks over which a sequence is split in attention as well",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
     "chunks": "dispatch_chunks: parts of a batch that are sent to the experts one by one",
     "sequences": "sequences per forward pass of a data rank x forward passes per optimizer step",
@@ -395,11 +469,17 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: Planned) -> tuple[str, ...]:
+def _row(planned: Planned, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
+    from hf_moe_ep.planner.work import PURPOSES
+
     layout, time = planned.layout, planned.time
+    stages = (f"{layout.pp}", f"{planned.bubble:.1%}", f"{planned.sent / 2**20:.1f}")
     cells = (
-        f"{layout.ep}" + " by node" * (layout.node_size is not None),
-        *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
+        *(stages if with_stages else ()),
+        f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
+        str(layout.sp),
+        *[str(layout.cp)] * with_cp,
+        *(str(size) for size in (layout.dp_replicate, layout.chunks)),
         f"{layout.per_forward} x {layout.accumulated}",
         "twice" if layout.checkpointing else "once",
         f"{planned.step.peak / _GIB:.3f}",
@@ -414,8 +494,14 @@ def _row(planned: Planned) -> tuple[str, ...]:
     return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
 
 
+def _etp(layout: Layout) -> str:
+    return "" if layout.etp == 1 else f" x etp {layout.etp}"
+
+
 def _why(planned: Planned, result: Found, request: Asked) -> str:
     """Return why a layout is not the best: its memory, or the part of the step that is slower."""
+    from hf_moe_ep.planner.work import PURPOSES
+
     if planned.left < 0:
         return f"does not fit by {-planned.left / _GIB:.1f} GiB"
     best, time = result.fit[0], planned.time

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 
-from hf_moe_ep.checkpoints.verify import Found
+if TYPE_CHECKING:
+    from hf_moe_ep.checkpoints.verify import Found
 
 
 def add_ignore_unexpected(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.printing import add_ignore_unexpected, print_found
 
 
@@ -27,6 +26,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was checked. Damage is raised as a ValueError."""
+    from hf_moe_ep.checkpoints.verify import verify
+
     checkpoint = verify(options.folder, ignore_unexpected=options.ignore_unexpected)
     if checkpoint.facts.get("hashes") == "none are known":
         checkpoint = replace(checkpoint, what="headers only, contents were not checked")

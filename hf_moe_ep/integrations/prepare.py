@@ -8,7 +8,7 @@ accumulates and saves. `fsdp_on_cpu` lets the same code run on CPU ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.hub.unread import shard_and_read
+from hf_moe_ep.checkpoints.hub.unread import cut_before_sharding, shard_and_read
 from hf_moe_ep.compiled.layers import compile_layers
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
@@ -44,8 +44,13 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.models import packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.trainers import check_sequence_parallelism, option_of_size
+from hf_moe_ep.upstream.trainers import (
+    check_sequence_parallelism,
+    has_option_of_size,
+    option_of_size,
+)
 from hf_moe_ep.upstream.training_frameworks import (
+    count_as_shards,
     declare_fsdp,
     give_addresses,
     has_chunked_loss,
@@ -84,9 +89,11 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     patched = [state for state in states if state is not None]
     if not patched:
         return original(self, *args, **kwargs)
-    state = patched[0]
     fsdp_on_cpu(self.state, None)
     _check_launch(self)
+    take_over_sizes(self.parallelism_config, args)
+    patched = [state for arg in args if isinstance(arg, nn.Module) and (state := find_state(arg))]
+    state = patched[0]
     check_parallelism(self.parallelism_config, state)
     if self.num_processes > 1:
         for model in args:
@@ -96,6 +103,10 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         if isinstance(model, nn.Module) and find_state(model) is not None:
             give_addresses(model)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
+    if plugin is not None and self.is_fsdp2:
+        for model in args:
+            if isinstance(model, nn.Module):
+                _leave_own_stage(self, model, args)
     with without_dynamo(self) as compile_kwargs:
         if compile_kwargs is not None:
             for patched_state in patched:
@@ -111,6 +122,26 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
                 _compile_as_configured(model)
     check_even(self)
     return prepared
+
+
+def _leave_own_stage(accelerator: Accelerator, model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Leave this rank its pipeline stage of a model, and of the optimizers in `args`.
+
+    Accelerate lists the parameters of the model and of the optimizer before it shards the model,
+    and raises an error if one of them is missing afterwards.
+    """
+    state = find_state(model)
+    if state is None or state.stage is not None or state.meshes is not None:
+        return
+    if (state.config.pp_size or 1) == 1:
+        return
+    inner = unwrap(model)
+    cut_before_sharding(inner, state, build_options(accelerator, inner), accelerator.device)
+    left = {id(parameter) for parameter in inner.parameters()}
+    for optimizer in args:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in left]
 
 
 @contextmanager
@@ -267,17 +298,55 @@ def _check_loss(model: Any) -> None:
             f"this TRL's chunked loss adds the router's aux loss of each rank's own batch, which "
             f"differs from that of the global batch; {remedy}, or set router_aux_loss_coef=0.0"
         )
-    if (state.config.sp_size or 1) > 1:
+    if state.config.ranks_per_batch > 1:
         raise ValueError(
             f"this TRL's chunked loss compares the labels of whole sequences with the slices of "
-            f"sp_size={state.config.sp_size}; install trl>=1.15, or set sp_size=1"
+            f"{state.config.sequence_sizes}; install trl>=1.15, or set sp_size=1 and cp_size=1"
         )
 
 
+# The sizes that mean the same in Accelerate's ParallelismConfig and in ParallelConfig.
+_SHARED_SIZES = ("cp_size", "sp_size")
 # What does the same for a patched model.
-_REMEDIES = dict.fromkeys(("cp_size", "sp_size"), ", and use sp_size of hf_moe_ep") | {
-    "ep_size": ", and use ep_size of hf_moe_ep"
-}
+_REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
+
+
+def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any]) -> None:
+    """Split sequences by cp_size and sp_size of Accelerate's ParallelismConfig, in our way.
+
+    The patched models among `objects` are patched again with these sizes, and the sizes in
+    `parallelism` become 1, so that Accelerate and the Trainer leave attention and batches alone.
+
+    Raises:
+        ValueError: a model was patched with another size, or is sharded; or the framework that runs
+            splits sequences by its own code.
+    """
+    if parallelism is None:
+        return
+    sizes = {name: getattr(parallelism, name, 1) for name in _SHARED_SIZES}
+    asked = {name: size for name, size in sizes.items() if size > 1}
+    models = [model for model in objects if isinstance(model, nn.Module) and find_state(model)]
+    for model in models if asked else ():
+        state = find_state(model)
+        assert state is not None and state.patch_alike is not None
+        for name, size in asked.items():
+            if has_option_of_size(name):
+                raise ValueError(
+                    f"{option_of_size(name)}={size}, which does not combine with a patched model; "
+                    f"set it to 1, and use {name} of hf_moe_ep"
+                )
+        own = {name: getattr(state.config, name) or 1 for name in asked}
+        if own == asked:
+            continue
+        for name, size in asked.items():
+            if own[name] != 1 or state.meshes is not None:
+                raise ValueError(
+                    f"{option_of_size(name)}={size}, but the model was patched with {name}="
+                    f"{own[name]}; write patch(model, {name}={size})"
+                )
+        state.patch_alike(unwrap(model), **asked)
+    if asked and models:
+        count_as_shards(parallelism, asked)
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
@@ -285,7 +354,7 @@ def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) 
     check_sequence_parallelism()
     if parallelism is None:
         return
-    for name in ("tp_size", "cp_size", "sp_size", "ep_size"):  # ep_size: axolotl adds it
+    for name in ("tp_size", "ep_size"):  # ep_size: axolotl adds it
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
                 f"{option_of_size(name)}={getattr(parallelism, name)}, which does not combine with "

@@ -133,12 +133,12 @@ def _check_same_architecture(
 
 def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
     """Raise if a model would split sequences over ranks that do not share batches."""
-    size, ranks_per_batch = state.config.sp_size or 1, shared_batches.sharing(accelerator)
+    size, ranks_per_batch = state.config.ranks_per_batch, shared_batches.sharing(accelerator)
     if size not in (1, ranks_per_batch):
         raise ValueError(
-            f"this model was patched with sp_size={size}, but the trained model has "
-            f"sp_size={ranks_per_batch}; patch both with the same sp_size, or this model with "
-            f"sp_size=1"
+            f"this model was patched with {state.config.sequence_sizes}, but the trained model has "
+            f"{shared_batches.sequence_sizes(accelerator)}; patch both with the same sizes, or "
+            f"this model with sp_size=1 and cp_size=1"
         )
 
 

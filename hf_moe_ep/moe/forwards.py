@@ -150,7 +150,7 @@ def _list_relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.M
         for name, module in parts.experts.items():
             yield name, module, True
             yield *blocks[id(module)], False
-    if state.config.sp_size not in (None, 1):
+    if state.config.ranks_per_batch > 1:
         for index, module in enumerate(parts.attention):
             yield f"{type(module).__name__} {index}", module, False
 

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("nf4", "fp8")
 # The values of the 16 nf4 codes (arXiv 2305.14314, appendix E), with the digits of fp32.
 NF4_CODES = (
     -1.0,
@@ -76,7 +75,7 @@ class Quantisation:
     """The format in which expert matrices are stored.
 
     Attributes:
-        kind: one of KINDS.
+        kind: "nf4" or "fp8".
         nested: whether the scales of nf4 are quantised as well.
     """
 
@@ -221,6 +220,11 @@ def plain_scales(stack: Quantised) -> Tensor:
 def dequantised_shape(stored: Tensor, kind: str) -> tuple[int, int]:
     """Return (O, I) of the matrices of a stack whose bytes are `stored`."""
     return stored.shape[1], stored.shape[2] * _VALUES_PER_BYTE[kind]
+
+
+def rows_and_columns_of_blocks(quantisation: Quantisation) -> tuple[int, int]:
+    """Return the size of the blocks (rows, columns) whose values share a scale."""
+    return _BLOCKS[quantisation.kind]
 
 
 def rows_may_be_cut(shape_OI: tuple[int, int], quantisation: Quantisation, parts: int) -> bool:

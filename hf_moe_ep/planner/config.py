@@ -9,13 +9,11 @@ they take only a few kilobytes, and sharding broadcasts their values. `attach_lo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +31,11 @@ from transformers import (
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.planner.options import LORA_TARGETS, published_configs
 from hf_moe_ep.upstream.hub import on_meta, read_object, why_unreachable
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-LORA_TARGETS = ("experts", "attention", "both")
-
-
-def published_configs() -> dict[str, dict[str, Any]]:
-    """Return the stored configs: {hub id: {"source": web page, "config": fields of the config}}."""
-    text = (
-        resources.files("hf_moe_ep.planner")
-        .joinpath("published_models.json")
-        .read_text(encoding="utf-8")
-    )
-    shapes: dict[str, dict[str, Any]] = json.loads(text)
-    return shapes
 
 
 def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:

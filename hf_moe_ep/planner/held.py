@@ -28,7 +28,7 @@ unit stays gathered. If the weights of embedding and head are tied, their unit s
 well. Quantised experts (`ParallelConfig.experts_dtype`) are gathered as bytes, and their adapters
 in the dtype of the adapters.
 
-`NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
+`options.NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from hf_moe_ep.config import ParallelConfig, check_choice
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
 from hf_moe_ep.patch import patch
 from hf_moe_ep.planner.config import attach_lora, find_config, meta_model
+from hf_moe_ep.planner.options import MASTERS, OPTIMIZERS
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_units
@@ -56,18 +57,6 @@ from hf_moe_ep.sharding.units import Units, find_units
 from hf_moe_ep.state import STATE, ModelState, MoELayer, quantised_matrices
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
-
-MASTERS = ("fp32", "model")
-# Optimizer -> (tensors of the parameter's size, scalars of 4 bytes) per trained parameter.
-OPTIMIZERS = {"adamw": (2, 1), "adamw_fused": (2, 1), "sgd": (1, 0), "none": (0, 0)}
-NOT_COUNTED = (
-    "activations",
-    "buffers of the model",
-    "FSDP2's copies while it gathers a unit",
-    "communication buffers",
-    "the CUDA context",
-    "memory that the allocator reserves but does not hand out",
-)
 
 
 @dataclass(frozen=True)
@@ -203,6 +192,13 @@ class PlanRequest:
     def __post_init__(self) -> None:
         check_choice("masters", self.masters, MASTERS)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        pp_size = 1 if self.parallel is None else self.parallel.pp_size or 1
+        if pp_size > 1:
+            raise ValueError(
+                f"pp_size is {pp_size}, but a plan is that of one pipeline stage; use `hf-moe-ep "
+                f"plan --pp {pp_size}`, or plan a config with num_hidden_layers / {pp_size} layers "
+                f"on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
+            )
         if self.world_size < 1:
             raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")
         if dist.is_initialized():
@@ -309,10 +305,11 @@ class _Sharded:
         """Return a rank's coordinates on the axes over which FSDP2 shards (`ranks/mesh.py`)."""
         config = self.state.config
         in_replica = rank % self.replica
+        etp_size = config.etp_size or 1
         if config.ep_outside:
-            ep_fsdp = in_replica % self.ep_fsdp_size
+            ep_fsdp = in_replica // etp_size % self.ep_fsdp_size
         else:
-            ep_fsdp = in_replica // (config.ep_size or 1)
+            ep_fsdp = in_replica // ((config.ep_size or 1) * etp_size)
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:

@@ -48,13 +48,6 @@ from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_co
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
-NOT_COUNTED = (
-    "workspace of kernels and communication libraries",
-    "the CUDA context",
-    "memory that the allocator reserves but does not hand out",
-    "pictures and sound",
-)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -243,11 +236,11 @@ def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> 
     With 8 ranks and ep_size 2, the first rank with ep coordinate 1 is rank 1 if ep is the inner
     axis, and rank 4 if ep is the outer axis.
     """
-    ep_size = state.config.ep_size or 1
+    ep_size, etp_size = state.config.ep_size or 1, state.config.etp_size or 1
     rank = choices.busiest(ep_size)
     if state.config.ep_outside:
-        rank *= request.world_size // (state.config.dp_replicate_size or 1) // ep_size
-    return rank
+        return rank * (request.world_size // (state.config.dp_replicate_size or 1) // ep_size)
+    return rank * etp_size
 
 
 def _make_optimizer_with_state(model: nn.Module, request: PlanRequest) -> LocalOptimizer:

@@ -5,6 +5,7 @@ gather_counts        all-gather a few counts, with a host sync
 start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
 swap_slices          send a part to each rank by an all-to-all (sequence parallelism)
 all_gather           all-gather parts of equal size (sequence parallelism)
+send_to_next         start to send a tensor to the next rank and to receive one (ring attention)
 sum_over_ranks       all-reduce a value that needs no gradient, to its sum
 max_over_ranks       all-reduce a value that needs no gradient, to its maximum
 
@@ -125,6 +126,42 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty((dist.get_world_size(group), *x.shape))
     _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
+
+
+@dataclass(frozen=True)
+class RingTransfer:
+    """A transfer to the next rank and from the previous one. It keeps both tensors alive."""
+
+    _works: list[dist.Work]
+    _tensors: tuple[Tensor, Tensor]
+    _exchange: _Exchange
+
+    def wait(self) -> Tensor:
+        """Return the tensor from the previous rank; NCCL does not block the host."""
+        with _describe_errors(self._exchange):
+            for work in self._works:
+                work.wait()
+        return self._tensors[0]
+
+
+def send_to_next(x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> RingTransfer:
+    """Start to send `x` to the next rank of `group`, and to receive the previous rank's tensor.
+
+    Transfers that run at the same time need different tags. This function has no gradient.
+    """
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    ranks = dist.get_process_group_ranks(group)
+    place = dist.get_rank(group)
+    after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    operations = [
+        dist.P2POp(dist.isend, x, after, group, tag),
+        dist.P2POp(dist.irecv, received, before, group, tag),
+    ]
+    exchange = _Exchange("context parallelism", "a part of the ring", group)
+    with _describe_errors(exchange):
+        works = dist.batch_isend_irecv(operations)
+    return RingTransfer(works, (received, x), exchange)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Sequence parallelism: the ranks of an sp group split the sequences of one batch.
+"""Sequence and context parallelism: cp x sp ranks split the sequences of one batch.
 
-This folder slices sequences, splits attention and recurrences over heads, and gathers sequences for
-modules that need all tokens. The data loader that gives these ranks the same batch belongs in
-`integrations/`.
+This folder slices sequences, splits attention and recurrences over heads, gives attention the keys
+of other ranks, and gathers sequences for modules that need all tokens. The data loader that gives
+these ranks the same batch belongs in `integrations/`.
 """

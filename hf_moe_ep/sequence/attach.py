@@ -1,15 +1,18 @@
-"""Register the hooks of sequence parallelism (sp_size > 1), and those of packed documents.
+"""Register the hooks that split sequences (sp_size or cp_size > 1), and those of documents.
 
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 token classifier      the same
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token; if the
                       model keeps inputs of layers, a hook that joins the outputs, too
-attention modules     a copy of the config, which selects `split_attention`
+attention modules     a copy of the config, which selects `split_attention` (ulysses.py: heads;
+                      context.py: keys and values of other ranks, with cp_size > 1); for latent
+                      attention, a hook that passes a cache, which gathers latents
+                      (latent_cache.py)
 mixers                hooks that gather the slices, and slice the output (gather.py); attention
                       with an indexer may gather only keys, and the forward of a mixer with a
                       convolution may be replaced by one that keeps the slice
 
-With sp_size=1, a model with mixers gets hooks that run packed documents one by one:
+If sequences are not split, a model with mixers gets hooks that run packed documents one by one:
 
 causal LM             a pre-forward hook that finds the documents; a loss that ignores them
 every decoder layer   a pre-forward hook that tells its mixers the documents
@@ -25,7 +28,8 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.derive import gathers_by_cache
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.gather import (
     GatherArguments,
@@ -34,6 +38,7 @@ from hf_moe_ep.sequence.gather import (
     SliceOutput,
     Split,
 )
+from hf_moe_ep.sequence.latent_cache import GatherLatents
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
 from hf_moe_ep.sequence.recurrences import run_slice
@@ -49,62 +54,83 @@ from hf_moe_ep.sequence.split import (
     split_token_loss,
 )
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
+from hf_moe_ep.sequence.ways import find_ways
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
+from hf_moe_ep.upstream.attention_interface import (
+    check_attention,
+    flash_aligns_first_query,
+    own_attention_config,
+)
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 from hf_moe_ep.upstream.models import attention_heads
+from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
-
-_REMEDY = "leave sp_size at 1 (ep_size and FSDP2 work)"
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise ValueError if sp_size > 1 and the sequences of this model cannot be split."""
-    sp_size = state.config.sp_size or 1
-    if sp_size == 1:
+    """Raise ValueError if sp_size or cp_size > 1, and this model's sequences cannot be split."""
+    config = state.config
+    sp_size, cp_size = config.sp_size or 1, config.cp_size or 1
+    if config.ranks_per_batch == 1:
         return
+    sizes, leave = _names_of_sizes(config)
     if _owner_of_loss(parts) is None:
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 needs a model that computes a loss of its tokens, and "
+            f"{sizes} > 1 needs a model that computes a loss of its tokens, and "
             f"{type(parts.root).__name__} has no head that does; load it as a causal LM or for "
-            f"token classification, or leave sp_size at 1"
+            f"token classification, or {leave}"
         )
     if parts.causal_lm is not None and not passes_arguments_to_loss(parts.causal_lm):
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 gives each rank the loss of its slice by an argument of the "
-            f"forward, and in this version of transformers the forward of "
-            f"{type(parts.causal_lm).__name__} passes no argument on to its loss; install a newer "
-            f"transformers, or leave sp_size at 1"
+            f"{sizes} > 1 gives each rank the loss of its slice by an argument of the forward, and "
+            f"in this version of transformers the forward of {type(parts.causal_lm).__name__} "
+            f"passes no argument on to its loss; install a newer transformers, or {leave}"
         )
-    if not parts.plan.sequence_parallel:
-        raise ValueError(
-            f"sp_size ({sp_size}) > 1 was not tested on {parts.plan.model_type}; {_REMEDY}, or "
-            f"allow it yourself after a test: "
-            f"patch(model, plan=ModelPlan(..., sequence_parallel=True))"
-        )
-    _check_mixers(parts, sp_size)
+    for size, granted in (("sp_size", "sequence_parallel"), ("cp_size", "context_parallel")):
+        asked = getattr(config, size) or 1
+        if asked > 1 and not getattr(parts.plan, granted):
+            raise ValueError(
+                f"{size} ({asked}) > 1 was not tested on {parts.plan.model_type}; leave {size} at "
+                f"1 (ep_size and FSDP2 work), or allow it yourself after a test: "
+                f"patch(model, plan=ModelPlan(..., {granted}=True))"
+            )
+    _check_mixers(parts, sizes, leave)
     attention = attention_by_heads(parts)
     if not attention and not any(parts.mixers):
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 splits attention by heads, and no module in the layers of "
+            f"{sizes} > 1 splits attention, and no module in the layers of "
             f"{type(parts.root).__name__} calls transformers' attention interface "
-            f"(ALL_ATTENTION_FUNCTIONS); leave sp_size at 1"
+            f"(ALL_ATTENTION_FUNCTIONS); {leave}"
         )
     if attention:
         for heads, kv_heads in sorted(attention_heads(parts.config)):
             check_heads(heads, kv_heads, sp_size)
-        check_attention(attention[0], parts.root)
+        check_attention(attention[0], parts.root, sizes)
+        if cp_size > 1 and flash_aligns_first_query(attention[0]):
+            raise ValueError(
+                f"cp_size ({cp_size}) > 1 gives attention fewer queries than keys, and the "
+                f"installed flash attention aligns the first query with the first key instead of "
+                f"the last ones; load the model with attn_implementation='sdpa', or {leave}"
+            )
     for layer in parts.layers:
-        arguments = arguments_of(layer, sp_size)
+        arguments = arguments_of(layer, sizes)
         if arguments.model_keeps_inputs and not parts.final_norm:
             raise ValueError(
-                f"sp_size ({sp_size}) > 1 slices the output of the final norm, because "
+                f"{sizes} > 1 slices the output of the final norm, because "
                 f"{type(parts.root).__name__} keeps the inputs of its layers, but no norm follows "
-                f"the layers; {_REMEDY}"
+                f"the layers; {leave} (ep_size and FSDP2 work)"
             )
 
 
-def _check_mixers(parts: Parts, sp_size: int) -> None:
+def _names_of_sizes(config: ParallelConfig) -> tuple[str, str]:
+    """Return "sp_size (2)" and "leave sp_size at 1" for the sizes that are used, for errors."""
+    sizes = {"cp_size": config.cp_size or 1, "sp_size": config.sp_size or 1}
+    used = {name: size for name, size in sizes.items() if size > 1}
+    text = " and ".join(f"{name} ({size})" for name, size in used.items())
+    return text, f"leave {' and '.join(used)} at 1"
+
+
+def _check_mixers(parts: Parts, sizes: str, leave: str) -> None:
     """Raise ValueError if a mixer cannot run on whole sequences while its layer has a slice."""
     experts = set(parts.experts.values())
     for mixers in parts.mixers:
@@ -116,9 +142,9 @@ def _check_mixers(parts: Parts, sp_size: int) -> None:
             else:
                 continue
             raise ValueError(
-                f"sp_size ({sp_size}) > 1 runs the modules that mix along the sequence on whole "
-                f"sequences, but not {name} ({type(module).__name__}) of {parts.plan.model_type}: "
-                f"{why}; {_REMEDY}"
+                f"{sizes} > 1 runs the modules that mix along the sequence on whole sequences, but "
+                f"not {name} ({type(module).__name__}) of {parts.plan.model_type}: {why}; {leave} "
+                f"(ep_size and FSDP2 work)"
             )
 
 
@@ -131,6 +157,18 @@ def attention_by_heads(parts: Parts) -> list[nn.Module]:
         inner for mixers in parts.mixers for child in mixers.values() for inner in child.modules()
     }
     return [module for module in parts.attention if module not in whole]
+
+
+def takes_zigzag_order(parts: Parts) -> bool:
+    """Return True if cp ranks get the tokens of a sequence in zigzag order (`slices.py`).
+
+    This order divides the work of causal attention evenly. Attention without a causal mask has even
+    work in any order. Attention with an indexer or a compressor numbers the queries of its rank, so
+    they must be consecutive.
+    """
+    if Split.QUERIES in mixers_by_split(parts):
+        return False
+    return any(getattr(module, "is_causal", True) for module in attention_by_heads(parts))
 
 
 def mixers_by_split(parts: Parts) -> dict[Split, tuple[tuple[str, str], ...]]:
@@ -161,21 +199,24 @@ def attach(parts: Parts, state: ModelState) -> None:
             arguments = mixer_arguments(name, module)
             split = _split_of(module, parts)
             gather = GatherArguments(layer_slice, arguments, split)
-            if split in (Split.HEADS, Split.HALO) and state.config.sp_size != 1:
+            if split in (Split.HEADS, Split.HALO) and state.config.ranks_per_batch > 1:
                 stock = module.forward
                 state.replace(module, "forward", partial(run_slice, module, gather, stock))
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
     if any(parts.mixers):
         _separate_documents(parts, layer_slices)
-    if state.config.sp_size == 1:
+    if state.config.ranks_per_batch == 1:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
         return
+    zigzag = (state.config.cp_size or 1) > 1 and takes_zigzag_order(parts)
+    if (state.config.cp_size or 1) > 1:
+        _attach_context(parts, state, zigzag)
     state.mixers = {split.value: names for split, names in splits.items()}
     select_attention(attention_by_heads(parts), state, wrap_attention)
     for index, layer in enumerate(parts.layers):
-        layer_arguments = arguments_of(layer, state.config.sp_size or 1)
+        layer_arguments = arguments_of(layer, state.config.sequence_sizes)
         gets_whole = index == 0 or layer_arguments.model_keeps_inputs
         take_slice = TakeSlice(layer_arguments, layer_slices[index], gets_whole=gets_whole)
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)
@@ -184,10 +225,20 @@ def attach(parts: Parts, state: ModelState) -> None:
             if index == len(parts.main_layers) - 1:
                 parts.final_norm[0].register_forward_hook(SliceNorm(layer_slices[index]))
     owner = _owner_of_loss(parts)
-    split_sequence = SplitSequence(state, has_mixers=any(parts.mixers))
+    split_sequence = SplitSequence(state, has_mixers=any(parts.mixers), zigzag=zigzag)
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
     _replace_loss(parts, state, layer_slices[len(parts.main_layers) - 1])
+
+
+def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
+    """Gather latents, and store how each kind of attention gets keys of other ranks."""
+    attention = attention_by_heads(parts)
+    for module in filter(caches_latents, attention):
+        module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
+    names = {id(module): name for name, module in parts.root.named_modules()}
+    named = [(canonical_name(names[id(module)]), module) for module in attention]
+    state.context = (zigzag, find_ways(named, state.config.sp_size or 1))
 
 
 def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:

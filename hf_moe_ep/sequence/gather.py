@@ -117,8 +117,8 @@ class GatherArguments(Ours):
             return Split.NOT
         if self.split == Split.QUERIES and not _has_several_queries(part, kwargs):
             return Split.NOT
-        if self.split in (Split.HEADS, Split.HALO) and part.local < convolution_width(module):
-            return Split.NOT  # The halo would come from more than one rank.
+        if self.split in (Split.HEADS, Split.HALO) and part.piece < convolution_width(module):
+            return Split.NOT  # The halo would come from more than one piece.
         return self.split
 
     def _gather(self, name: str, value: Any, part: Slice) -> Any:
@@ -133,7 +133,7 @@ class GatherArguments(Ours):
         if value.shape[1] != part.local:
             raise ValueError(
                 f"{name} of {self.arguments.name} has {value.shape[1]} entries, but the slices of "
-                f"sp_size={part.size} have {part.local} tokens; leave sp_size at 1"
+                f"{part.size} ranks have {part.local} tokens; leave sp_size and cp_size at 1"
             )
         return gather_slices(value, part)
 

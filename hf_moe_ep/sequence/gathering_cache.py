@@ -11,10 +11,11 @@ keys of the slices. The stock forward is unchanged, and its queries remain those
 
 The queries, the scores of the indexer, the attention and its output are divided by sp_size. The
 keys and values are not, because every rank has those of the whole sequence. With latent attention
-only the latents are gathered, before the model computes keys and values from them. A rank sends
-(sp - 1) * (latent + rotary + indexer) values per token of its slice in forward, for example
-(sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2. In backward it sends (sp - 1) * (latent + rotary)
-gradients, because the choice of tokens has no gradient.
+only the latents are gathered, before the model computes keys and values from them. With context
+parallelism the same holds for all cp x sp ranks of a batch, whose slices are then consecutive. A
+rank sends (sp - 1) * (latent + rotary + indexer) values per token of its slice in forward, for
+example (sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2. In backward it sends (sp - 1) * (latent +
+rotary) gradients, because the choice of tokens has no gradient.
 
 A compressor (DeepSeek-V4) joins the keys of a window of tokens into one key. It passes its keys and
 gates to the cache, which gathers them, so that every rank compresses the windows of the whole
@@ -96,6 +97,7 @@ class _Layer:
     def get_seq_length(self) -> int:
         """Return the number of tokens up to the end of the slice, where the queries end."""
         part = self._cache.part
+        assert part.is_in_order, "the queries of a slice are consecutive (sequence/attach.py)"
         return (part.rank + 1) * part.local
 
     def update_index(self, keys: Tensor) -> Tensor:

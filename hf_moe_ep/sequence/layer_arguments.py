@@ -78,7 +78,7 @@ class LayerArguments:
         if len(args) > len(self.positional):
             raise ValueError(
                 f"{self.class_name} names {len(self.positional)} positional arguments and was "
-                f"called with {len(args)}, so sp_size={part.size} cannot know which have one entry "
+                f"called with {len(args)}, so {part.size} ranks cannot know which have one entry "
                 f"per token; call the layer with keywords after hidden_states"
             )
         names = zip(self.positional[1:], args[1:], strict=False)
@@ -104,13 +104,16 @@ class LayerArguments:
         if size != part.length:
             raise ValueError(
                 f"{name} of {self.class_name} has {size} entries in a sequence of {part.length} "
-                f"tokens, so sp_size={part.size} cannot slice it; give one entry per token"
+                f"tokens, so {part.size} ranks cannot slice it; give one entry per token"
             )
         return part.take_shared(value, dim)
 
 
-def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
+def arguments_of(layer: nn.Module, sizes: str) -> LayerArguments:
     """Read the signature of a decoder layer.
+
+    Args:
+        sizes: the setting that splits sequences, for errors: "sp_size (2)".
 
     Raises:
         ValueError: a tensor argument is in no table, so it is not known if it must be sliced.
@@ -126,9 +129,9 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
     ]
     if unknown:
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 slices the arguments with one entry per token, and it is not "
-            f"known if {', '.join(unknown)} of {class_name} is one of them; leave sp_size at 1, or "
-            f"add the argument to hf_moe_ep/sequence/layer_arguments.py"
+            f"{sizes} > 1 slices the arguments with one entry per token, and it is not known if "
+            f"{', '.join(unknown)} of {class_name} is one of them; leave it at 1, or add the "
+            f"argument to hf_moe_ep/sequence/layer_arguments.py"
         )
     positional = (p.name for p in by_name if p.kind != p.KEYWORD_ONLY)
     keeps_inputs = any(parameter.name in _KEPT_INPUTS for parameter in by_name)

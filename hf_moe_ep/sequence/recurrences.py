@@ -5,7 +5,7 @@ are replaced:
 
     projections, gates            for the tokens of this rank            (stock)
     causal convolution            for the tokens of this rank, behind the last tokens of the
-                                  previous rank (the halo)               (`convolve_slice`)
+                                  rank that has those in front (the halo)  (`convolve_slice`)
     recurrence                    for all tokens, some of the heads      (`run_heads`)
     norm, output projection       for the tokens of this rank            (stock)
 
@@ -13,8 +13,9 @@ With 2 ranks, 4 heads of values, and 8 tokens, the recurrence of rank 1 computes
 the tokens 0-7. If there are fewer heads of keys (in Mamba-2: fewer groups) than ranks, these heads
 are repeated, as in attention. A channel of Mamba-1 is a head here. If sp_size does not divide the
 number of heads, the recurrence runs on whole sequences of all heads. Everything else is divided by
-sp_size in any case. A module with a convolution and no recurrence, such as the short convolutions
-of LFM2, needs only the halo.
+sp_size in any case. With context parallelism, the heads are split over the cp x sp ranks of a
+batch. A module with a convolution and no recurrence, such as the short convolutions of LFM2, needs
+only the halo.
 
 For each token of its slice, a rank sends (sp - 1) / sp of the queries, keys, values, gates and
 outputs of all heads, and the same number of gradients in backward; in Mamba-2, of x, dt, B, C and
@@ -71,19 +72,24 @@ def run_slice(
 def convolve_slice(
     part: Slice, stock: Callable[..., Tensor], x_BCS: Tensor, weight: Tensor, *args: Any, **kw: Any
 ) -> Tensor:
-    """Call the causal convolution for a slice (B, C, S / sp), with the halo in front of it.
+    """Call the causal convolution for a slice (B, C, S / sp), with a halo in front of each piece.
 
-    The first rank has zeros in front, which is what the convolution itself would add.
+    The first piece has zeros in front, which is what the convolution itself would add.
     """
-    width = weight.shape[-1] - 1
-    ends = Slice(part.group, part.rank, part.size, length=part.size * width)
-    all_ends_BSC = gather_slices(x_BCS[:, :, -width:].transpose(1, 2), ends)
-    before_BCS = all_ends_BSC.unflatten(1, (part.size, width))[:, part.rank - 1].transpose(1, 2)
-    # Zeros of the first rank depend on the all-gather, because its backward needs every rank.
-    is_first = x_BCS.new_full((), part.rank == 0, dtype=torch.bool)
-    halo = before_BCS.masked_fill(is_first, 0)
-    out = stock(torch.cat([halo, x_BCS], dim=2), weight, *args, **kw)
-    return out[:, :, width:]
+    width, pieces = weight.shape[-1] - 1, x_BCS.split(part.piece, dim=2)
+    # The last tokens of all pieces, in the order of the ranks.
+    ends = Slice(part.group, part.rank, part.size, length=len(part.order) * width)
+    own_ends_BCS = torch.cat([piece[:, :, -width:] for piece in pieces], dim=2)
+    all_ends_BSC = gather_slices(own_ends_BCS.transpose(1, 2), ends)
+    by_piece = all_ends_BSC.unflatten(1, (len(part.order), width)).transpose(2, 3)
+    place = {piece: place for place, piece in enumerate(part.order)}
+    outs = []
+    for number, x in zip(part.pieces, pieces, strict=True):
+        # Zeros of the first piece depend on the all-gather, because its backward needs every rank.
+        is_first = x.new_full((), number == 0, dtype=torch.bool)
+        halo_BCS = by_piece[:, place[max(number, 1) - 1]].masked_fill(is_first, 0)
+        outs.append(stock(torch.cat([halo_BCS, x], dim=2), weight, *args, **kw)[:, :, width:])
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 def run_heads(

@@ -1,21 +1,33 @@
-"""Slices of sequences, one per rank of an sp group, and the collectives that join them.
+"""Slices of sequences, one per rank that shares a batch, and the collectives that join them.
 
-With `sp` ranks and sequences of S tokens, every rank has ceil(S / sp) tokens of each row of the
-batch; the last slices are padded. Both collectives are differentiable:
+With N ranks and sequences of S tokens, every rank has ceil(S / N) tokens of each row of the batch;
+the last tokens are padding. Both collectives are differentiable:
 
-    gather_slices   (B, S / sp, ...)      to   (B, S, ...) on every rank
+    gather_slices   (B, S / N, ...)       to   (B, S, ...) on every rank
     sum_slices      one number per slice  to   their sum on every rank
 
-The exchanges of attention are in `ulysses.py`.
+With sequence parallelism alone, the slices are consecutive. With context parallelism a rank keeps
+its tokens in causal attention as well, where the last token of a sequence has S times the work of
+the first one. The sequence is therefore cut into 2 x cp chunks, and cp rank i gets the chunks i and
+2 x cp - 1 - i (zigzag order). Its sp ranks divide these tokens. With cp 2 and 16 tokens:
+
+             sp 1                        sp 2
+    rank 0   tokens 0-3, tokens 12-15    rank 0   tokens 0-3      rank 2   tokens 4-7
+    rank 1   tokens 4-7, tokens 8-11     rank 1   tokens 12-15    rank 3   tokens 8-11
+
+A `Slice` therefore consists of pieces, all of the same length: two per rank in zigzag order, else
+one. The exchanges of attention are in `ulysses.py` (heads) and `context.py` (keys and values).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from hf_moe_ep.ranks.collectives import all_gather, swap_slices
@@ -28,13 +40,36 @@ SLICE = "hf_moe_ep_slice"
 class Slice:
     """The slice of one rank: a part of the `length` tokens of each row.
 
-    The number of tokens in a slice is a multiple of `unit`. This is not a dataclass, because FSDP2
-    copies every dataclass among the arguments of a unit.
+    This is not a dataclass, because FSDP2 copies every dataclass among the arguments of a unit.
+
+    Args:
+        group, rank, size: the ranks that share the sequence, and the index and number of this rank.
+        length: the number of tokens in a row.
+        unit: the number of tokens in a piece is a multiple of it.
+        order: the numbers of the pieces in the order of their ranks; None: rank r has piece r.
+
+    Attributes:
+        context: the tokens of this rank's sp group, as a slice of the cp group; None without
+            context parallelism.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, length: int, unit: int = 1) -> None:
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        length: int,
+        unit: int = 1,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
+        self.order = range(size) if order is None else order
+        self.is_in_order = order is None
+        self.context: Slice | None = None
+        self._heads: Slice | None = None
+        # True between a cache's gather of latents and the attention to the keys computed from them.
+        self.keys_are_gathered = False
         # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
         # The first and the last token + 1 of each document, for each row; None if the rows are not
@@ -42,24 +77,70 @@ class Slice:
         self.documents: list[list[tuple[int, int]]] | None = None
         # For packed rows: id of a mask -> (mask, mask that separates the documents).
         self.separated: dict[int, tuple[Tensor | None, Tensor]] = {}
+        # What all layers compute alike from a mask or from positions (sequence/context.py).
+        self.computed: dict[Any, Any] = {}
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+        # For each device: the positions of all tokens in the order of ranks, and the reverse.
+        self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def heads(self) -> Slice:
+        """The slice of this rank in its sp group, among the tokens of its cp rank.
+
+        Attention exchanges it for some of the heads. Without context parallelism it is this slice.
+        """
+        return self if self._heads is None else self._heads
+
+    def divide(self, sp_mesh: DeviceMesh, cp_mesh: DeviceMesh) -> None:
+        """Set `heads` and `context` if several sp groups share the batch."""
+        sp, cp = sp_mesh.size(), cp_mesh.size()
+        if cp == 1:
+            return
+        order = None if self.is_in_order else zigzag_order(cp)
+        group, rank = cp_mesh.get_group(), cp_mesh.get_local_rank()
+        self.context = Slice(group, rank, cp, self.length, self.unit * sp, order)
+        group, rank = sp_mesh.get_group(), sp_mesh.get_local_rank()
+        self._heads = Slice(group, rank, sp, self.context.local)
+        assert self._heads.local == self.local and self.context.rank * sp + rank == self.rank
+
+    @property
+    def piece(self) -> int:
+        """The number of tokens of each row in one piece, padding included."""
+        return -(-self.length // (len(self.order) * self.unit)) * self.unit
 
     @property
     def local(self) -> int:
         """The number of tokens of each row on one rank, padding included."""
-        return -(-self.length // (self.size * self.unit)) * self.unit
+        return self.piece * len(self.order) // self.size
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """The numbers of this rank's pieces, in ascending order."""
+        number = len(self.order) // self.size
+        return self.order[self.rank * number : (self.rank + 1) * number]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first and the last token + 1 of each piece of this rank, without padding."""
+        return self.spans_of(self.rank)
+
+    def spans_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the `spans` of another rank."""
+        number = len(self.order) // self.size
+        starts = [piece * self.piece for piece in self.order[rank * number : (rank + 1) * number]]
+        bounds = [(start, start + self.piece) for start in starts]
+        return [(min(start, self.length), min(stop, self.length)) for start, stop in bounds]
 
     def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor, padded with `fill`."""
-        start = min(self.rank * self.local, self.length)
-        part = x.narrow(dim, start, min(self.local, self.length - start))
-        missing = self.local - part.shape[dim]
-        if not missing:
-            return part.clone()  # a view would keep the whole tensor alive
-        shape = list(part.shape)
+        parts = [x.narrow(dim, start, stop - start) for start, stop in self.spans]
+        missing = self.local - sum(part.shape[dim] for part in parts)
+        if not missing and len(parts) == 1:
+            return parts[0].clone()  # a view would keep the whole tensor alive
+        shape = list(x.shape)
         shape[dim] = missing
-        return torch.cat([part, part.new_full(shape, fill)], dim)
+        return torch.cat([*parts, x.new_full(shape, fill)], dim)
 
     def take_shared(self, whole: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return the slice of a tensor that all layers receive, and reuse it if possible."""
@@ -73,11 +154,43 @@ class Slice:
         """Return the whole tensor that `take_shared` has sliced to `x`, or None."""
         return next((whole for whole, part in self._shared.values() if part is x), None)
 
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return the whole of a tensor that has the slices of all ranks in turn along `dim`."""
+        if self.is_in_order:
+            return x.narrow(dim, 0, self.length)
+        return x.index_select(dim, self._find_indices(x.device)[1])
+
+    def arrange(self, x: Tensor, dim: int) -> Tensor:
+        """Return the slices of all ranks in turn, padded with zeros: the reverse of `join`."""
+        missing = self.local * self.size - self.length
+        padded = functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing))
+        if self.is_in_order:
+            return padded
+        return padded.index_select(dim, self._find_indices(x.device)[0])
+
+    def _find_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._indices:
+            pieces = torch.arange(len(self.order) * self.piece).view(-1, self.piece)
+            by_rank = pieces[torch.tensor(list(self.order))].flatten()
+            reverse = by_rank.argsort()[: self.length]
+            self._indices[device] = by_rank.to(device), reverse.to(device)
+        return self._indices[device]
+
+
+def zigzag_order(cp_size: int, sp_size: int = 1) -> list[int]:
+    """Return the numbers of the pieces by rank, in zigzag order; see the module docstring."""
+    return [
+        chunk * sp_size + piece
+        for rank in range(cp_size)
+        for chunk in (rank, 2 * cp_size - 1 - rank)
+        for piece in range(sp_size)
+    ]
+
 
 def gather_slices(x: Tensor, part: Slice) -> Tensor:
-    """All-gather slices (B, S / sp, ...) to (B, S, ...); backward adds the gradients of all ranks.
+    """All-gather slices (B, S / N, ...) to (B, S, ...); backward adds the gradients of all ranks.
 
-    Every rank sends sp - 1 tensors of the size of `x` in forward, and as many in backward.
+    Every rank sends N - 1 tensors of the size of `x` in forward, and as many in backward.
     """
     whole: Tensor = _Gather.apply(x, part)
     return whole
@@ -93,7 +206,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        whole = all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
+        whole = part.join(all_gather(x, part.group).movedim(0, 1).flatten(1, 2), 1)
         # An in-place operator on a view would lose the hook that FSDP2 registers on the output.
         return whole.clone() if is_view(whole) else whole
 
@@ -101,9 +214,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
-        missing = part.local * part.size - part.length
-        padded = functional.pad(grad, (*(0, 0) * (grad.ndim - 2), 0, missing))
-        by_owner = padded.unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
         return swap_slices(by_owner, part.group).sum(0), None
 
 

@@ -32,7 +32,7 @@ from torch.nn import functional
 from hf_moe_ep.sequence.gather import LayerSlice, find_documents
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.same_batch import check_same_batch
-from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache, is_fused_head
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
@@ -46,15 +46,15 @@ class SplitSequence(Ours):
     forwards of `generate` are therefore not split.
     """
 
-    def __init__(self, state: ModelState, *, has_mixers: bool) -> None:
-        self.state, self.has_mixers = state, has_mixers
+    def __init__(self, state: ModelState, *, has_mixers: bool, zigzag: bool = False) -> None:
+        self.state, self.has_mixers, self.zigzag = state, has_mixers, zigzag
 
     @torch.compiler.disable
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         meshes = self.state.meshes
-        if meshes is None or meshes.sp_size == 1:
+        if meshes is None or meshes.ranks_per_batch == 1:
             return None
         given = bind_forward(model, args, kwargs)
         keep = given.get("logits_to_keep", 0)
@@ -65,25 +65,27 @@ class SplitSequence(Ours):
             return None
         if selects_positions:
             raise ValueError(
-                f"logits_to_keep={keep} selects positions of the whole sequence, but with sp_size="
-                f"{meshes.sp_size} a forward in training or with labels is split; "
-                f"{how_to_keep_all_logits()}"
+                f"logits_to_keep={keep} selects positions of the whole sequence, but with "
+                f"{self.state.config.sequence_sizes} a forward in training or with labels is "
+                f"split; {how_to_keep_all_logits()}"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
-        group = meshes.sp.get_group()
+        group = meshes.sequence.get_group()
         routes = {}
         if self.state.routing is not None:
             routes = self.state.routing.tensors(tokens.device)
         check_same_batch(given | routes, tokens, group)
-        rank = meshes.sp.get_local_rank()
         if is_computed_by_liger(model) and given.get("labels") is not None:
             raise ValueError(
                 f"Liger's fused linear cross-entropy cannot compute the loss of a slice, which "
-                f"sp_size={meshes.sp_size} needs; turn it off: liger_kernel_config="
+                f"{self.state.config.sequence_sizes} needs; turn it off: liger_kernel_config="
                 f"{{'fused_linear_cross_entropy': False}}"
             )
-        part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
+        order = zigzag_order(meshes.cp_size, meshes.sp_size) if self.zigzag else None
+        rank, size = meshes.sequence.get_local_rank(), meshes.ranks_per_batch
+        part = Slice(group, rank, size, length=tokens.shape[1], order=order)
+        part.divide(meshes.sp, meshes.cp)
         given[SLICE] = part
         if is_fused_head(given):
             labels = given.get("labels") if given.get("shift_labels") is None else None
@@ -160,7 +162,10 @@ class JoinLogits(Ours):
             stock_length = part.length if kwargs.get("labels") is None else part.length - 1
             return _join_fused(output, part, stock_length)
         if isinstance(output, tuple):
-            raise ValueError("return_dict=False is not supported with sp_size > 1; leave it out")
+            raise ValueError(
+                f"return_dict=False is not supported with {self.state.config.sequence_sizes}; "
+                f"leave it out"
+            )
         gather_outputs = kwargs.get("labels") is None
         gather_outputs |= self.state.config.gather_logits or self.state.gather_logits
         # Outputs that are not gathered become None: a metric of a slice would silently be wrong.
@@ -205,7 +210,7 @@ class TakeSlice(Ours):
             return None
         if not args:
             raise ValueError(
-                f"sp_size={part.size} slices the first argument of {type(layer).__name__}, but the "
+                f"{part.size} ranks slice the first argument of {type(layer).__name__}, but the "
                 f"layer was called with keywords only; call it as layer(hidden_states, ...)"
             )
         part.positions = kwargs.get("position_ids")
@@ -247,8 +252,8 @@ def split_loss(
 ) -> Tensor:
     """Return the loss of the whole sequence, equal on all ranks, from this rank's logits.
 
-    The gradient of this rank's logits is multiplied by sp_size, because FSDP2 averages the
-    gradients of parameters over all ranks, as in data parallelism.
+    The gradient of this rank's logits is multiplied by the number of ranks, because FSDP2 averages
+    the gradients of parameters over all ranks, as in data parallelism.
     """
     part: Slice | None = kw.pop(SLICE, None)
     if part is None or part.size == 1:

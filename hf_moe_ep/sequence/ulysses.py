@@ -7,9 +7,11 @@ of the whole sequence; then each rank keeps one slice. With 2 ranks, 4 heads and
     rank 1   tokens 4-7  |  heads 2 3 of tokens 0-7  |  tokens 4-7
              projections    attention, stock code       projection, experts, head, loss
 
-Each layer has two all-to-alls: one for queries, keys and values, and one for the results. If sp
-does not divide the length, the last slices are padded; attention does not see the padding. If there
-are fewer key and value heads than ranks, these heads are repeated until there is one per rank.
+Each layer has two all-to-alls: one for queries, keys and values, and one for the results. With
+context parallelism (cp) the ranks of an sp group exchange the tokens of their cp rank only, and
+`context.py` computes their attention to the tokens of the other cp ranks. If sp does not divide the
+length, the last slices are padded; attention does not see the padding. If there are fewer key and
+value heads than ranks, these heads are repeated until there is one per rank.
 
     exchange_for_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads of width W
     exchange_for_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
@@ -28,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from hf_moe_ep.ranks.collectives import swap_slices
+from hf_moe_ep.sequence.context import attend
+from hf_moe_ep.sequence.latent_cache import whole_order
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
@@ -54,18 +57,28 @@ def split_attention(
     module = stock_attention(module)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
-    kv_heads = key.shape[1]
-    check_heads(query.shape[1], kv_heads, part.size)
-    _slice_sinks(module, kwargs, part)
+    heads, kv_heads = part.heads, key.shape[1]
+    check_heads(query.shape[1], kv_heads, heads.size)
+    _slice_sinks(module, kwargs, heads)
     if part.positions is not None and "position_ids" in kwargs:
         kwargs["position_ids"] = part.positions
-    if kv_heads < part.size:
-        key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
-    query, key, value = exchange_for_heads(query, key, value, part)
+    if kv_heads < heads.size:
+        key, value = (x.repeat_interleave(heads.size // kv_heads, 1) for x in (key, value))
+    is_gathered, part.keys_are_gathered = part.keys_are_gathered, False
+    if heads.size > 1 and is_gathered:
+        query, key, value = _HeadsToSequence.apply(heads, query, key, value)
+        key, value = whole_order(key, part), whole_order(value, part)
+    elif heads.size > 1:
+        query, key, value = exchange_for_heads(query, key, value, heads)
     # Stock code reads from the module how often each key and value head is repeated.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
-    out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
-    return exchange_for_tokens(out_BSQW, part), None
+    if part.context is None:
+        out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
+    else:
+        qkv = query, key, value
+        gather = not is_gathered
+        out_BSQW = attend(stock, module, *qkv, attention_mask, part.context, gather, **kwargs)
+    return (exchange_for_tokens(out_BSQW, heads) if heads.size > 1 else out_BSQW), None
 
 
 def exchange_for_heads(
@@ -84,7 +97,7 @@ def exchange_all_for_heads(tensors: Sequence[Tensor], part: Slice) -> tuple[Tens
     sp_size must divide the heads of each tensor.
     """
     whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, *tensors)
-    return tuple(x[:, :, : part.length] for x in whole)
+    return tuple(part.join(x, 2) for x in whole)
 
 
 def exchange_for_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
@@ -163,8 +176,8 @@ class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
-        received = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
+        by_owner = part.arrange(out, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        received = swap_slices(by_owner, part.group)
         # Stock code calls view on the result, and with one head per rank flatten returns a strided
         # tensor.
         return received.movedim(0, 2).flatten(2, 3).contiguous()
@@ -175,4 +188,4 @@ class _SequenceToHeads(torch.autograd.Function):
         part = ctx.part
         by_owner = grad.unflatten(2, (part.size, -1)).movedim(2, 0)
         received = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
-        return received[:, : part.length], None
+        return part.join(received, 1), None

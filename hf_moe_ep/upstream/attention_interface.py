@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers import modeling_flash_attention_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -52,8 +53,8 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     return attention_config
 
 
-def check_attention(module: Any, model: Any = None) -> None:
-    """Raise ValueError if sequence parallelism cannot split the attention of `module` by heads.
+def check_attention(module: Any, model: Any = None, sizes: str = "sp_size") -> None:
+    """Raise ValueError if sequence or context parallelism cannot split the attention of `module`.
 
     The implementation must be registered in transformers' interface. "eager" is accepted only for a
     model that does not support sdpa, such as a model with attention sinks.
@@ -66,14 +67,34 @@ def check_attention(module: Any, model: Any = None) -> None:
     )
     if not needs_eager and (stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == _EAGER):
         raise ValueError(
-            f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
-            f"support; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
+            f"{sizes} > 1 splits attention, which attn_implementation={stock!r} does not support; "
+            f"load the model with attn_implementation='sdpa' or 'flash_attention_2'"
         )
 
 
 def uses_flash_attention(module: Any) -> bool:
     """Return True if an attention module calls a flash attention function."""
     return "flash" in module.config._attn_implementation
+
+
+def uses_flex_attention(module: Any) -> bool:
+    """Return True if an attention module calls FlexAttention."""
+    return bool(module.config._attn_implementation == "flex_attention")
+
+
+def is_eager(module: Any) -> bool:
+    """Return True if an attention module calls the eager function of its file."""
+    return bool(module.config._attn_implementation == _EAGER)
+
+
+def flash_aligns_first_query(module: Any) -> bool:
+    """Return True if an installed flash attention aligns the first query with the first key.
+
+    All newer ones align the last query with the last key, if there are fewer queries than keys.
+    """
+    file = modeling_flash_attention_utils
+    check = getattr(file, "flash_attn_supports_top_left_mask", None)
+    return uses_flash_attention(module) and check is not None and bool(check())
 
 
 def stock_attention(module: nn.Module) -> Any:

@@ -83,6 +83,15 @@ def how_to_keep_all_logits() -> str:
     return f"{framework.name}: {framework.all_logits}"
 
 
+def has_option_of_size(name: str) -> bool:
+    """Return True if the running framework has an option of its own for a size.
+
+    axolotl then splits sequences itself.
+    """
+    framework = _running()
+    return framework is not None and name in framework.sizes
+
+
 def option_of_size(name: str) -> str:
     """Return the framework's option for a size of Accelerate's ParallelismConfig.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,18 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
         raise AttributeError(f"module 'accelerate' has no attribute {name!r}")
 
     names["__getattr__"] = look_up
+
+
+def count_as_shards(parallelism: Any, names: Iterable[str]) -> None:
+    """Set sizes of a ParallelismConfig to 1, and multiply its dp_shard_size by them.
+
+    Its properties read the fields, and its mesh reads a copy (accelerate/parallelism_config.py).
+    """
+    for name in names:
+        parallelism.dp_shard_size *= getattr(parallelism, name)
+        setattr(parallelism, name, 1)
+        parallelism._sizes[name.removesuffix("_size")] = 1
+    parallelism._sizes["dp_shard"] = parallelism.dp_shard_size
 
 
 def declare_fsdp(state: AcceleratorState) -> None:

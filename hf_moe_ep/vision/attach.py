@@ -7,9 +7,10 @@ If the blocks of a vision tower are FSDP2 units of their own:
 
 owner of the tower    pre-forward hook: either all ranks run the tower, or no rank does
 root                  a wrapper around the call by `generate` does the same
-with sp_size > 1      hooks on the tower and the language model take slices of the patches and
-                      gather the features; the tower's attention modules get a config that selects
-                      our attention
+with sp_size > 1      hooks on the tower take slices of the patches and gather the features; the
+                      tower's attention modules get a config that selects our attention
+if ranks share a      hook on the language model: take a slice of the deepstack features
+batch
 
 If there are encoders of any other class:
 
@@ -101,12 +102,13 @@ def attach(parts: Parts, state: ModelState) -> None:
     tower.owner.register_forward_pre_hook(run_tower_once, with_kwargs=True)
     encode_on_all_ranks = partial(run_tower_once.encode_before_generate, parts.root, tower.owner)
     _wrap_encoding(encode_on_all_ranks, parts.root, state)
-    if state.config.sp_size == 1:
+    if state.config.ranks_per_batch > 1:
+        tower.decoder.register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)
+    if (state.config.sp_size or 1) == 1:
         return
     select_attention(tower.attention, state, wrap_patch_attention, frames=True)
     tower.module.register_forward_pre_hook(TakePatches(), with_kwargs=True)
     tower.module.register_forward_hook(JoinFeatures(), with_kwargs=True)
-    tower.decoder.register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)
 
 
 def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
@@ -117,7 +119,7 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
     for module in encoders.modules:
         module.register_forward_pre_hook(RefuseShardedEncoder())
         module.register_forward_hook(RecordGraph(gather_encoders))
-    if state.config.sp_size != 1:
+    if state.config.ranks_per_batch > 1:
         for module in encoders.modules:
             module.register_forward_pre_hook(DropSlice(), with_kwargs=True)
         encoders.decoder.register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)

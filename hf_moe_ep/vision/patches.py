@@ -1,6 +1,7 @@
 """Split the patches of pictures over the ranks of an sp group.
 
-All ranks of an sp group have the same pictures. Each rank takes a slice of all patches, in whole
+All ranks of an sp group have the same pictures. With context parallelism, each sp group encodes
+all of them, as each data rank does. Each rank of the group takes a slice of all patches, in whole
 merge units (2 x 2 patches become one token). In attention each rank computes some of the heads over
 whole pictures (`sequence/ulysses.py`). The merged features are all-gathered once, after the tower.
 With 2 ranks, picture A of 3 tokens and picture B of 2 tokens:
@@ -39,7 +40,8 @@ class PatchSlice(Slice):
     """
 
     def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
-        super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)
+        heads = sequence.heads  # each sp group encodes all pictures
+        super().__init__(heads.group, heads.rank, heads.size, sum(frames), unit)
         self.frames = frames
 
     def make_feature_slice(self) -> Slice:

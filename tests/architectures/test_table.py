@@ -14,7 +14,7 @@ from support.architectures import (
 )
 
 from hf_moe_ep.architectures import differences
-from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL, SEQUENCE_PARALLEL
 
 DATA = table.read_data()
 TYPES = DATA["types"]
@@ -53,6 +53,8 @@ def test_nothing_failed() -> None:
 def test_sequence_parallelism_is_granted_where_it_passed() -> None:
     passed = {name for name, columns in TYPES.items() if "max_error" in columns.get("sp", {})}
     assert passed == SEQUENCE_PARALLEL
+    passed = {name for name, columns in TYPES.items() if "max_error" in columns.get("cp", {})}
+    assert passed == CONTEXT_PARALLEL
 
 
 def test_refused_types_are_shown_with_the_reason() -> None:
@@ -102,8 +104,13 @@ def test_new_results_are_merged_into_the_data() -> None:
     }
     assert json.loads(table.as_text(data)) == data
     page = table.page(data)
-    assert "| `jamba` | not tested | not tested | no (3) | - | not tested | not tested |" in page
-    assert "| `mixtral` | yes | yes | not tested | - | not tested | not tested |" in page
+    assert (
+        "| `jamba` | not tested | not tested | no (3) | not tested | - | not tested | not tested |"
+        in page
+    )
+    assert (
+        "| `mixtral` | yes | yes | not tested | not tested | - | not tested | not tested |" in page
+    )
     assert "\n3. a \\| b\n" in page
 
 
@@ -111,7 +118,7 @@ def test_a_type_that_cannot_be_patched_is_refused_in_all_columns() -> None:
     """A column that has its own result keeps it."""
     columns = {"ep": {"refused": "no gate"}, "sp": {"refused": "mixes"}, "hub": {"max_error": 0.0}}
     data = table.merged({}, {"mixtral": columns})
-    refused = {column: {"refused": "no gate"} for column in ("lora", "resume")}
+    refused = {column: {"refused": "no gate"} for column in ("lora", "cp", "resume")}
     text_only = {"vision": {"none": "text alone"}}
     assert data["types"]["mixtral"] == columns | refused | text_only
     columns["ep"] = {"max_error": 1.0}

@@ -1,7 +1,11 @@
-"""benchmarks/muon.py counts the bytes that travel as its formula does."""
+"""benchmarks/muon.py: bytes and operations are those that are counted by hand."""
 
 import muon as bench
 import pytest
+from support.tiny_models import tiny
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.optim.orthogonal import count_flops
 
 SIZES = bench.Sizes(hidden=32, intermediate=16, layers=1, experts=8, steps=1, bucket_bytes=4096)
 
@@ -14,3 +18,15 @@ def test_bytes_are_those_of_the_formula() -> None:
     for _, _, _, sent, by_hand, level, _, _ in rows:
         assert float(sent) == float(by_hand) > 0
         assert float(level) < 1.5
+
+
+def test_the_work_of_a_rank_by_hand() -> None:
+    """Two layers of 8 experts [24, 32] at ep_size 2, and four dense matrices each, dealt evenly."""
+    config = tiny().config
+    assert (config.hidden_size, config.moe_intermediate_size, config.num_experts) == (32, 24, 8)
+    operations, sent = bench.work_of_a_rank(config, ParallelConfig(ep_size=2), 2)
+    experts = 2 * 4 * 3 * count_flops(24, 32, 5)
+    dense = [(32, 32), (16, 32), (16, 32), (32, 32)]
+    assert operations == experts + sum(count_flops(*shape, 5) for shape in dense)
+    # Half of each dense matrix travels in bf16, there and back; this is the mean of two ranks.
+    assert sent == 2 * sum(rows * columns for rows, columns in dense)

@@ -47,6 +47,7 @@ MORE_LAYOUTS = {
         Layout("hsdp", 4, {"ep_size": 2, "dp_replicate_size": 2}),
         Layout("dim1", 4, {"ep_size": 1, "expert_shard_dim": 1}),
         Layout("sp2", 4, {"ep_size": 2, "sp_size": 2}),
+        Layout("cp2", 4, {"ep_size": 2, "cp_size": 2}),
         Layout("one", 1, {"ep_size": 1}),
     ],
     "lora": [

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from hf_moe_ep.planner.held import NOT_COUNTED
+from hf_moe_ep.planner.options import NOT_COUNTED
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("parameters", "gradients", "optimizer", "gathered")

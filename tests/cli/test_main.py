@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_moe_ep.cli import verify as verify_command
+from hf_moe_ep.checkpoints import verify as verify_module
 from hf_moe_ep.cli.main import main
 
 
@@ -109,6 +109,6 @@ def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_an_interrupted_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(verify_command, "verify", side_effect=KeyboardInterrupt):
+    with mock.patch.object(verify_module, "verify", side_effect=KeyboardInterrupt):
         assert main(["verify", str(folder / "model")]) == 130
     assert capsys.readouterr().err == "hf-moe-ep: interrupted\n"

@@ -16,7 +16,14 @@ from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.plan import launch_config
 from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
-from hf_moe_ep.planner.search import Asked, Layout, find_layouts, refusal
+from hf_moe_ep.planner.search import (
+    Asked,
+    Layout,
+    _grids,
+    find_layouts,
+    received_per_layer,
+    refusal,
+)
 
 LARGE = 2**40
 RATES = ("memory_bandwidth", "in_node_bandwidth", "between_nodes_bandwidth")
@@ -81,6 +88,34 @@ def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
     assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
 
 
+def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
+    """2 experts on up to 8 ranks: 2 x etp 2 and 2 x etp 4 stand where others have ep 4 and ep 8."""
+    grids = list(_grids(asked(gpus=8), 1, 1, 2, 1))
+    assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
+    assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
+    assert {grid.etp for grid in _grids(asked(gpus=8), 1, 1, 8, 1)} == {1}
+    assert [(g.ep, g.etp) for g in _grids(asked(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [(2, 2)]
+
+
+@pytest.mark.slow
+def test_layouts_with_etp_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank of 2 x etp 2 holds as much as a rank of ep 2, and gathers no expert."""
+    few = tiny(num_experts=2, num_experts_per_tok=1, hidden_size=64, moe_intermediate_size=512)
+    found = find_layouts(asked(shape=few.config, gpus=4))
+    assert not found.illegal
+    peaks = {
+        (p.layout.ep, p.layout.etp): p.step.peak
+        for p in found.fit
+        if p.layout.checkpointing and p.layout.per_forward == 1 and p.layout.chunks == 1
+    }
+    assert set(peaks) == {(1, 1), (2, 1), (2, 2)}
+    assert peaks[2, 2] < peaks[2, 1] < peaks[1, 1]
+    few.config.save_pretrained(tmp_path)
+    arguments = ["--gpus", "4", "--gpu-memory", "1", "--seq", "16", "--batch", "8", "--etp", "2"]
+    assert main(["plan", str(tmp_path), *arguments]) == 0
+    assert "2 x etp 2" in capsys.readouterr().out
+
+
 WRONG = {
     "gpu": (
         ["--gpu", "v100"],
@@ -127,12 +162,29 @@ def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20
 
 
+@pytest.mark.slow
+def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
+    """A GPU receives half of the keys and values, 2 x 2 heads of 8 values in bf16."""
+    sizes: dict[str, Any] = {"gpus": 2, "ep": 2, "sp": 1, "seq": 2048, "batch": 2}
+    without = find_layouts(asked(**sizes))
+    assert all(planned.layout.cp == 1 for planned in without.fit)
+    request = asked(**sizes, limit=min(planned.step.peak for planned in without.fit) - 1)
+    found = find_layouts(request)
+    assert found.fit and all(planned.layout.cp == 2 for planned in found.fit)
+    best = found.fit[0].layout
+    assert best.patch_line() == "patch(model, ep_size=2, cp_size=2)"
+    received = received_per_layer(best, request)
+    assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
+
+
 REFUSED = {
     "experts": (Layout(3, 1, 1), {"gpus": 6, "batch": 6}, r"ep_size \(3\) must divide.*\(8\)"),
     "ranks": (Layout(4, 1, 1), {"gpus": 2}, r"ep_size \(4\) must divide world size"),
     "heads": (Layout(1, 8, 1), {"gpus": 8}, r"sp_size \(8\)"),
     "replicas": (Layout(1, 1, 3), {}, r"dp_replicate_size \(3\) must divide"),
     "batch": (Layout(1, 1, 1), {"batch": 6}, r"batch \(6\) is not a multiple.*= 4\); try 4 or 8"),
+    "context": (Layout(1, 1, 1, cp=3), {}, r"cp_size \(3\) must divide world size"),
+    "context, batch": (Layout(1, 1, 1, cp=2), {"batch": 5}, r"4 GPUs / cp_size 2 / sp_size 1 = 2"),
 }
 
 
@@ -140,7 +192,8 @@ REFUSED = {
 def test_layouts_that_training_refuses_raise(name: str) -> None:
     layout, more, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
-        find_layouts(asked(ep=layout.ep, sp=layout.sp, dp_replicate=layout.dp_replicate, **more))
+        sizes = {"ep": layout.ep, "sp": layout.sp, "cp": layout.cp}
+        find_layouts(asked(**sizes, dp_replicate=layout.dp_replicate, **more))
     assert not refusal(Layout(1, 1, 1), asked())
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from hf_moe_ep.checkpoints import verify as verify_module
 from hf_moe_ep.checkpoints.verify import Found
 from hf_moe_ep.cli import progress
-from hf_moe_ep.cli import verify as verify_command
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.printing import print_found
 from hf_moe_ep.cli.progress import Progress
@@ -42,7 +42,7 @@ def test_verify_without_hashes_says_that_contents_were_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = Found("whole", {"tensors": "1", "hashes": "none are known"})
-    monkeypatch.setattr(verify_command, "verify", lambda _, ignore_unexpected: result)
+    monkeypatch.setattr(verify_module, "verify", lambda _, ignore_unexpected: result)
     assert main(["verify", "base"]) == 0
     assert "base: headers only, contents were not checked\n" in capsys.readouterr().out
 

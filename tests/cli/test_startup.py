@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 
 import hf_moe_ep
-from hf_moe_ep.cli.main import main
+from hf_moe_ep.cli.main import COMMANDS, main
 
 HEAVY = ("accelerate", "bitsandbytes", "numpy", "peft", "torch", "transformers")
 PROBE = """
@@ -32,9 +32,20 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [([], 0), (["--help"], 0), (["--version"], 0), (["plam"], 2)]
+    ("arguments", "code"), [([], 0), (["--help"], 0), (["plan", "--help"], 0), (["plam"], 2)]
 )
 def test_help_needs_no_other_package(arguments: list[str], code: int) -> None:
+    _check(arguments, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_needs_no_other_package(command: str) -> None:
+    _check([command, "--help"], 0)
+    _check([command, "--no-such-option"], 2)
+
+
+def _check(arguments: list[str], code: int) -> None:
     result = _run(PROBE.format(arguments=arguments, heavy=HEAVY))
     assert json.loads(result.stdout.splitlines()[-1]) == [code, []]
     assert (result.stderr == "") == (code == 0), result.stderr

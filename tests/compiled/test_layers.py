@@ -67,19 +67,32 @@ def _graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def _see_input(
+    seen: set[tuple[type, bool, bool]], kind: type, norm: nn.Module, args: tuple[Tensor]
+) -> None:
+    seen.add((kind, torch.is_grad_enabled(), args[0]._base is None))
+
+
 def _assert_equal_to_eager(
     config: dict[str, Any], use_reentrant: bool | None, rank: int = 0, **sizes: Any
 ) -> list[int]:
-    """Compare every gradient of several steps, and return the number of graphs after each step."""
+    """Compare every gradient of several steps, and return the number of graphs after each step.
+
+    torch 2.11's FSDP2 gives a layer a view of its input, and the recomputed layer no view. Graphs
+    of views serve views only, so the graphs that are made for the other inputs are not counted.
+    """
     torch.compiler.reset()
     counters.clear()
     eager = _model(config, use_reentrant, **sizes)
+    seen: set[tuple[type, bool, bool]] = set()
+    for layer in eager.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(partial(_see_input, seen, type(layer.mlp)))
     compiled = _model(config | {"compile_layers": "aot_eager"}, use_reentrant, **sizes)
     graphs = []
     for step, length in enumerate(LENGTHS):
         inputs = batch(eager, 2, length + 8 * rank, seed=step)
         want, got = _grads(eager, inputs), _grads(compiled, inputs)
-        graphs.append(_graphs())
+        graphs.append(_graphs() - len(seen) + len({key[:2] for key in seen}))
         assert want.keys() == got.keys()
         different = [name for name in want if not torch.equal(got[name], want[name])]
         assert not different, f"step {step}: {different}"

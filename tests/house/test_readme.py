@@ -78,8 +78,8 @@ def _rows(page: str, columns: int) -> Iterator[list[str]]:
 
 
 def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
-    """ARCHITECTURES.md has their expert and sequence parallelism, and as many types in all."""
-    tested = {row[0].strip("`* "): row for row in _rows("ARCHITECTURES.md", 7) if "`" in row[0]}
+    """ARCHITECTURES.md has their expert, sequence and context parallelism, and as many types."""
+    tested = {row[0].strip("`* "): row for row in _rows("ARCHITECTURES.md", 8) if "`" in row[0]}
     assert f"all {len(tested)} model types" in pages.read("README.md")
     num_types = 0
     for _, types in _rows("README.md", 2):
@@ -87,6 +87,7 @@ def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
             if name != "model_type":
                 assert tested[name][1] == "yes"
                 assert tested[name][3].startswith("yes"), name
+                assert tested[name][4].startswith("yes"), name
                 num_types += 1
     assert num_types == 12
 

@@ -214,6 +214,7 @@ FAST = {
     "Trainer": with_the_trainer,
 }
 SLOW = {
+    "etp 2, glm4_moe": partial(parity, "glm4_moe", "stock", etp_size=2),
     "ep 2, deepseek_v3, 2 layers": partial(parity, "deepseek_v3", "lean", ep_size=2, layers=2),
     "ep 2, qwen3_5_moe_text, 2 layers": partial(
         parity, "qwen3_5_moe_text", "stock", ep_size=2, layers=2

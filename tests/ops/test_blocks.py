@@ -94,7 +94,14 @@ DESCRIPTORS = {"up": 1, "down": 2, "rows": 2, "dgated": 1, "outer": 2}
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-@pytest.mark.parametrize("field", DESCRIPTORS)
+@pytest.mark.parametrize(
+    "field",
+    [
+        "down",
+        "dgated",
+        *(pytest.param(field, marks=pytest.mark.slow) for field in ("up", "rows", "outer")),
+    ],
+)
 @pytest.mark.parametrize(
     "name",
     ["silu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("transposed", "gpt-oss"))],

@@ -91,7 +91,7 @@ def test_the_command_draws_a_plan(
     monkeypatch.delitem(sys.modules, "hf_moe_ep.planner.plot")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     planned: list[object] = []
-    monkeypatch.setattr("hf_moe_ep.cli.plan.find_layouts", planned.append)
+    monkeypatch.setattr("hf_moe_ep.planner.search.find_layouts", planned.append)
     assert main(command) == 2
     message = capsys.readouterr().err
     assert "--plot: the memory of a step is drawn by matplotlib, which is not installed" in message

@@ -216,7 +216,7 @@ def _compare_with_stock(
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     apply_ep_fsdp2(model, **config)
-    sp = config.get("sp_size", 1)
+    sp = config.get("sp_size", 1) * config.get("cp_size", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     want = torch.zeros(2, EXPERTS, dtype=torch.int64)
     for step in range(2):
@@ -263,6 +263,7 @@ ON_RANKS = [
         }
         | {
             "4 ranks, ep 2, sp 2": partial(_compare_with_stock, None, {"ep_size": 2, "sp_size": 2}),
+            "4 ranks, ep 2, cp 2": partial(_compare_with_stock, None, {"ep_size": 2, "cp_size": 2}),
             "4 ranks, HSDP": partial(
                 _compare_with_stock, True, {"ep_size": 2, "dp_replicate_size": 2}
             ),

@@ -167,9 +167,10 @@ def a_rank_without_samples(rank: int, world: int) -> None:
 
 
 def records_hold_whole_sequences(rank: int, world: int) -> None:
-    """With ep or sp, each rank records the routes of its whole batch, as one process would."""
-    layouts = (({"ep_size": world}, rank), ({"ep_size": 2, "sp_size": 2}, rank // 2))
-    for sizes, data_rank in layouts:
+    """With ep, sp or cp, each rank records the routes of its whole batch, as one process would."""
+    alone = ({"ep_size": world}, rank)
+    shared = [({"ep_size": 2, size: 2}, rank // 2) for size in ("sp_size", "cp_size")]
+    for sizes, data_rank in (alone, *shared):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _inputs(data_rank)
         stock, live_ids = tiny(seed=0, **SIZES), _all_live(2 + data_rank)
@@ -194,7 +195,7 @@ def records_hold_whole_sequences(rank: int, world: int) -> None:
             assert torch.equal(full_tensor(parameter.grad), want[name]), f"{sizes}: {name}"
         report = replay.last.over_ranks()
         assert report.agreement == 1.0
-        data = world if "sp_size" not in sizes else world // 2
+        data = world if len(sizes) == 1 else world // 2
         assert report.replayed == 2 * 7 * sum(2 + other for other in range(data))
 
 

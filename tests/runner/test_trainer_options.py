@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from hf_moe_ep import patch
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.integrations.prepare import check_parallelism
+from hf_moe_ep.integrations.prepare import check_parallelism, take_over_sizes
 from hf_moe_ep.integrations.shared_batches import compute_loss_of_process
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream import trainers
@@ -58,22 +58,25 @@ def test_a_framework_that_uses_trl_is_named_before_trl(monkeypatch: pytest.Monke
     assert trainers.how_to_shard().startswith("axolotl: ")
 
 
-@pytest.mark.parametrize(
-    ("module", "match"),
-    [
-        ("axolotl", r"axolotl was given context_parallel_size=2, which .* use sp_size of hf_moe"),
-        ("trl.scripts", r"the launch config's parallelism_config has cp_size=2, which does not"),
-        ("", r"the launch config's parallelism_config has cp_size=2, which does not"),
-    ],
-)
-def test_context_parallelism_of_the_launch(
-    module: str, match: str, monkeypatch: pytest.MonkeyPatch
+def test_context_parallelism_of_axolotl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """axolotl splits sequences itself."""
+    runs("axolotl", monkeypatch)
+    match = r"axolotl was given context_parallel_size=2, which .* use cp_size of hf_moe"
+    with pytest.raises(ValueError, match=match):
+        take_over_sizes(ParallelismConfig(cp_size=2), [patch(tiny(num_hidden_layers=1))])
+
+
+@pytest.mark.parametrize("module", ["trl.scripts", ""])
+def test_context_parallelism_of_the_launch_is_used(
+    module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs(module, monkeypatch)
-    state = find_state(patch(tiny(num_hidden_layers=1)))
-    assert state is not None
-    with pytest.raises(ValueError, match=match):
-        check_parallelism(ParallelismConfig(cp_size=2), state)
+    model, parallelism = patch(tiny(num_hidden_layers=1)), ParallelismConfig(cp_size=2)
+    take_over_sizes(parallelism, [model])
+    state = find_state(model)
+    assert state is not None and state.config.cp_size == 2
+    assert (parallelism.cp_size, parallelism.dp_shard_size, parallelism.total_size) == (1, 2, 2)
+    assert "cp" not in parallelism.non_dp_dim_names
 
 
 def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:

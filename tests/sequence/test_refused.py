@@ -73,14 +73,16 @@ def test_a_forward_that_passes_nothing_on_to_its_loss_is_refused() -> None:
     patch(model)
 
 
+@pytest.mark.parametrize("column", ["sp", "cp"])
 @pytest.mark.parametrize("model_type", sorted(NOT_COMPARED | WITHOUT_HEAD))
-def test_types_that_are_not_compared_with_stock_are_refused(model_type: str) -> None:
-    message = rf"sp_size \(2\) > 1 was not tested on {model_type}"
+def test_types_that_are_not_compared_with_stock_are_refused(model_type: str, column: str) -> None:
+    size = f"{column}_size"
+    message = rf"{size} \(2\) > 1 was not tested on {model_type}"
     if model_type in WITHOUT_HEAD:
-        message = r"sp_size \(2\) > 1 needs a model that computes a loss of its tokens"
+        message = rf"{size} \(2\) > 1 needs a model that computes a loss of its tokens"
     with pytest.raises(ValueError, match=message) as refused:
-        patch(tiny(model_type), sp_size=2)
-    record_refusal(model_type, "sp", str(refused.value))
+        patch(tiny(model_type), **{size: 2})
+    record_refusal(model_type, column, str(refused.value))
 
 
 def test_the_tables_have_only_types_of_transformers() -> None:

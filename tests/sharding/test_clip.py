@@ -15,7 +15,6 @@ from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, global_token_count, patch
 from hf_moe_ep.state import find_state
@@ -164,27 +163,6 @@ def without_a_common_group_one_all_reduce_per_axis(rank: int, world: int) -> Non
     assert_close("norm", got, want, 1e-12)
 
 
-class CountOperators(TorchDispatchMode):
-    """Count the operators that are called inside the block."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def operators_do_not_grow_with_the_number_of_parameters(rank: int, world: int) -> None:
-    """48 layers have 531 parameters, so one operator per parameter would be 531 operators."""
-    model = _trained_model({"ep_size": 2}, {"num_hidden_layers": 48}, rank)
-    for norm_type, limit in ((2.0, 30), (INF, 45)):
-        with CountOperators() as operators:
-            clip_grad_norm_(model, 1e-3, norm_type)
-        assert operators.count <= limit, f"p={norm_type}: {operators.count}"
-
-
 ON_FOUR_RANKS = {
     **{f"norm and clip: {name}": partial(norm_and_clipping_equal_torch, name) for name in LAYOUTS},
     **{
@@ -193,12 +171,18 @@ ON_FOUR_RANKS = {
     },
     **{f"all-reduces: {name}": partial(two_all_reduces, name) for name in ONE_GROUP},
     "axes in turn": without_a_common_group_one_all_reduce_per_axis,
-    "operators": operators_do_not_grow_with_the_number_of_parameters,
     "token count": labels_are_counted_over_all_ranks,
 }
+FAST = ("norm and clip: empty shards", "norm and clip: HSDP", "bad element: HSDP", "token count")
 
 
-@pytest.mark.parametrize("claim", on_ranks(4, ON_FOUR_RANKS))
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(4, {name: ON_FOUR_RANKS[name] for name in FAST}),
+        *on_ranks(4, {n: job for n, job in ON_FOUR_RANKS.items() if n not in FAST}, slow=True),
+    ],
+)
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 

@@ -25,6 +25,7 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
+from hf_moe_ep.etp import find_apart, in_stock_shape, in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_model
@@ -44,7 +45,8 @@ class Case:
 
     Attributes:
         micro_batches: called as (model, rank, world, step), returns the batches of an optimizer
-            step. `rank` and `world` count data parallel ranks, so they are smaller with `sp`.
+            step. `rank` and `world` count data parallel ranks, so `sp` and `cp` divide
+            them.
         prepare: a function that changes the patched model only.
         wrap: a function that changes both models, each under its own seed.
         change_reference: a function that changes the reference only.
@@ -61,6 +63,7 @@ class Case:
     ep: int = 1
     replicate: int = 1
     sp: int = 1
+    cp: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     micro_batches: Callable[[nn.Module, int, int, int], list[Batch]] | None = None
@@ -106,13 +109,15 @@ def run_case(case: Case, rank: int, world: int) -> None:
     for part in case.freeze:
         model.get_submodule(part).requires_grad_(False)
         reference.get_submodule(part).requires_grad_(False)
-    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate, "sp_size": case.sp}
+    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate}
+    sizes |= {"sp_size": case.sp, "cp_size": case.cp}
     if case.device:
         _shard_over(device, model, **sizes, **case.config)
     else:
         apply_ep_fsdp2(model, **sizes, **case.config)
     rank, world = data_parallel_rank(model), data_parallel_size(model)
-    assert (rank, world) == (dist.get_rank() // case.sp, dist.get_world_size() // case.sp)
+    sharing = case.sp * case.cp
+    assert (rank, world) == (dist.get_rank() // sharing, dist.get_world_size() // sharing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     make = case.micro_batches or uneven_batches
@@ -256,13 +261,17 @@ def full_tensor(tensor: Tensor | None) -> Tensor | None:
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return gathered copies of all parameters, on every rank."""
-    return {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+    gathered = {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+    return in_stock_shapes(model, gathered)
 
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return gathered copies of the parameters and of their optimizer states."""
+    apart = find_apart(model)
     return whole_parameters(model) | {
-        f"{name}, {key}": full_tensor(value).clone()
+        f"{name}, {key}": in_stock_shape(
+            full_tensor(value).clone(), apart.get(id(parameter)) if value.ndim else None
+        )
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
@@ -274,7 +283,7 @@ def _pairs(
     """Return name -> (gathered value of the model, value of the reference) of all parameters."""
     wanted = dict(reference.named_parameters())
     gathered = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
-    gathered = in_place_of_bytes(model, gathered)
+    gathered = in_place_of_bytes(model, in_stock_shapes(model, gathered))
     assert gathered.keys() == wanted.keys()
     gathered |= pack_factors(model, {name: x for name, x in gathered.items() if x is not None})
     return {name: (tensor, pick(wanted[name])) for name, tensor in gathered.items()}

@@ -24,6 +24,7 @@ class Case:
     lora: str = ""
     ep: int = 2
     sp: int = 1
+    cp: int = 1
     reference_ep: int = 2
     data: str = "pairs"
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +42,8 @@ SFT = [
     Case("SFT, chat", "SFT", data="chat", arguments=ASSISTANT),
     Case("SFT, chat, sp 2", "SFT", data="chat", sp=2, arguments=ASSISTANT),
     Case("SFT, packed", "SFT", data="tokens", arguments=PACKED),
+    Case("SFT, packed, cp 2", "SFT", data="tokens", cp=2, arguments=PACKED),
+    Case("SFT, LoRA, chat, cp 2", "SFT", lora="TRL's", cp=2, data="chat", arguments=ASSISTANT),
     Case("SFT, LoRA, completions", "SFT", lora="TRL's"),
     Case("SFT, LoRA, packed, sp 2", "SFT", lora="TRL's", sp=2, data="tokens", arguments=PACKED),
     Case("SFT, LoRA, chat, ep 4", "SFT", lora="TRL's", ep=4, data="chat", arguments=ASSISTANT),
@@ -74,6 +77,7 @@ PREFERENCES = [
     Case("no reference, ep 4", "DPO", ep=4),
     Case("patched reference at another ep", "DPO", "patched", reference_ep=4),
     Case("stock reference, sp 2", "DPO", "stock", sp=2),
+    Case("stock reference, cp 2", "DPO", "stock", cp=2),
     Case("stock reference, synchronised", "DPO", "stock", arguments=SYNC),
     Case("patched reference, synchronised", "DPO", "patched", arguments=SYNC),
     Case("patched reference, precomputed", "DPO", "patched", arguments=PRECOMPUTE),

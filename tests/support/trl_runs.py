@@ -110,7 +110,7 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
     if case.lora == "ours":
         policy = with_lora(policy, seed=0)
     if prepare is not None:
-        prepare(policy, ep_size=case.ep, sp_size=case.sp)
+        prepare(policy, ep_size=case.ep, sp_size=case.sp, cp_size=case.cp)
         if case.reference == "patched":
             prepare(reference, ep_size=case.reference_ep)
     options: dict[str, Any] = {}
@@ -132,10 +132,11 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
             **(heads if case.trainer == "Reward" else {}),
         )
         torch.manual_seed(0)
+    sharing = 1 if prepare is None else case.sp * case.cp
     arguments = getattr(trainers, f"{case.trainer}Config")(
         output_dir=os.fspath(folder),
-        # Ranks of an sp group share their batch.
-        per_device_train_batch_size=WORLD * (1 if prepare is None else case.sp) // processes,
+        # sp * cp ranks share their batch.
+        per_device_train_batch_size=WORLD * sharing // processes,
         max_steps=STEPS,
         logging_steps=1,
         learning_rate=1e-4,
@@ -225,6 +226,6 @@ def assert_same_log(case: Case, got: Log, want: Log) -> None:
                 budget = NORM_BUDGET * theirs[key]
             if case.trainer == "GKD" and not case.each_rank and key in ("loss", "grad_norm"):
                 # TRL divides by the tokens of all ranks, and then averages over ranks as well.
-                got_value *= WORLD // case.sp
+                got_value *= WORLD // (case.sp * case.cp)
             assert abs(got_value - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
     assert any(abs(entry["loss"] - want[0]["loss"]) > 1e-4 for entry in want)

@@ -31,6 +31,7 @@ COLUMNS = {
     "ep": "EP + FSDP2",
     "lora": "LoRA on experts",
     "sp": "sequence parallelism",
+    "cp": "context parallelism",
     "vision": "vision tower",
     "hub": "hub files",
     "resume": "resume at another layout",
@@ -40,7 +41,7 @@ COLUMNS = {
 def record(model_type: str, column: str, error: float, gathered: Sequence[str] = ()) -> None:
     """Record that a comparison with stock passed, and its largest error.
 
-    `gathered` names the modules for which sequences were gathered, in the column "sp".
+    `gathered` names the modules for which sequences were gathered, in the columns "sp" and "cp".
     """
     assert math.isfinite(error), f"{model_type}, {column}: the error is {error}"
     names = {"gathered": [*gathered]} if gathered else {}

@@ -45,6 +45,8 @@ also holds the largest error, max|got - want| / max|want|, of each comparison.
   computation and activations are not divided by `sp_size`. Modules marked "only keys" get the keys
   of whole sequences, and all else is divided, except keys and values. Encoders of pictures and
   sound run on every rank, except the tower of `qwen3_vl_moe`, which is divided.
+- context parallelism: training with `cp_size=2` equals stock. The modules marked "gathered" are the
+  same.
 - vision tower: training equals stock, whichever ranks have pictures and whichever have only text.
   "-" marks a model that takes only text.
 - hub files: `save_pretrained` writes the same keys and the same bits as stock, and

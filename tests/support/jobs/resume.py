@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        return self.world // self.config.get("sp_size", 1)
+        return self.world // (self.config.get("sp_size", 1) * self.config.get("cp_size", 1))
 
 
 ORIGIN = Layout("origin", 4, {"ep_size": 2})

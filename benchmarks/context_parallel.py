@@ -1,0 +1,273 @@
+"""Measure one attention layer with context parallelism, on 4 ranks that share a batch.
+
+    python benchmarks/context_parallel.py                              prints the table
+    python benchmarks/context_parallel.py --write benchmarks/results   also writes Markdown, a plot
+
+A Qwen3-MoE with one decoder layer is measured in these ways:
+
+    stock         the unpatched model computes the whole sequence, by SDPA
+    sp            sp_size 4: each rank computes a quarter of the heads of the whole sequence
+    cp, gather    cp_size 4: each rank keeps its queries, and all-gathers keys and values
+                  (sequence/context.py)
+    cp, ring      the same, but keys and values travel from rank to rank (sequence/ring.py)
+
+The figures of a rank:
+
+    activations    bytes of the storages that autograd saves in the forward of the attention module,
+                   without parameters
+    peak           the largest number of bytes of tensors that the forward of this module has
+                   created and that are alive at one time
+    sent           bytes that the rank sends in the forward of this module, counted when torch
+                   dispatches the collectives
+    seconds        forward and backward of the whole model, on four real ranks, until the slowest
+                   rank is done; with --steps 0 they are not measured
+
+Bytes are those of rank 1 of a group whose other ranks do not exist: its collectives return tensors
+of the right sizes without meaningful values. The table over cp has the same bytes for other numbers
+of ranks. The script stops if keys and values need other bytes than (cp - 1) / cp * 2 * T * kv * d
+per layer, for T tokens, kv heads and heads of width d. On a CPU the ring computes all scores of two
+pieces at a time in plain PyTorch, so its peak and its seconds say nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from figures import setting, spread
+from mixers import PeakBytes, SentInForward
+from ranks import KEEP_FREED_MEMORY, spawn
+from sequence import saved_storages
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.sequence import context, split
+from hf_moe_ep.upstream.process_groups import fake_group
+
+WORLD = 4
+WAYS = ("stock", "sp", "cp, gather", "cp, ring")
+OVER_CP = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The length of the sequence, hidden size, heads, key-value heads, and measured steps."""
+
+    seq: int = 16384
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one rank; sizes are in bytes."""
+
+    activations: int
+    peak: int
+    sent: int
+
+
+def build(sizes: Sizes, way: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=sizes.seq,
+        attn_implementation="flex_attention" if way == "cp, ring" else "sdpa",
+    )
+    return Qwen3MoeForCausalLM(config).train()
+
+
+class SentWithRing(SentInForward):
+    """Also counts the bytes that a rank sends to the next one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == "c10d.send.default":
+            self.sent += sum(x.nbytes for x in args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def prepare_step(sizes: Sizes, way: str) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
+    """Build a model; return it, its attention module, and a function that runs a step."""
+    model = build(sizes, way)
+    attention = model.get_submodule("model.layers.0.self_attn")
+    if way != "stock":
+        size = {"sp_size" if way == "sp" else "cp_size": dist.get_world_size()}
+        model = apply_ep_fsdp2(model, **size)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 512, (1, sizes.seq), generator=generator)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        model.zero_grad()
+
+    return model, attention, step
+
+
+def measure_bytes(sizes: Sizes, way: str, world: int = WORLD) -> Measured:
+    """Count the bytes of rank 1 (rank 0, if it is alone), in this process alone."""
+    with ExitStack() as stack:
+        if way != "stock":
+            stack.enter_context(fake_group(min(1, world - 1), world))
+        # There are no other ranks whose batches could be compared.
+        stack.enter_context(mock.patch.object(split, "check_same_batch", lambda *args: None))
+        # Transformers compiles the functions that build a BlockMask.
+        stack.enter_context(mock.patch.object(torch._dynamo.config, "disable", True))
+        # The hooks that count the saved tensors are those of no checkpoint.
+        first_run = mock.patch.object(context, "saved_tensors_are_hooked", lambda: False)
+        stack.enter_context(first_run)
+        model, attention, step = prepare_step(sizes, way)
+        found: list[Measured] = []
+        watch = ExitStack()
+        watches: list[Any] = []
+
+        def begin(module: nn.Module, args: Any) -> None:
+            watches[:] = [watch.enter_context(w) for w in (SentWithRing(), PeakBytes())]
+            watches.append(watch.enter_context(saved_storages(model)))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            watch.close()
+            sent, peak, saved = watches
+            found.append(Measured(sum(saved.values()), peak.peak, sent.sent))
+
+        attention.register_forward_pre_hook(begin, prepend=True)
+        attention.register_forward_hook(end)
+        step()
+    return found[0]
+
+
+def key_value_bytes(sizes: Sizes, cp: int) -> int:
+    """Return the bytes of keys and values that a rank sends in a forward."""
+    return (cp - 1) * 2 * (sizes.seq // cp) * sizes.kv_heads * sizes.head_dim * 4
+
+
+def measure_seconds(rank: int, sizes: Sizes, way: str) -> list[float]:
+    """Time the steps of four ranks, after one step to warm up."""
+    with mock.patch.object(torch._dynamo.config, "disable", True):
+        _, _, step = prepare_step(sizes, way)
+        step()
+        seconds = []
+        for _ in range(sizes.steps):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def report(
+    sizes: Sizes,
+    found: dict[str, Measured],
+    over_cp: dict[int, dict[str, Measured]],
+    seconds: dict[str, list[float]],
+    about: list[str],
+) -> str:
+    mib, stock = 2**20, found["stock"]
+    lines = [
+        "# One attention layer with context parallelism, on 4 ranks that share a sequence\n",
+        *about,
+        f"- one decoder layer, hidden {sizes.hidden}, {sizes.heads} heads of {sizes.head_dim}, "
+        f"{sizes.kv_heads} key-value heads, a sequence of {sizes.seq} tokens, fp32\n",
+        "| way | activations, MiB | of stock's | peak, MiB | of stock's | sent, MiB | s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way, figures in found.items():
+        cells = [
+            f"{figures.activations / mib:.1f}",
+            f"{figures.activations / stock.activations:.3f}",
+            f"{figures.peak / mib:.1f}",
+            f"{figures.peak / stock.peak:.2f}",
+            f"{figures.sent / mib:.1f}",
+            spread(seconds[way]) if way in seconds else "-",
+        ]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    lines += [
+        "\nOver the number of cp ranks, as shares of stock's activations, and MiB sent:\n",
+        "| cp | gather, activations | ring, activations | gather, sent | ring, sent |",
+        "|---|---|---|---|---|",
+    ]
+    for cp, ways in over_cp.items():
+        shares = [f"{x.activations / stock.activations:.3f}" for x in ways.values()]
+        sent = [f"{x.sent / mib:.1f}" for x in ways.values()]
+        lines.append(f"| {cp} | {' | '.join(shares + sent)} |")
+    lines.append("\nEvery figure is explained at the top of `benchmarks/context_parallel.py`.")
+    return "\n".join(lines) + "\n"
+
+
+def plot(over_cp: dict[int, dict[str, Measured]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3.2))
+    sizes = [*over_cp]
+    for way in WAYS[2:]:
+        left.plot(sizes, [over_cp[cp][way].activations / 2**20 for cp in sizes], "o-", label=way)
+        right.plot(sizes, [over_cp[cp][way].sent / 2**20 for cp in sizes], "o-", label=way)
+    left.set_ylabel("activations of attention, MiB")
+    right.set_ylabel("keys and values sent, MiB")
+    for axes in (left, right):
+        axes.set_xlabel("cp_size")
+        axes.set_xticks(sizes)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--write", type=Path, help="folder for context-cpu.md and context-cpu.png")
+    args = parser.parse_args()
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    load_before = os.getloadavg()[0]
+    torch.set_num_threads(1)
+    found = {way: measure_bytes(sizes, way) for way in WAYS}
+    over_cp = {1: dict.fromkeys(WAYS[2:], found["stock"])}
+    over_cp |= {cp: {w: measure_bytes(sizes, w, cp) for w in WAYS[2:]} for cp in OVER_CP}
+    for cp, ways in over_cp.items():
+        for way, figures in ways.items():
+            want = key_value_bytes(sizes, cp)
+            assert figures.sent == want, f"{way}, cp {cp}: {figures.sent} bytes, want {want}"
+    seconds: dict[str, list[float]] = {}
+    if sizes.steps:
+        options: dict[str, Any] = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
+        for way in WAYS:
+            world = 1 if way == "stock" else WORLD
+            seconds[way] = spawn(measure_seconds, world, sizes, way, **options)[0]
+    about = setting("benchmarks/context_parallel.py", load_before, WORLD)
+    text = report(sizes, found, over_cp, seconds, about)
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "context-cpu.md").write_text(text)
+        plot(over_cp, args.write / "context-cpu.png")
+
+
+if __name__ == "__main__":
+    main()

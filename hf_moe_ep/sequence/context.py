@@ -1,0 +1,251 @@
+"""Context parallelism: attention of a rank's queries to the keys and values of all cp ranks.
+
+Each cp rank keeps the queries of its own tokens, and receives keys and values of the other ranks,
+with as few heads as the model has (or, after the exchange of `ulysses.py`, as this rank has). With
+cp 2 and 16 tokens in zigzag order (`slices.py`), stock attention code runs twice per rank:
+
+    rank 0    queries 0-3     keys 0-3          queries 12-15    keys 0-15
+    rank 1    queries 4-7     keys 0-7          queries 8-11     keys 0-11
+
+Each call gets only the keys that its queries can see, so both ranks compute the same number of
+scores. `context_calls.py` plans the calls. If a rank needs all keys, keys and values are
+all-gathered (`slices.py`), or they travel from rank to rank if the model uses FlexAttention, which
+returns its log-sum-exp (`ring.py`). Otherwise, with sliding windows or with packed documents, each
+rank sends a piece only to the ranks that need it:
+
+    window of 4      rank 0 needs tokens 9-15    from rank 1: 8-11
+                     rank 1 needs tokens 1-11    from rank 0: 0-3
+
+Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
+
+For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
+forward, and as many gradients in backward. Everything that is saved for backward is divided by cp:
+keys and values are gathered again, and the attention is computed again, unless its layer is
+checkpointed, which does so already. Only flash attention saves keys and values of the whole
+sequence, because it saves no copies of them.
+
+`torch.distributed.tensor.experimental.context_parallel` is not used. It is a prototype that
+replaces scaled_dot_product_attention for the whole process and reorders buffers in place. It
+accepts no mask, so there are no padding, packed documents or windows, and no other attention
+function, such as one with sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+from hf_moe_ep.ranks.collectives import start_all_to_all
+from hf_moe_ep.sequence.context_calls import Call, plan_calls
+from hf_moe_ep.sequence.partial_attention import Scores
+from hf_moe_ep.sequence.ring import attend_by_ring
+from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.upstream.attention_interface import uses_flash_attention, uses_flex_attention
+from hf_moe_ep.upstream.autograd_modes import backward_is_running, saved_tensors_are_hooked
+
+
+def attend(
+    stock: Callable[..., Any],
+    module: Any,
+    query: Tensor,  # (B, Q, S / cp, W)
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    context: Slice,
+    gather: bool = True,
+    **kwargs: Any,
+) -> Tensor:
+    """Return the attention (B, S / cp, Q, W) of this rank's queries to all keys.
+
+    Args:
+        stock: the attention function of the model.
+        module: the attention module, with its stock config.
+        attention_mask: that of the whole sequence.
+        gather: False if keys and values are those of all tokens (latent_cache.py).
+        kwargs: other arguments of `stock`; `position_ids` are those of the whole sequence.
+    """
+    by_rank = plan_calls(module, attention_mask, context, kwargs, len(query), query.device)
+    if gather and uses_flex_attention(module) and isinstance(attention_mask, BlockMask):
+        needed = [_pieces_of(calls, context.piece) for calls in by_rank]
+        if _needs_everything(needed, context):
+            cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
+            scores = Scores(attention_mask, scale, cap, options)
+            return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
+    run = partial(_attend_to_gathered, stock, module, by_rank, context, gather, kwargs)
+    if gather and not uses_flash_attention(module) and _is_first_run():
+        # Stock code would save a copy of the keys and values of the whole sequence for each call.
+        draws = bool(kwargs.get("dropout"))
+        out: Tensor = checkpoint(
+            run, query, key, value, use_reentrant=False, preserve_rng_state=draws
+        )
+        return out
+    return run(query, key, value)
+
+
+def _is_first_run() -> bool:
+    """Return True if autograd saves tensors of this forward that no checkpoint drops."""
+    return torch.is_grad_enabled() and not saved_tensors_are_hooked() and not backward_is_running()
+
+
+def _attend_to_gathered(
+    stock: Callable[..., Any],
+    module: Any,
+    by_rank: Sequence[Sequence[Call]],
+    context: Slice,
+    gather: bool,
+    kwargs: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    pieces: Sequence[int] = range(_num_pieces(context))
+    if gather:
+        pieces, key, value = _fetch(key, value, context, by_rank)
+    calls = iter(by_rank[context.rank])
+    outs = []
+    for (start, stop), queries in zip(context.spans, query.split(context.piece, 2), strict=True):
+        if start < stop:
+            call = next(calls)
+            # The keys that were received are whole pieces; those of one call follow each other.
+            piece, offset = divmod(call.first, context.piece)
+            first = pieces.index(piece) * context.piece + offset
+            seen = slice(first, first + call.last - call.first)
+            args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
+            outs.append(_run(stock, module, call, *args))
+    # Without any token, the empty tensors are the only paths from the output to queries, keys,
+    # values and sinks. FSDP2 needs gradients for the same parameters on all ranks, and so does the
+    # exchange of keys and values. The square saves a tensor for backward: a checkpoint without any
+    # would not be computed again, and the exchange in it would miss this rank.
+    size = (len(query), 0, query.shape[1], value.shape[-1])
+    sinks = kwargs.get("s_aux")
+    empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2).square()]
+    empty += [] if sinks is None else [sinks.view(1, 1, -1, 1)[:, :0].to(value.dtype)]
+    out_BSQW = torch.cat([*outs, *(x.expand(size) for x in empty)], 1)
+    return functional.pad(out_BSQW, (0, 0, 0, 0, 0, context.local - out_BSQW.shape[1]))
+
+
+def _run(
+    stock: Callable[..., Any], module: Any, call: Call, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    if call.pads_queries:
+        before, behind = call.start - call.first, call.last - call.stop
+        padded = functional.pad(query, (0, 0, before, behind))
+        out: Tensor = stock(module, padded, key, value, call.mask, **call.kwargs)[0]
+        return out[:, before : before + query.shape[2]]
+    out = stock(module, query, key, value, call.mask, **call.kwargs)
+    attended: Tensor = out[0]
+    return attended
+
+
+def _fetch(
+    key: Tensor, value: Tensor, context: Slice, by_rank: Sequence[Sequence[Call]]
+) -> tuple[Sequence[int], Tensor, Tensor]:
+    """Exchange keys and values (B, K, S / cp, W) for those of the pieces that this rank needs.
+
+    Returns:
+        The numbers of the pieces, and their keys and values, (B, K, tokens of the pieces, W).
+    """
+    together = torch.cat([key, value], -1).transpose(1, 2)
+    needed = [_pieces_of(calls, context.piece) for calls in by_rank]
+    if _needs_everything(needed, context):
+        pieces: Sequence[int] = range(_num_pieces(context))
+        whole = gather_slices(together, context)
+    else:
+        pieces = needed[context.rank]
+        whole = _FetchPieces.apply(together, context, needed)
+    widths = [key.shape[-1], value.shape[-1]]
+    keys, values = whole.transpose(1, 2).split(widths, -1)
+    return pieces, keys, values
+
+
+def _needs_everything(needed: Sequence[Sequence[int]], context: Slice) -> bool:
+    """Return True if a rank needs the keys of all tokens."""
+    return any(len(pieces) == _num_pieces(context) for pieces in needed)
+
+
+def _num_pieces(context: Slice) -> int:
+    """Return the number of pieces that are not padding alone."""
+    return -(-context.length // context.piece)
+
+
+def _pieces_of(calls: Sequence[Call], piece: int) -> list[int]:
+    """Return the numbers of the pieces with keys of these calls, in ascending order."""
+    return sorted({n for call in calls for n in range(call.first // piece, -(-call.last // piece))})
+
+
+class _FetchPieces(torch.autograd.Function):
+    """Send each piece of (B, S / cp, K, W) to the ranks that need it.
+
+    `needed[r]` has the numbers of the pieces that rank r needs, in ascending order. The result has
+    those of this rank in the same order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Slice, needed: list[list[int]]) -> Tensor:
+        exchange = ctx.exchange = _PieceExchange(context, needed)
+        pieces = x.unflatten(1, (-1, context.piece)).movedim(1, 0)
+        received = exchange.send(pieces[exchange.sent])
+        return received[exchange.ascending].movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: _PieceExchange = ctx.exchange
+        piece, own = exchange.context.piece, len(exchange.context.pieces)
+        grads = grad.unflatten(1, (-1, piece)).movedim(1, 0)
+        of_sent = exchange.send_back(grads[exchange.ascending.argsort()])
+        total = of_sent.new_zeros(own, *of_sent.shape[1:])
+        total.index_add_(0, exchange.sent, of_sent)
+        return total.movedim(0, 1).flatten(1, 2), None, None
+
+
+class _PieceExchange:
+    """The all-to-all of `_FetchPieces`: which pieces go to which rank.
+
+    Attributes:
+        sent: the positions, among the pieces of this rank, of those that it sends to all ranks in
+            turn.
+        ascending: the positions, among the pieces received from all ranks in turn, of those with
+            ascending numbers.
+        send_counts, recv_counts: the numbers of pieces that each rank gets, or sends.
+    """
+
+    def __init__(self, context: Slice, needed: list[list[int]]) -> None:
+        self.context = context
+        own, wanted = list(context.pieces), needed[context.rank]
+        by_rank = [[own.index(n) for n in pieces if n in own] for pieces in needed]
+        number = len(own)
+        owners = [context.order[r * number : (r + 1) * number] for r in range(context.size)]
+        from_rank = [[n for n in wanted if n in pieces] for pieces in owners]
+        received = [n for pieces in from_rank for n in pieces]
+        sent = [place for places in by_rank for place in places]
+        self.sent = torch.tensor(sent, dtype=torch.int64)
+        self.ascending = torch.tensor([received.index(n) for n in wanted], dtype=torch.int64)
+        self.send_counts, self.recv_counts = [*map(len, by_rank)], [*map(len, from_rank)]
+
+    def send(self, pieces: Tensor) -> Tensor:
+        return self._exchange(pieces, self.send_counts, self.recv_counts)
+
+    def send_back(self, pieces: Tensor) -> Tensor:
+        return self._exchange(pieces, self.recv_counts, self.send_counts)
+
+    def _exchange(self, pieces: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        received = pieces.new_empty(sum(receive), *pieces.shape[1:])
+        transfer = start_all_to_all(
+            received.flatten(1),
+            pieces.flatten(1),
+            send_counts=send,
+            recv_counts=receive,
+            group=self.context.group,
+            where="keys and values of context parallelism",
+        )
+        transfer.wait()
+        return received

@@ -1,0 +1,206 @@
+"""Attention to some of the keys, with the logarithm of the sum of its exponentials (log-sum-exp).
+
+If the keys are in parts, the attention to all of them is the mean of the attention to each part,
+weighted by the exponential of the part's log-sum-exp. For a query with scores s_k and values v_k:
+
+    out_p = sum_{k in p} exp(s_k) v_k / exp(lse_p)         lse_p = log sum_{k in p} exp(s_k)
+    out   = sum_p exp(lse_p - lse) out_p                   lse   = log sum_p exp(lse_p)
+
+The gradients of the parts follow from those of `out` and `lse`, with w_p = exp(lse_p - lse):
+
+    d out_p = w_p d out        d lse_p = w_p (d out . (out_p - out) + d lse)
+
+This is the merge of FlashAttention (arXiv 2205.14135) and of ring attention (arXiv 2310.01889).
+`attend_to_part` computes out_p and lse_p: by FlexAttention, which returns its log-sum-exp, or in
+plain PyTorch on a CPU, where FlexAttention has no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are computed from queries and keys.
+
+    Attributes:
+        mask: says which query of the whole sequence sees which key.
+        scale: the factor of the scores; None for 1 / sqrt(width).
+        softcap: scores become softcap * tanh(score / softcap).
+        kernel_options: options of FlexAttention.
+    """
+
+    mask: BlockMask
+    scale: float | None = None
+    softcap: float | None = None
+    kernel_options: Any = None
+
+
+@dataclass(frozen=True)
+class Box:
+    """The queries `q_start` to `q_stop` - 1 and the keys `k_start` to `k_stop` - 1."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+def attend_to_part(
+    query: Tensor,  # (B, Q, queries, W)
+    key: Tensor,  # (B, K, keys, W)
+    value: Tensor,
+    scores: Scores,
+    box: Box,
+    known: dict[Any, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return the attention (B, Q, queries, W) to the keys of a box, and its log-sum-exp.
+
+    A query that sees no key of the box gets zeros, and a log-sum-exp of -inf.
+
+    Args:
+        known: stores masks of boxes, which layers and steps share.
+    """
+    if query.device.type == "cpu":
+        return _attend_plainly(query, key, value, scores, box, known)
+    mask = _once(known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box))
+    out, aux = _compiled_flex_attention()(
+        query,
+        key,
+        value,
+        score_mod=None if scores.softcap is None else _soft_cap(scores.softcap),
+        block_mask=mask,
+        scale=scores.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=scores.kernel_options,
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, box: Box, known: dict[Any, Any]
+) -> tuple[Tensor, Tensor]:
+    def make() -> Tensor:
+        rows, heads, *_ = scores.mask.shape
+        sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
+        return create_mask(_shift(scores.mask, box), rows, heads, *sizes, device=query.device)
+
+    visible = _once(known, ("plain", box), scores.mask, make)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    logits = query @ key.mT * scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    sees_any = visible.any(-1, keepdim=True)
+    # Scores of -inf alone have gradients of NaN, so a query that sees nothing keeps its scores.
+    logits = logits.masked_fill(~visible & sees_any, -torch.inf)
+    lse = logits.logsumexp(-1, keepdim=True)
+    out = (logits - lse).exp() @ value
+    return out.masked_fill(~sees_any, 0), lse.masked_fill(~sees_any, -torch.inf).squeeze(-1)
+
+
+def merge(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention to two parts of the keys; both (B, Q, queries, W) and (B, Q, queries)."""
+    both = torch.logaddexp(lse, lse_part)
+    return weight(lse, both) * out + weight(lse_part, both) * out_part, both
+
+
+def weight(lse_part: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(lse_part - lse) as (B, Q, queries, 1); 0 for queries that see no key at all."""
+    return (lse_part - lse).exp().masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+
+
+def grads_of_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values by the attention to a part of the keys.
+
+    The attention to the part is computed again.
+
+    Args:
+        whole: `out` and `lse` of all keys.
+        grads: their gradients.
+    """
+    out, lse = whole
+    grad_out, grad_lse = grads
+    with torch.enable_grad():
+        inputs = tuple(x.detach().requires_grad_() for x in (query, key, value))
+        out_part, lse_part = attend(*inputs)
+        lse_finite = lse_part.masked_fill(lse_part == -torch.inf, 0)
+    share = weight(lse_part.detach(), lse)
+    difference = (grad_out * (out_part.detach() - out)).sum(-1)
+    grad_lse_part = share.squeeze(-1) * (difference + grad_lse)
+    outputs, grads_of_outputs = (
+        (out_part, lse_finite),
+        (
+            (share * grad_out).to(out_part.dtype),
+            grad_lse_part.to(lse_finite.dtype),
+        ),
+    )
+    return torch.autograd.grad(outputs, inputs, grads_of_outputs)
+
+
+def slice_block_mask(mask: BlockMask, box: Box) -> BlockMask:
+    """Build the BlockMask of some queries and keys of the whole sequence."""
+    rows, heads, *_ = mask.shape
+    sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
+    device = mask.kv_num_blocks.device
+    return create_block_mask(_shift(mask, box), rows, heads, *sizes, device=device)
+
+
+def _shift(mask: BlockMask, box: Box) -> Callable[..., Tensor]:
+    """Return the function of a mask for numbers of queries and keys inside of a box."""
+    device = mask.kv_num_blocks.device
+    # Python numbers would cause a compilation for every box.
+    first_query = torch.tensor(box.q_start, device=device)
+    first_key = torch.tensor(box.k_start, device=device)
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask.mask_mod(row, head, query + first_query, key + first_key)
+
+    return mask_mod
+
+
+def _soft_cap(cap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, *indices: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    """Return FlexAttention as a compiled kernel; without compilation it computes all scores."""
+    return torch.compile(flex_attention)
+
+
+def _once(known: dict[Any, Any], key: Any, mask: BlockMask, compute: Callable[[], Any]) -> Any:
+    """Return what was computed from a mask before, or compute it.
+
+    The mask is kept, so that no other one gets its id.
+    """
+    key = (*key, id(mask))
+    if key not in known:
+        known[key] = mask, compute()
+    return known[key][1]

@@ -1,0 +1,208 @@
+"""Ring attention: keys and values travel from cp rank to cp rank while attention is computed.
+
+An all-gather keeps the keys and values of the whole sequence in memory until the backward of their
+layer. If an attention function returns its log-sum-exp (`partial_attention.py`), a rank can instead
+attend to the tokens of one rank at a time. With cp 4, rank 1 has the keys of these ranks:
+
+    step           0          1          2          3
+    attends to     rank 1     rank 0     rank 3     rank 2
+    receives       rank 0     rank 3     rank 2     -            from rank 0, while it attends
+
+In zigzag order each rank has two pieces of the sequence. A step attends from both pieces of queries
+to both pieces of keys, but only where any query sees any key: with a causal mask 3 of 4 pairs at
+step 0, and 2 of 4 at all others, on every rank.
+
+In backward keys and values travel again. Each rank adds its part of their gradients to those that
+arrive from the previous rank, and sends the sums on; the last ones arrive at their owners:
+
+    step           0          1          2          3
+    attends to     rank 1     rank 0     rank 3     rank 2       the attention is computed again
+    receives       rank 0     rank 3     rank 2     -            keys and values
+    adds to        -          rank 0     rank 3     rank 2       gradients from rank 0
+
+Only the keys and values of this rank are saved for backward. A rank sends (cp - 1) * 2 * kv * d
+values per token of its slice in forward, as an all-gather does, and (2 cp - 1) * 2 * kv * d in
+backward, kv being the heads of keys, and d their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_moe_ep.ranks.collectives import RingTransfer, send_to_next
+from hf_moe_ep.sequence.partial_attention import (
+    Box,
+    Scores,
+    attend_to_part,
+    grads_of_part,
+    merge,
+)
+from hf_moe_ep.sequence.slices import Slice
+
+# Messages of keys and values, and of their gradients, are told apart by these tags.
+_KEYS, _GRADIENTS = 0, 1
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A piece of queries and a piece of keys that any of these queries sees.
+
+    Attributes:
+        queries, keys: the tokens of the pieces among those of their ranks.
+        box: their numbers in the whole sequence.
+    """
+
+    queries: slice
+    keys: slice
+    box: Box
+
+
+def attend_by_ring(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None, context: Slice
+) -> Tensor:
+    """Return the attention (B, S / cp, Q, W) of this rank's queries to the keys of all ranks.
+
+    Args:
+        query, key, value: (B, heads, S / cp, W) of this rank's tokens, padding included.
+        sinks: one score per head for a key without a value, or None.
+    """
+    out_BSQW: Tensor
+    out_BSQW, lse_BQS = _Ring.apply(query, key, value, scores, context)
+    if sinks is None:
+        return out_BSQW
+    shares_BQS = torch.sigmoid(lse_BQS - sinks.view(1, -1, 1).to(lse_BQS.dtype))
+    return (out_BSQW * shares_BQS.transpose(1, 2).unsqueeze(-1)).to(query.dtype)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores, context: Slice
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        rows, heads, tokens, _ = query.shape
+        # In the layout of the output projection, which saves it as well.
+        out_BSQW = query.new_zeros((rows, tokens, heads, value.shape[-1]), dtype=dtype)
+        out = out_BSQW.transpose(1, 2)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+        for owner, keys, values in _travel(key, value, context):
+            for pair in _list_pairs(owner, scores, context):
+                part = attend_to_part(
+                    query[:, :, pair.queries],
+                    keys[:, :, pair.keys],
+                    values[:, :, pair.keys],
+                    scores,
+                    pair.box,
+                    context.computed,
+                )
+                whole = out[:, :, pair.queries], lse[:, :, pair.queries]
+                out[:, :, pair.queries], lse[:, :, pair.queries] = merge(*whole, *part)
+        ctx.scores, ctx.context = scores, context
+        out_BSQW = out_BSQW.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out_BSQW, lse)
+        return out_BSQW, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out_BSQW: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out_BSQW, lse = ctx.saved_tensors
+        out, grad_out = (x.transpose(1, 2).to(lse.dtype) for x in (out_BSQW, grad_out_BSQW))
+        scores, context = ctx.scores, ctx.context
+        grad_query = torch.zeros_like(query, dtype=out.dtype)
+        arriving: RingTransfer | None = None
+        widths = [key.shape[-1], value.shape[-1]]
+        for owner, keys, values in _travel(key, value, context):
+            shape = (*key.shape[:3], sum(widths))
+            grad_both = key.new_zeros(shape, dtype=out.dtype)
+            grad_keys, grad_values = grad_both.split(widths, -1)
+            for pair in _list_pairs(owner, scores, context):
+                rows, columns = (slice(None), slice(None), pair.queries), pair.keys
+                grads = grads_of_part(
+                    query[rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    (out[rows], lse[rows]),
+                    (grad_out[rows], grad_lse[rows]),
+                    partial(_attend, scores, pair.box, context),
+                )
+                grad_query[rows] += grads[0]
+                grad_keys[:, :, columns] += grads[1]
+                grad_values[:, :, columns] += grads[2]
+            if arriving is not None:
+                grad_both += arriving.wait()
+            arriving = send_to_next(grad_both, context.group, tag=_GRADIENTS)
+        assert arriving is not None
+        own = arriving.wait().split(widths, -1)
+        grad_key, grad_value = own[0].to(key.dtype), own[1].to(value.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None
+
+
+def _attend(
+    scores: Scores, box: Box, context: Slice, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    return attend_to_part(query, key, value, scores, box, context.computed)
+
+
+def _travel(key: Tensor, value: Tensor, context: Slice) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the cp ranks in the order of the steps, with their keys and values.
+
+    The next ones are received while the caller uses these.
+    """
+    widths = [key.shape[-1], value.shape[-1]]
+    both = torch.cat([key, value], -1)
+    for step in range(context.size):
+        is_last = step == context.size - 1
+        transfer = None if is_last else send_to_next(both, context.group, tag=_KEYS)
+        keys, values = both.split(widths, -1)
+        yield (context.rank - step) % context.size, keys, values
+        if transfer is not None:
+            both = transfer.wait()
+
+
+def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
+    """List the pairs of pieces of this rank's queries and of the keys of the rank `owner`."""
+    seen = find_seen_pieces(scores, context)
+    own, others = context.spans_of(context.rank), context.spans_of(owner)
+    return [
+        _Pair(
+            slice(i * context.piece, i * context.piece + q_stop - q_start),
+            slice(j * context.piece, j * context.piece + k_stop - k_start),
+            Box(q_start, q_stop, k_start, k_stop),
+        )
+        for i, (q_start, q_stop) in enumerate(own)
+        for j, (k_start, k_stop) in enumerate(others)
+        if q_start < q_stop and (q_start, k_start) in seen
+    ]
+
+
+def find_seen_pieces(scores: Scores, context: Slice) -> set[tuple[int, int]]:
+    """Return the first query and the first key of each pair of pieces of which one sees the other.
+
+    The blocks of the BlockMask are larger than a token, so pieces may be listed that see nothing.
+    """
+    key = ("seen pieces", id(scores.mask))
+    if key not in context.computed:
+        blocks = scores.mask.to_dense().flatten(0, -3).any(0).cpu()
+        query_block, key_block = scores.mask.BLOCK_SIZE
+        spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
+        context.computed[key] = (
+            scores.mask,
+            {
+                (q_start, k_start)
+                for q_start, q_stop in spans
+                for k_start, k_stop in spans
+                if blocks[
+                    q_start // query_block : -(-q_stop // query_block),
+                    k_start // key_block : -(-k_stop // key_block),
+                ].any()
+            },
+        )
+    seen: set[tuple[int, int]] = context.computed[key][1]
+    return seen

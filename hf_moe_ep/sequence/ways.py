@@ -1,0 +1,50 @@
+"""List what each kind of attention gets from other cp ranks, for `describe`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_moe_ep.derive import caches_latents
+from hf_moe_ep.plan import as_pattern
+from hf_moe_ep.upstream.attention_interface import uses_flex_attention
+from hf_moe_ep.upstream.models import key_value_width, latent_width
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the attention modules of one kind get what they need from the other cp ranks.
+
+    Attributes:
+        name: the pattern of the modules' names.
+        class_name: the class of the modules.
+        latents: True if latents are gathered, False for keys and values.
+        ring: True if keys and values travel from rank to rank (ring.py).
+        window: the number of tokens that a query sees, if it is limited. A rank then needs only
+            the keys and values of this window.
+        width: the number of values per token that a rank sends to each other rank; None if unknown.
+    """
+
+    name: str
+    class_name: str
+    latents: bool
+    ring: bool
+    window: int | None
+    width: int | None
+
+
+def find_ways(named: Iterable[tuple[str, nn.Module]], sp_size: int) -> tuple[Way, ...]:
+    """Return the ways of the attention modules `named`, each kind once, in the order of layers."""
+    ways: dict[Way, None] = {}
+    for name, module in named:
+        latents = caches_latents(module)
+        width = latent_width(module) if latents else key_value_width(module, sp_size)
+        window = getattr(module, "sliding_window", None)
+        if latents:
+            width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))
+        ring = uses_flex_attention(module) and window is None and not latents
+        kind = Way(as_pattern(name), type(module).__name__, latents, ring, window, width)
+        ways.setdefault(kind, None)
+    return tuple(ways)

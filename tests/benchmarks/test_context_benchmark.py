@@ -1,0 +1,30 @@
+"""benchmarks/context_parallel.py: attention saves 1 / cp of stock's activations."""
+
+from dataclasses import replace
+
+import context_parallel as bench
+import pytest
+
+SIZES = bench.Sizes(seq=512, hidden=64, head_dim=16, steps=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", bench.WAYS[2:])
+def test_a_rank_saves_its_share_of_stocks_activations(way: str) -> None:
+    stock = bench.measure_bytes(SIZES, "stock")
+    for cp in (2, 4):
+        found = bench.measure_bytes(SIZES, way, cp)
+        assert found.activations <= 1.1 / cp * stock.activations, (found, stock)
+        assert found.sent == bench.key_value_bytes(SIZES, cp)
+    assert bench.key_value_bytes(SIZES, 4) == 3 * 2 * 128 * 4 * 16 * 4
+
+
+def test_the_tables_have_a_row_for_each_way_and_size() -> None:
+    measured = bench.Measured(2**20, 2**21, 2**22)
+    half = replace(measured, activations=2**19)
+    over_cp = {2: {"cp, gather": half, "cp, ring": measured}}
+    found = {"stock": measured, "cp, ring": half}
+    table = bench.report(SIZES, found, over_cp, {"stock": [1.0, 3.0]}, ["- about"])
+    assert "| stock | 1.0 | 1.000 | 2.0 | 1.00 | 4.0 | 2.00 (1.00 .. 3.00) |" in table
+    assert "| cp, ring | 0.5 | 0.500 | 2.0 | 1.00 | 4.0 | - |" in table
+    assert "| 2 | 0.500 | 1.000 | 4.0 | 4.0 |" in table

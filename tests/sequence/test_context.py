@@ -1,0 +1,212 @@
+"""Context parallelism (cp_size), compared with stock in one process in fp64.
+
+Gradients, their norm, parameters after three steps, the loss and logits are compared. All types of
+models are compared in test_context_of_types.py.
+"""
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import checks, parity
+from support.adapters import with_lora
+from support.checks import Check, Found
+from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.fakes.flash import use_fake_flash
+from support.parity import Batch, Case, on_ranks
+from support.quantised import SIZES, dequantise_experts
+from support.tiny_models import batch, tiny
+from torch import nn
+
+from hf_moe_ep import apply_ep_fsdp2, describe
+from hf_moe_ep.sequence import slices
+
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+TWO_FORWARDS = {
+    "micro_batches": parity.three_micro_batches,
+    "backward": parity.two_forwards_backward,
+}
+
+
+def padded(side: str, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Return padded rows of 13 tokens, a length that no cp_size > 1 divides."""
+    micro = batch(model, 3, 13, seed=10 * step + rank, pad=7)
+    if side == "left":
+        micro = {name: value.flip(1) for name, value in micro.items()}
+        micro["labels"][:, -1] = micro["input_ids"][:, -1]
+    return [micro]
+
+
+def three_tokens(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Return rows of 3 tokens. With cp 4, all tokens of a rank are padding."""
+    return [batch(model, 2, 3, seed=10 * step + rank)]
+
+
+def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Pack documents of 5, 3, 9 and 2 tokens in one row; position_ids restart at 0 in each."""
+    micro = batch(model, 1, 19, seed=10 * step + rank)
+    del micro["attention_mask"]
+    position_ids = torch.cat([torch.arange(length) for length in (5, 3, 9, 2)]).unsqueeze(0)
+    micro["labels"][:, [0, 5, 8, 17]] = -100
+    return [{**micro, "position_ids": position_ids, "use_cache": False}]
+
+
+def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Return the same row, with the lengths of its documents for flash attention."""
+    (micro,) = packed(model, rank, world, step)
+    lengths = torch.tensor([0, 5, 8, 17, 19], dtype=torch.int32)
+    return [
+        {**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+        | {"max_length_q": 9, "max_length_k": 9}
+    ]
+
+
+FLASH = {"prepare": use_fake_flash}
+PADDED = {"micro_batches": partial(padded, "right")}
+LEFT = {"micro_batches": partial(padded, "left")}
+TWO_RANKS = [
+    Case("cp 2", 2, 1, cp=2),
+    Case("cp 2, padded right", 2, 2, cp=2).with_(**PADDED),
+    Case("cp 2, packed, flash", 2, 2, cp=2, micro_batches=packed).with_(**FLASH),
+]
+TWO_RANKS_MORE = [
+    Case("checkpoint", 2, 2, cp=2, prepare=CHECKPOINT),
+    Case("packed", 2, 2, cp=2, micro_batches=packed),
+    Case("padded left", 2, 2, cp=2).with_(**LEFT),
+    Case("reentrant", 2, 2, cp=2, prepare=REENTRANT),
+    Case("two forwards", 2, 2, cp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    Case("even, flash", 2, 1, cp=2, micro_batches=parity.even_batches).with_(**FLASH),
+    Case("padded, flash", 2, 1, cp=2).with_(**PADDED, **FLASH),
+    Case("padded left, flash", 2, 1, cp=2).with_(**LEFT, **FLASH),
+    Case("lengths, flash", 2, 1, cp=2, micro_batches=packed_by_lengths).with_(**FLASH),
+    Case("gather_logits", 2, 2, cp=2).with_config(gather_logits=True),
+    Case("compiled", 2, 2, cp=2).with_config(compile_layers="aot_eager"),
+    Case("compiled, checkpoint", 2, 1, cp=2, prepare=CHECKPOINT).with_config(
+        compile_layers="aot_eager"
+    ),
+    Case("LoRA", 2, 2, cp=2, wrap=with_lora),
+    Case("LoRA, experts in nf4", 2, 2, cp=2, wrap=with_lora, model=SIZES["nf4"]).with_(
+        config={"experts_dtype": "nf4"}, change_reference=partial(dequantise_experts, kind="nf4")
+    ),
+]
+FOUR_RANKS = [
+    Case("cp 2 x sp 2, ep 4, padded", 4, 4, cp=2, sp=2).with_(**PADDED),
+]
+FOUR_RANKS_MORE = [
+    Case("cp 4, ep 4, packed", 4, 4, cp=4, micro_batches=packed),
+    Case("cp 2, ep 2", 4, 2, cp=2),
+    Case("cp 4, three tokens", 4, 2, cp=4, micro_batches=three_tokens),
+    Case("cp 2 x sp 2, packed", 4, 2, cp=2, sp=2, micro_batches=packed),
+    Case("cp 2 x sp 2, flash", 4, 2, cp=2, sp=2, micro_batches=packed).with_(**FLASH),
+    Case("cp 2, HSDP, padded left", 4, 2, 2, cp=2).with_(**LEFT),
+    Case("cp 2, ep outside", 4, 2, cp=2).with_config(ep_outside=True),
+    Case("cp 4, reentrant, two forwards", 4, 4, cp=4, prepare=REENTRANT).with_(**TWO_FORWARDS),
+    Case("cp 4, hierarchical", 4, 4, cp=4).with_config(dispatcher="hierarchical", node_size=2),
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS + FOUR_RANKS))
+def test_context_parallel_equals_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS_MORE + FOUR_RANKS_MORE, slow=True))
+def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def logits_are_in_the_order_of_the_tokens(rank: int, world: int) -> None:
+    """A forward with labels returns the loss alone, or with gather_logits the logits as well."""
+    reference = tiny(seed=0)
+    micro = batch(reference, 2, 13, pad=3)
+    want = reference(**micro)
+    for gather_logits in (False, True):
+        model = tiny(seed=rank)
+        apply_ep_fsdp2(model, ep_size=2, cp_size=2, gather_logits=gather_logits)
+        got = model(**micro)
+        assert_close("loss", got.loss, want.loss, FP32_INSIDE)
+        if gather_logits:
+            assert_close("logits", got.logits, want.logits, FP64_MODEL)
+        else:
+            assert got.logits is None
+    hidden = model(input_ids=micro["input_ids"], use_cache=False, output_hidden_states=True)
+    with torch.no_grad():
+        stock = reference(input_ids=micro["input_ids"], output_hidden_states=True)
+    for state, other in zip(hidden.hidden_states, stock.hidden_states, strict=True):
+        assert_close("hidden states", state, other, FP64_MODEL)
+
+
+def every_rank_generates_its_own_text(rank: int, world: int) -> None:
+    """generate() splits no prompt, so each rank may have its own, with and without a cache."""
+    model, reference = tiny(seed=rank), tiny(seed=0).eval()
+    apply_ep_fsdp2(model, ep_size=2, cp_size=2).eval()
+    prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    for use_cache in (True, False):
+        both = (m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference))
+        assert torch.equal(*both), f"use_cache={use_cache}"
+
+
+def wrong_batches_are_refused(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(seed=rank), ep_size=2, cp_size=2)
+    with pytest.raises(
+        ValueError, match=r"given different batches \(rank 0: 2 x 9, rank 1: 2 x 10"
+    ):
+        model(**batch(model, 2, 9 + rank))
+    micro = batch(model, 2, 9)
+    with pytest.raises(ValueError, match=r"logits_to_keep=1 selects .* with cp_size=2 a forward"):
+        model(**micro, logits_to_keep=1)
+    with pytest.raises(ValueError, match="return_dict=False is not supported with cp_size=2"):
+        model(**micro, return_dict=False)
+    report = describe(model)
+    assert "cp group [0, 1]" in report
+    assert "cp rank i has the chunks i and 3 - i of 4 of each sequence" in report
+    # 2 key-value heads of 8 values, in fp64.
+    assert (
+        "Attention): keys and values of all tokens all-gathered; sends 256 bytes per token of"
+        in report
+    )
+
+
+def keys_and_values_are_sent_once(rank: int, world: int) -> None:
+    """A rank sends 2 x 2 heads of 8 values per token of its slice to the other rank, in forward, in
+    the forward that backward repeats, and as gradients in backward.
+    """
+    model = apply_ep_fsdp2(tiny(seed=rank), ep_size=1, cp_size=2)
+    micro = batch(model, 2, 16)
+    sent = {"all_gather": 0, "swap_slices": 0}
+
+    def counted(name: str) -> Any:
+        stock = getattr(slices, name)
+
+        def call(x: torch.Tensor, group: Any) -> torch.Tensor:
+            sent[name] += x.nbytes // (1 if name == "all_gather" else 2)
+            return stock(x, group)
+
+        return call
+
+    with mock.patch.multiple(slices, **{name: counted(name) for name in sent}):
+        loss = model(**micro, use_cache=False).loss
+        forward = dict(sent)
+        loss.backward()
+    of_layers = 2 * (2 * 8) * (2 * 2 * 8) * 8  # layers, tokens, values, bytes
+    assert forward == {"all_gather": of_layers + loss.element_size(), "swap_slices": 0}
+    assert sent["all_gather"] - forward["all_gather"] == of_layers
+    # The gradient of the sum of the slices' losses is another all-gather of one number.
+    assert sent["swap_slices"] == of_layers
+
+
+CASES = [
+    logits_are_in_the_order_of_the_tokens,
+    every_rank_generates_its_own_text,
+    wrong_batches_are_refused,
+    keys_and_values_are_sent_once,
+]
+
+
+@pytest.mark.parametrize("claim", checks.on_ranks(2, {case.__name__: case for case in CASES}))
+def test_forwards_and_errors(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

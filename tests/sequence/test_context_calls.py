@@ -1,0 +1,175 @@
+"""The calls of stock attention code that context parallelism plans, by hand.
+
+Rows have 8 tokens and two cp ranks: rank 0 has the tokens 0-1 and 6-7, rank 1 the tokens 2-5.
+"""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+from hf_moe_ep.sequence.context import _PieceExchange, _pieces_of
+from hf_moe_ep.sequence.context_calls import Call, plan_calls
+from hf_moe_ep.sequence.slices import Slice, zigzag_order
+
+LENGTH = 8
+CPU = torch.device("cpu")
+
+
+def attention(implementation: str, *, is_causal: bool = True) -> Any:
+    config = SimpleNamespace(_attn_implementation=implementation)
+    return SimpleNamespace(config=config, is_causal=is_causal, layer_idx=3)
+
+
+def context(rank: int = 0, length: int = LENGTH) -> Slice:
+    return Slice(cast(Any, None), rank, 2, length, order=zigzag_order(2))
+
+
+def plan(implementation: str, mask: Any = None, rows: int = 1, **kwargs: Any) -> list[list[Call]]:
+    causal = kwargs.pop("causal", True)
+    module = attention(implementation, is_causal=causal)
+    return plan_calls(module, mask, context(), kwargs, rows, CPU)
+
+
+def ranges(calls: list[list[Call]]) -> list[list[tuple[int, int, int, int]]]:
+    return [[(c.start, c.stop, c.first, c.last) for c in of_rank] for of_rank in calls]
+
+
+CAUSAL = [[(0, 2, 0, 2), (6, 8, 0, 8)], [(2, 4, 0, 4), (4, 6, 0, 6)]]
+ALL_KEYS = [[(0, 2, 0, 8), (6, 8, 0, 8)], [(2, 4, 0, 8), (4, 6, 0, 8)]]
+
+
+def test_sdpa_without_a_mask_gets_the_rows_of_a_causal_one() -> None:
+    calls = plan("sdpa")
+    assert ranges(calls) == CAUSAL
+    assert calls[0][0].mask is None, "as many queries as keys: stock code masks them itself"
+    assert cast(Tensor, calls[1][0].mask).int().tolist() == [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
+    assert ranges(plan("sdpa", causal=False)) == ALL_KEYS
+    assert plan("sdpa", causal=False)[1][1].mask is None
+    assert ranges(plan("sdpa", is_causal=False)) == ALL_KEYS
+    assert ranges(plan("eager")) == ALL_KEYS
+
+
+def test_keys_are_those_between_the_first_and_last_that_are_seen() -> None:
+    """A window of 3 tokens, as booleans and as numbers that are added to the scores."""
+    window = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-2)[None, None]
+    numbers = torch.zeros(window.shape).masked_fill(~window, torch.finfo(torch.float32).min)
+    for mask in (window, numbers):
+        calls = plan("sdpa", mask)
+        assert ranges(calls) == [
+            [(0, 2, 0, 2), (6, 8, 4, 8)],
+            [(2, 4, 0, 4), (4, 6, 2, 6)],
+        ]
+        for call in (call for of_rank in calls for call in of_rank):
+            want = mask[:, :, call.start : call.stop, call.first : call.last]
+            assert torch.equal(call.mask, want)
+
+
+def test_a_query_that_sees_nothing_gets_all_keys() -> None:
+    """The first token is padding. Stock code may give it the mean of all values."""
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None].clone()
+    mask[..., 0] = False
+    calls = plan("sdpa", mask)
+    assert ranges(calls) == [[(0, 2, 0, 8), (6, 8, 1, 8)], [(2, 4, 1, 4), (4, 6, 1, 6)]]
+
+
+def test_a_mask_with_one_row_is_that_of_all_queries() -> None:
+    mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]).bool().view(1, 1, 1, LENGTH)
+    calls = plan("sdpa", mask, causal=False)
+    assert ranges(calls)[1] == [(2, 4, 0, 5), (4, 6, 0, 5)]
+    assert calls[1][0].mask.shape == (1, 1, 2, 5)
+
+
+def test_block_masks_are_made_of_the_same_function() -> None:
+    def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < 3)
+
+    mask = create_block_mask(window, 1, 1, LENGTH, LENGTH, device="cpu")
+    whole = create_mask(window, 1, 1, LENGTH, LENGTH, device="cpu")
+    for call in (call for of_rank in plan("flex_attention", mask) for call in of_rank):
+        assert isinstance(call.mask, BlockMask) and call.mask.shape == (1, 1, 2, LENGTH)
+        rows = create_mask(call.mask.mask_mod, 1, 1, 2, LENGTH, device="cpu")
+        assert torch.equal(rows, whole[:, :, call.start : call.stop])
+
+
+def test_flash_attention_aligns_the_last_query_with_the_last_key() -> None:
+    assert ranges(plan("flash_attention_2")) == CAUSAL
+    windows = [[(0, 2, 0, 2), (6, 8, 4, 8)], [(2, 4, 0, 4), (4, 6, 2, 6)]]
+    assert ranges(plan("flash_attention_2", sliding_window=3)) == windows
+    padding = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
+    calls = plan("flash_attention_2", padding, sliding_window=3)
+    assert ranges(calls) == windows and calls[0][1].mask.tolist() == [[1, 1, 1, 0]]
+
+
+def test_flash_attention_gets_the_documents_of_its_queries() -> None:
+    """Documents of 3, 4 and 1 tokens. Rank 1's first piece has the tokens 2 | 3."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
+    ends = torch.tensor([0, 3, 7, 8], dtype=torch.int32)
+    for kwargs in ({"position_ids": positions}, {"cu_seq_lens_q": ends, "max_length_q": 4}):
+        calls = plan("flash_attention_2", **kwargs)
+        assert ranges(calls) == [[(0, 2, 0, 2), (6, 8, 3, 8)], [(2, 4, 0, 4), (4, 6, 3, 6)]]
+        lengths = [
+            [(c.kwargs[f"cu_seq_lens_{x}"].tolist(), c.kwargs[f"max_length_{x}"]) for x in "qk"]
+            for of_rank in calls
+            for c in of_rank
+        ]
+        assert lengths == [
+            [([0, 2], 2), ([0, 2], 2)],
+            [([0, 1, 2], 1), ([0, 4, 5], 4)],
+            [([0, 1, 2], 1), ([0, 3, 4], 3)],
+            [([0, 2], 2), ([0, 3], 3)],
+        ]
+        assert "position_ids" not in calls[0][0].kwargs
+    in_window = plan("flash_attention_2", position_ids=positions, sliding_window=2)
+    assert ranges(in_window) == [[(0, 2, 0, 2), (6, 8, 5, 8)], [(2, 4, 1, 4), (4, 6, 3, 6)]]
+    assert in_window[0][1].kwargs["cu_seq_lens_k"].tolist() == [0, 2, 3]
+
+
+def test_queries_are_padded_if_flash_attention_is_not_causal() -> None:
+    options: dict[str, Any] = {"causal": False, "sliding_window": 2}
+    calls = plan("flash_attention_2", **options)
+    assert ranges(calls) == [[(0, 2, 0, 3), (6, 8, 5, 8)], [(2, 4, 1, 5), (4, 6, 3, 7)]]
+    assert all(call.pads_queries for of_rank in calls for call in of_rank)
+    assert not plan("flash_attention_2", causal=False)[0][0].pads_queries
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer 3 adds a position_bias .* cp_size=2 does not"):
+        plan("sdpa", position_bias=torch.zeros(1, 1, LENGTH, LENGTH))
+    with pytest.raises(ValueError, match=r"layer 3 \(shape \(1, 8\)\) has no row for each query"):
+        plan("sdpa", torch.ones(1, LENGTH))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
+    with pytest.raises(ValueError, match=r"layer 3 was given 2 rows with packed documents"):
+        plan("flash_attention_2", rows=2, position_ids=positions)
+
+
+def test_a_window_needs_only_the_pieces_in_front() -> None:
+    """Rows of 64 tokens have 8 pieces. A window of 5 tokens reaches into the previous piece, so
+    piece n is sent to the rank of piece n + 1: 0 -> 1, 1 -> 2, 2 -> 3, 4 -> 2, 5 -> 1, 6 -> 0.
+    """
+    whole = Slice(cast(Any, None), 0, 4, 64, order=zigzag_order(4))
+    module = attention("flash_attention_2")
+    calls = plan_calls(module, None, whole, {"sliding_window": 5}, 1, CPU)
+    needed = [_pieces_of(of_rank, 8) for of_rank in calls]
+    assert needed == [[0, 6, 7], [0, 1, 5, 6], [1, 2, 4, 5], [2, 3, 4]]
+    sent = []
+    for rank in range(4):
+        part = Slice(cast(Any, None), rank, 4, 64, order=zigzag_order(4))
+        exchange = _PieceExchange(part, needed)
+        to_others = [n for r, n in enumerate(exchange.send_counts) if r != rank]
+        sent.append(sum(to_others))
+    assert sent == [1, 2, 2, 1]
+
+
+def test_pieces_are_sent_to_the_ranks_that_need_them() -> None:
+    """With a window of 3, rank 0 needs its pieces 0 and 3 and piece 2, and rank 1 all but 3."""
+    needed = [_pieces_of(calls, 2) for calls in plan("flash_attention_2", sliding_window=3)]
+    assert needed == [[0, 2, 3], [0, 1, 2]]
+    first, second = (_PieceExchange(context(rank), needed) for rank in (0, 1))
+    assert first.sent.tolist() == [0, 1, 0], "pieces 0 and 3 to itself, and piece 0 to rank 1"
+    assert second.sent.tolist() == [1, 0, 1], "piece 2 to rank 0, and pieces 1 and 2 to itself"
+    # Rank 0 receives 0, 3 and 2; rank 1 receives 0, 1 and 2.
+    assert first.ascending.tolist() == [0, 2, 1] and second.ascending.tolist() == [0, 1, 2]

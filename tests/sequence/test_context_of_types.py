@@ -1,0 +1,91 @@
+"""Context parallelism of every model type for which it is enabled (CONTEXT_PARALLEL).
+
+Each type splits its sequences over two cp ranks and is compared with stock on the whole batch:
+logits, loss, every gradient and one step of AdamW, at 1e-10. test_context.py has more layouts.
+"""
+
+from functools import partial
+
+import pytest
+from support.architectures import MODEL_TYPES
+from support.architectures.mixers import MIXERS
+from support.architectures.split_steps import (
+    equals_stock,
+    packed,
+    padded_left,
+    shorter_than_sp,
+    unpadded,
+)
+from support.checks import Check, Found
+
+from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL
+
+GRANTED = sorted(CONTEXT_PARALLEL & set(MODEL_TYPES))
+# The fast tests: attention sinks and windows, latent attention, and a delta net.
+FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text")
+# These types are compared in more layouts and with more batches.
+MORE = (
+    *FAST,
+    "glm_moe_dsa",
+    "gemma4_text",
+    "mimo_v2_flash",
+    "minimax",
+    "nemotron_h",
+    "openai_privacy_filter",
+)
+# Stock mixes packed documents in the layers of this type.
+NOT_PACKED = ("openai_privacy_filter",)
+compare = partial(equals_stock, sp=1, cp=2)
+
+TWO_RANKS = [
+    Check(name, 2, partial(compare, name), slow=name not in FAST).as_parameter() for name in GRANTED
+]
+BATCHES = [
+    Check(f"{name}, {make.__name__}", 2, partial(compare, name, make=make), slow=True)
+    for name in MORE
+    for make in (padded_left, unpadded, packed)
+    if make is not packed or (name not in MIXERS and name not in NOT_PACKED)
+]
+CHECKPOINTED = [
+    Check(f"{name}, reentrant {mode}", 2, partial(compare, name, use_reentrant=mode), slow=True)
+    for name in MORE
+    for mode in (False, True)
+]
+FLASH = [
+    Check(f"{name}, flash, {make.__name__}", 2, partial(compare, name, make=make, flash=True))
+    for name in ("gpt_oss", "qwen3_moe")
+    for make in (padded_left, unpadded, packed)
+]
+FOUR_RANKS = [
+    Check(f"{name}, {layout}", 4, partial(equals_stock, name, **options), slow=True)
+    for name in MORE
+    for layout, options in {
+        "cp 2": {"sp": 1, "cp": 2},
+        "cp 4": {"sp": 1, "cp": 4},
+        "cp 2 x sp 2": {"sp": 2, "cp": 2},
+        "cp 2 x sp 2, padded left": {"sp": 2, "cp": 2, "make": padded_left},
+        "cp 4, three tokens": {"sp": 1, "cp": 4, "make": shorter_than_sp},
+    }.items()
+]
+
+
+@pytest.mark.parametrize("claim", TWO_RANKS)
+def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", [check.as_parameter() for check in BATCHES + CHECKPOINTED])
+def test_other_batches_and_checkpoints_equal_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", [check.as_parameter() for check in FLASH])
+def test_flash_attention_equals_stock(found: Found, claim: Check) -> None:
+    """The queries of a call are fewer than its keys (support/fakes/flash.py)."""
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", [check.as_parameter() for check in FOUR_RANKS])
+def test_on_four_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

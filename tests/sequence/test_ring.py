@@ -1,0 +1,244 @@
+"""Ring attention equals attention to the whole sequence, and its gradients, in fp64.
+
+On a CPU it computes in plain PyTorch, because FlexAttention has no backward there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parity
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.parity import Batch, Case
+from support.tiny_models import batch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
+
+from hf_moe_ep.ranks import collectives
+from hf_moe_ep.sequence import ring
+from hf_moe_ep.sequence.partial_attention import (
+    Box,
+    Scores,
+    attend_to_part,
+    merge,
+    slice_block_mask,
+)
+from hf_moe_ep.sequence.ring import attend_by_ring
+from hf_moe_ep.sequence.slices import Slice, zigzag_order
+
+ROWS, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 2, 6, 5
+# Documents of a packed row.
+STARTS = (0, 5, 6, 17)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q - k < 4)
+
+
+def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    same = torch.ones((), dtype=torch.bool)
+    for start in STARTS:
+        same = same & ((q >= start) == (k >= start))
+    return (q >= k) & same
+
+
+def padded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Row 1 begins with 3 tokens of padding, which see nothing."""
+    return (q >= k) & (k >= 3 * b)
+
+
+def everything(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= 0
+
+
+@dataclass(frozen=True)
+class Kind:
+    mask: Callable[..., Tensor]
+    length: int = 24
+    softcap: float | None = None
+    sinks: bool = False
+    zigzag: bool = True
+
+
+KINDS = {
+    "causal": Kind(causal, length=32),
+    "odd length": Kind(causal, length=21),
+    "three tokens": Kind(causal, length=3),
+    "window": Kind(window),
+    "documents": Kind(documents),
+    "padded": Kind(padded, length=19),
+    "not causal, in order": Kind(everything, zigzag=False),
+    "soft cap": Kind(causal, softcap=0.7),
+    "sinks": Kind(causal, sinks=True),
+}
+
+
+def _inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, VALUE_WIDTH), (HEADS, VALUE_WIDTH))
+    query, key, value, grad = (
+        torch.randn(ROWS, n, length, width, dtype=torch.float64, generator=generator)
+        for n, width in sizes
+    )
+    sinks = torch.randn(HEADS, dtype=torch.float64, generator=generator)
+    return query, key, value, grad, sinks
+
+
+def _dense(kind: Kind, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    """Compute attention to the whole sequence as the formula says."""
+    visible = create_mask(kind.mask, ROWS, 1, kind.length, kind.length, device="cpu")
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+    scores = query @ key.mT / WIDTH**0.5
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    hidden = ~visible & visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    shares = scores.softmax(-1)[..., : kind.length]
+    return (shares * visible.any(-1, keepdim=True)) @ value
+
+
+def ring_equals_dense(name: str, rank: int, world: int) -> None:
+    kind = KINDS[name]
+    query, key, value, grad, sinks = _inputs(kind.length)
+    order = zigzag_order(world) if kind.zigzag else None
+    assert dist.group.WORLD is not None
+    context = Slice(dist.group.WORLD, rank, world, kind.length, order=order)
+    mask = create_block_mask(
+        kind.mask, ROWS, 1, kind.length, kind.length, device="cpu", BLOCK_SIZE=2
+    )
+    own = [context.take(x, 2).requires_grad_() for x in (query, key, value)]
+    own_sinks = sinks.clone().requires_grad_() if kind.sinks else None
+    sent: list[int] = []
+    stock = collectives.send_to_next
+
+    def counted(x: Tensor, group: dist.ProcessGroup, *, tag: int) -> collectives.RingTransfer:
+        sent.append(x.numel())
+        return stock(x, group, tag=tag)
+
+    with (
+        mock.patch.object(ring, "send_to_next", counted),
+        mock.patch.object(ring, "attend_to_part", side_effect=attend_to_part) as calls,
+    ):
+        out = attend_by_ring(*own, Scores(mask, softcap=kind.softcap), own_sinks, context)
+        forward_sent, forward_calls = sum(sent), calls.call_count
+        (out * context.take(grad, 2).transpose(1, 2)).sum().backward()
+    whole = [x.requires_grad_() for x in (query, key, value)]
+    whole_sinks = sinks.requires_grad_() if kind.sinks else None
+    want = _dense(kind, *whole, whole_sinks)
+    (want * grad).sum().backward()
+    real = sum(stop - start for start, stop in context.spans)
+    got = out.detach().transpose(1, 2)
+    if real:
+        want_own = context.take(want.detach(), 2)
+        pieces = zip(got.split(context.piece, 2), want_own.split(context.piece, 2), strict=True)
+        for (start, stop), (mine, other) in zip(context.spans, pieces, strict=True):
+            if start < stop:
+                assert_close(
+                    name, mine[:, :, : stop - start], other[:, :, : stop - start], FP64_MODEL
+                )
+    for which, mine, other in zip("qkv", own, whole, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert_close(f"{name}: {which}", mine.grad, context.take(other.grad, 2), FP64_MODEL)
+    if own_sinks is not None and own_sinks.grad is not None:
+        dist.all_reduce(own_sinks.grad)
+        assert sinks.grad is not None
+        assert_close(f"{name}: sinks", own_sinks.grad, sinks.grad, FP64_MODEL)
+    # The bytes and the pairs of pieces that the docstring of ring.py counts.
+    values = ROWS * KV_HEADS * (WIDTH + VALUE_WIDTH) * context.local
+    assert forward_sent == (world - 1) * values
+    assert sum(sent) - forward_sent == (2 * world - 1) * values
+    if name == "causal":
+        assert forward_calls == 3 + 2 * (world - 1)
+
+
+TWO = {name: partial(ring_equals_dense, name) for name in KINDS}
+FOUR = {f"{name}, cp 4": x for name, x in TWO.items()}
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, TWO))
+def test_ring_equals_dense_attention(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", on_ranks(4, FOUR))
+def test_ring_of_four_ranks_equals_dense_attention(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_plain_attention_to_a_part_is_that_of_flex_attention() -> None:
+    """FlexAttention runs on a CPU without gradients. Here it is not compiled."""
+    query, key, value, _, _ = _inputs(24)
+    for kind in KINDS.values():
+        mask = create_block_mask(kind.mask, ROWS, 1, 24, 24, device="cpu", BLOCK_SIZE=2)
+        box = Box(7, 15, 2, 11)
+        part = query[:, :, 7:15], key[:, :, 2:11], value[:, :, 2:11]
+        got = attend_to_part(*part, Scores(mask), box, {})
+        rows = slice_block_mask(mask, box)
+        options = {"block_mask": rows, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        out, aux = flex_attention(*part, **options)
+        assert_close("out", got[0], out, FP64_MODEL)
+        assert_close("log-sum-exp", got[1].exp(), aux.lse.exp(), 1e-6)  # flex returns it in fp32
+
+
+def test_a_query_that_sees_nothing_in_both_parts_gets_zeros() -> None:
+    zeros, nothing = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
+    out, lse = merge(zeros, nothing, zeros, nothing)
+    assert torch.equal(out, zeros) and torch.equal(lse, nothing)
+
+
+def use_sdpa(reference: nn.Module) -> None:
+    reference.set_attn_implementation("sdpa")
+
+
+def flex_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    return [batch(model, 3, 13, seed=10 * step + rank, pad=7)]
+
+
+def flex_packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    micro = batch(model, 1, 19, seed=10 * step + rank)
+    del micro["attention_mask"]
+    positions = torch.cat([torch.arange(n) for n in (5, 3, 9, 2)]).unsqueeze(0)
+    micro["labels"][:, [0, 5, 8, 17]] = -100
+    return [{**micro, "position_ids": positions, "use_cache": False}]
+
+
+def run_uncompiled(case: Case, rank: int, world: int) -> None:
+    """Transformers compiles the functions that build a BlockMask, which takes minutes here."""
+    with mock.patch.object(torch._dynamo.config, "disable", True):
+        parity.run_case(case, rank, world)
+
+
+FLEX = {"model": {"attn_implementation": "flex_attention"}, "change_reference": use_sdpa}
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+MODELS = [
+    Case("flex, padded", 2, 2, cp=2, micro_batches=flex_padded).with_(**FLEX),
+    Case("flex, checkpoint", 2, 2, cp=2, prepare=CHECKPOINT).with_(**FLEX),
+    Case("flex, packed", 4, 2, cp=4, micro_batches=flex_packed).with_(**FLEX),
+    Case("flex, cp 2 x sp 2", 4, 4, cp=2, sp=2).with_(**FLEX),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "claim",
+    [Check(c.name, c.world, partial(run_uncompiled, c)).as_parameter() for c in MODELS],
+)
+def test_models_with_flex_attention_equal_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

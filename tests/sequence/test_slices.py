@@ -1,0 +1,56 @@
+"""Slices of sequences in zigzag order, by hand."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hf_moe_ep.sequence.slices import Slice, zigzag_order
+
+NO_GROUP = cast(Any, None)
+
+
+def slices(cp: int, sp: int, length: int, unit: int = 1) -> list[Slice]:
+    order = zigzag_order(cp, sp)
+    return [Slice(NO_GROUP, rank, cp * sp, length, unit, order) for rank in range(cp * sp)]
+
+
+def test_the_example_of_the_docstring() -> None:
+    assert [part.spans for part in slices(2, 1, 16)] == [[(0, 4), (12, 16)], [(4, 8), (8, 12)]]
+    assert [part.spans for part in slices(2, 2, 16)] == [
+        [(0, 2), (2, 4)],
+        [(12, 14), (14, 16)],
+        [(4, 6), (6, 8)],
+        [(8, 10), (10, 12)],
+    ]
+
+
+def test_three_sp_ranks_share_two_chunks() -> None:
+    """Each rank has two pieces, so that both chunks of a cp rank are divided by three ranks."""
+    assert zigzag_order(2, 3) == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+    assert [part.pieces for part in slices(2, 3, 24)][:3] == [[0, 1], [2, 9], [10, 11]]
+
+
+def test_padding_is_at_the_end_of_a_slice() -> None:
+    """Rows of 5 tokens are cut into 4 pieces of 2. The last piece is padding alone."""
+    first, second = slices(2, 1, 5)
+    row = torch.arange(1, 6).unsqueeze(0)
+    assert first.take(row, 1, fill=-1).tolist() == [[1, 2, -1, -1]]
+    assert second.take(row, 1, fill=-1).tolist() == [[3, 4, 5, -1]]
+    assert second.spans == [(2, 4), (4, 5)] and first.spans == [(0, 2), (5, 5)]
+
+
+@pytest.mark.parametrize(("cp", "sp"), [(2, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("length", [1, 3, 16, 29])
+def test_join_reverses_take(cp: int, sp: int, length: int) -> None:
+    parts = slices(cp, sp, length)
+    whole = torch.arange(1, 2 * length + 1).view(2, length, 1)
+    in_turn = torch.cat([part.take(whole, 1) for part in parts], 1)
+    assert torch.equal(parts[0].join(in_turn, 1), whole)
+    assert torch.equal(parts[0].arrange(whole, 1), in_turn)
+
+
+def test_every_cp_rank_has_the_same_number_of_visible_keys() -> None:
+    """In causal attention a query sees the keys up to its own: one more for each later token."""
+    work = [sum(range(1, 65)[t] for a, b in p.spans for t in range(a, b)) for p in slices(4, 1, 64)]
+    assert len(set(work)) == 1
