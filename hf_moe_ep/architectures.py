@@ -222,12 +222,13 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
     return changes.apply_to(plan)
 
 
-def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
+def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bool = True) -> Parts:
     """Find the parts of a model that is not sharded yet, and compare them with its config.
 
     Args:
         model: stock or wrapped.
         given: the plan of the user; None derives the plan.
+        complete: False for a model of which other pipeline stages hold a part.
 
     Raises:
         ValueError: the plan cannot be derived; the number of layers differs from the config; a
@@ -237,7 +238,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
     model_config = getattr(model, "config", None)
     config = None if model_config is None else text_config(model_config)
     plan = find_plan(model, named) if given is None else given
-    if given is not None:
+    if given is not None and complete:
         _check_given_plan(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
     owners = (module for module in model.modules() if head in own_children(module))

@@ -29,6 +29,7 @@ _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
 _FUSED_LOSS = ("auto", True, False)
+_PP_SCHEDULES = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,23 @@ class ParallelConfig:
             values of the others (context parallelism), so the number of heads does not limit
             `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
             must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
+        etp_size: the number of consecutive ranks that share each expert (expert tensor
+            parallelism): each has a part of the hidden units of its experts, and their results are
+            added up. For a model with few, large experts, on more ranks than it has experts.
+            It must divide the hidden size of an expert, and `ep_size * etp_size` must divide
+            `world_size / dp_replicate_size`. None: HF_MOE_EP_ETP_SIZE, or 1.
+        pp_size: the number of pipeline stages. Each stage holds some of the layers, and all sizes
+            above count ranks of one stage. A forward in training with labels runs forward and
+            backward of all stages; `loss.backward()` then adds the gradients. None:
+            HF_MOE_EP_PP_SIZE, or 1.
+        pp_microbatches: the number of micro-batches into which `pp_size` > 1 cuts the rows of a
+            batch. Stages wait for (pp_size - 1) / (pp_microbatches + pp_size - 1) of the time.
+            None: `pp_size`.
+        pp_schedule: the order of the micro-batches. "1f1b" keeps the activations of at most
+            `pp_size` micro-batches, "gpipe" those of all. The router's aux loss is that of each
+            micro-batch with "1f1b", and that of the whole batch with "gpipe".
+        pp_layers: the number of layers of each stage, such as (13, 11). None divides the layers
+            evenly.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
@@ -118,6 +136,11 @@ class ParallelConfig:
     sp_size: int | None = None
     dp_replicate_size: int | None = None
     cp_size: int | None = None
+    etp_size: int | None = None
+    pp_size: int | None = None
+    pp_microbatches: int | None = None
+    pp_schedule: str = "1f1b"
+    pp_layers: tuple[int, ...] | None = None
     experts_backend: str = "auto"
     experts_dtype: str | None = None
     experts_double_quant: bool = False
@@ -142,6 +165,9 @@ class ParallelConfig:
             "sp_size",
             "cp_size",
             "dp_replicate_size",
+            "etp_size",
+            "pp_size",
+            "pp_microbatches",
             "max_tokens_per_rank",
             "node_size",
             "deepep_num_sms",
@@ -165,6 +191,8 @@ class ParallelConfig:
         check_choice("experts_dtype", self.experts_dtype, (None, *EXPERTS_DTYPES))
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         check_choice("fused_loss", self.fused_loss, _FUSED_LOSS)
+        check_choice("pp_schedule", self.pp_schedule, _PP_SCHEDULES)
+        self._check_pp_layers()
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         if self.node_size is not None and self.dispatcher != "hierarchical":
             raise ValueError(
@@ -183,11 +211,31 @@ class ParallelConfig:
                 f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
             )
         self._check_experts_dtype()
+        self._check_etp()
         if not isinstance(self.compile_layers, bool | str | dict):
             raise ValueError(
                 f"compile_layers={self.compile_layers!r} is unknown; use False, True, the name of "
                 f"a backend such as 'inductor', or a dict of keyword arguments of torch.compile "
                 f"such as {{'backend': 'inductor', 'dynamic': True}}"
+            )
+
+    def _check_pp_layers(self) -> None:
+        """Check `pp_layers`, and store a list as a tuple."""
+        layers = self.pp_layers
+        if layers is None:
+            return
+        if not isinstance(layers, list | tuple):
+            raise ValueError(
+                f"pp_layers={layers!r} must list the number of layers of each stage; try "
+                f"pp_layers=(13, 11)"
+            )
+        for number in layers:
+            _check_size("each number of pp_layers", number, may_be_none=False)
+        object.__setattr__(self, "pp_layers", tuple(layers))  # a frozen dataclass
+        if self.pp_size is not None and self.pp_size != len(layers):
+            raise ValueError(
+                f"pp_layers={tuple(layers)} has {len(layers)} numbers, one for each stage, but "
+                f"pp_size is {self.pp_size}; set pp_size={len(layers)}"
             )
 
     def _check_experts_dtype(self) -> None:
@@ -202,6 +250,26 @@ class ParallelConfig:
                 f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
             )
 
+    def _check_etp(self) -> None:
+        if (self.etp_size or 1) == 1:
+            return
+        if self.experts_backend == "eager":
+            raise ValueError(
+                f"experts_backend='eager' needs whole experts on every rank and cannot run with "
+                f"etp_size={self.etp_size}; use experts_backend='auto', or etp_size=1"
+            )
+        if self.expert_shard_dim == 1:
+            raise ValueError(
+                f"expert_shard_dim=1 and etp_size={self.etp_size} would both cut dim 1 of expert "
+                f"weights; leave out expert_shard_dim, and FSDP2 shards another dim"
+            )
+        if self.experts_double_quant:
+            raise ValueError(
+                f"experts_double_quant=True quantises the scales of a whole matrix together, and "
+                f"with etp_size={self.etp_size} no rank has a whole matrix; use "
+                f"experts_dtype='nf4' without experts_double_quant, or etp_size=1"
+            )
+
     @property
     def compile_kwargs(self) -> dict[str, Any] | None:
         """The keyword arguments for `torch.compile`; None if no layers are to be compiled."""
@@ -214,12 +282,19 @@ class ParallelConfig:
     @property
     def needs_sharding(self) -> bool:
         """True if these settings would have no effect on a model that is not sharded."""
-        sizes = (self.ep_size or 1, self.ranks_per_batch, self.dp_replicate_size or 1)
-        return max(sizes) > 1 or self.experts_dtype is not None
+        sizes = (
+            self.ep_size,
+            self.etp_size,
+            self.sp_size,
+            self.cp_size,
+            self.dp_replicate_size,
+            self.pp_size,
+        )
+        return max(size or 1 for size in sizes) > 1 or self.experts_dtype is not None
 
     @property
     def ranks_per_batch(self) -> int:
-        """The number of consecutive ranks that share each batch."""
+        """The number of consecutive ranks of a stage that share each batch."""
         return (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
@@ -286,6 +361,8 @@ def parse_setting(field: Field[Any], text: str, name: str) -> Any:
     if kind == "bool":
         raise ValueError(f"{name}{text} is neither true nor false; try {name}true")
     try:
+        if "tuple" in kind:
+            return tuple(int(number) for number in text.split(","))
         if "int" in kind:
             return int(text)
         if "float" in kind:
@@ -293,7 +370,7 @@ def parse_setting(field: Field[Any], text: str, name: str) -> Any:
     except ValueError:
         if "str" not in kind:
             number = "whole number" if "int" in kind else "number"
-            example = 8 if "int" in kind else 0.001
+            example = "13,11" if "tuple" in kind else 8 if "int" in kind else 0.001
             raise ValueError(f"{name}{text} is no {number}; try {name}{example}") from None
     return text
 
@@ -325,7 +402,14 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
         dp_replicate_size=config.dp_replicate_size
         or _size_from_environment("HF_MOE_EP_DP_REPLICATE_SIZE")
         or 1,
+        etp_size=config.etp_size or _size_from_environment("HF_MOE_EP_ETP_SIZE") or 1,
+        pp_size=_resolve_pp_size(config),
     )
+
+
+def _resolve_pp_size(config: ParallelConfig) -> int:
+    num_stages = None if config.pp_layers is None else len(config.pp_layers)
+    return config.pp_size or num_stages or _size_from_environment("HF_MOE_EP_PP_SIZE") or 1
 
 
 def launched_world_size() -> int:

@@ -2,7 +2,8 @@
 
 `global_token_count` counts the tokens of all ranks. `data_parallel_size` and `data_parallel_rank`
 say into how many batches a step is split, and which batch this rank has. With sp_size or cp_size
-> 1, cp_size * sp_size consecutive ranks share a batch.
+> 1, cp_size * sp_size consecutive ranks share a batch, and with pp_size > 1 so do equal ranks of
+all stages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
@@ -39,13 +39,14 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
     if not micro_batches:
         raise ValueError("labels is empty: pass the labels of at least one micro-batch")
     counts = torch.stack([(batch[..., 1:] != IGNORED_LABEL).sum() for batch in micro_batches])
-    # The ranks that share a batch have the same labels.
+    # All ranks that share a batch have the same labels.
     meshes = _meshes(model)
-    return sum_over_ranks(counts.sum()) // (1 if meshes is None else meshes.ranks_per_batch)
+    num_sharing = 1 if meshes is None else meshes.pp_size * meshes.ranks_per_batch
+    return sum_over_ranks(counts.sum()) // num_sharing
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    """Return the number of different batches per step: world size / (cp_size * sp_size)."""
+    """Return the number of different batches per step: ranks / (pp_size * cp_size * sp_size)."""
     meshes = _meshes(model)
     return 1 if meshes is None else meshes.data_parallel_size
 
@@ -53,7 +54,7 @@ def data_parallel_size(model: nn.Module) -> int:
 def data_parallel_rank(model: nn.Module) -> int:
     """Return the index of this rank's batch, from 0 to `data_parallel_size(model) - 1`."""
     meshes = _meshes(model)
-    return 0 if meshes is None else dist.get_rank() // meshes.ranks_per_batch
+    return 0 if meshes is None else meshes.data_parallel_rank
 
 
 def _meshes(model: nn.Module) -> Meshes | None:

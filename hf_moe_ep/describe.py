@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.mesh import ranks_in_node
 from hf_moe_ep.sequence.ways import Way
 from hf_moe_ep.state import (
@@ -38,6 +41,7 @@ def describe(model: nn.Module) -> str:
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
     lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
+    lines += _stages(state)
     lines += _context(model, state)
     lines += _sequence(state)
     lines += _balance(state)
@@ -61,6 +65,8 @@ def _experts(model: nn.Module, state: ModelState) -> str:
         if isinstance(layer := getattr(module, STATE, None), MoELayer)
     }
     names = list(layers)
+    if not names:
+        return "  experts    none: all layers of this pipeline stage are dense"
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
         f"backend {_backend(layers[names[0]].compute)}{_experts_dtype(model, state)}"
@@ -104,16 +110,32 @@ def _layout(state: ModelState) -> str:
         return (
             f"  layout     not sharded yet; asks for ep_size {config.ep_size}, sp_size "
             f"{config.sp_size}, {_asked_cp(state)}dp_replicate_size {config.dp_replicate_size}"
+            + (f", etp_size {config.etp_size}" if config.etp_size not in (None, 1) else "")
+            + _asked_stages(state)
         )
-    ep_ranks = meshes.ep.mesh.tolist()
+    group = "ep" if meshes.etp_size == 1 else "dispatch"
     local = state.num_experts // meshes.ep_size
     first = meshes.ep_rank * local
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
-        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}; this rank: experts {first} .. "
-        f"{first + local - 1}, ep group {ep_ranks}{_nodes(state)}, sp group "
+        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}{_etp(state)}; this rank: "
+        f"{_part(state)}experts {first} .. {first + local - 1}, {group} group "
+        f"{meshes.dispatch.mesh.tolist()}{_nodes(state)}, sp group "
         f"{meshes.sp.mesh.tolist()}{_cp_group(state)}"
     )
+
+
+def _etp(state: ModelState) -> str:
+    meshes = state.meshes
+    return "" if meshes is None or meshes.etp_size == 1 else f" x etp {meshes.etp_size}"
+
+
+def _part(state: ModelState) -> str:
+    """Return which part of its experts this rank has; "" if it has whole experts."""
+    meshes = state.meshes
+    if meshes is None or meshes.etp_size == 1:
+        return ""
+    return f"part {meshes.etp_rank} of {meshes.etp_size} of "
 
 
 def _asked_cp(state: ModelState) -> str:
@@ -156,13 +178,35 @@ def _way(way: Way, cp_size: int, itemsize: int) -> str:
     return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 
+def _asked_stages(state: ModelState) -> str:
+    size = state.config.pp_size or 1
+    return f", pp_size {size}" if size > 1 else ""
+
+
+def _stages(state: ModelState) -> list[str]:
+    """Return the lines about the pipeline stages, if there are several."""
+    stage, meshes, config = state.stage, state.meshes, state.config
+    if stage is None or meshes is None or meshes.stages is None:
+        return []
+    layers, total = stage.layers, stage.num_layers
+    held = [f"layers {layers.start} .. {layers.stop - 1} of {total}"]
+    held += ["embedding"] if stage.is_first else []
+    held += ["final norm and head"] if stage.is_last else []
+    count = config.pp_microbatches or stage.size
+    return [
+        f"  stage      {stage.index} of {stage.size} ({', '.join(held)}), column "
+        f"{meshes.stages.column.mesh.tolist()}; {config.pp_schedule}, {count} micro-batches: each "
+        f"stage waits {bubble(stage.size, count):.0%} of the time"
+    ]
+
+
 def _nodes(state: ModelState) -> str:
     """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
     meshes = state.meshes
-    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.ep_size == 1:
+    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
-    in_node = ranks_in_node([meshes.ep.mesh.tolist()], meshes.node_size)
-    grid = f"{meshes.ep_size // in_node} x {in_node}"
+    in_node = ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)
+    grid = f"{meshes.dispatch.size() // in_node} x {in_node}"
     if meshes.nodes is None:
         return f" (nodes x ranks: {grid}, so hierarchical dispatch is the same as all_to_all)"
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
@@ -218,6 +262,9 @@ def _parameters(model: nn.Module) -> str:
         num_values = values_per_element.get(id(parameter), 1)
         whole += parameter.numel() * num_values
         local += shard.numel() * num_values
+    state = find_state(model)
+    if state is not None and state.stage is not None:
+        whole = sum(math.prod(tensor.shape) for tensor in state.stage.tensors.values())
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 

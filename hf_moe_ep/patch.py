@@ -17,6 +17,8 @@ for. Only if no check fails, the features attach themselves:
                                                                            (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
                                                                             (`routing/bias.py`)
+    pipeline   with pp_size > 1, groups of ranks hold some of the layers each; the model is cut when
+               it is sharded                                             (`pipeline/attach.py`)
     compiled   with compile_layers, torch.compile compiles the layers around their experts
                                                                          (`compiled/attach.py`)
 
@@ -59,8 +61,9 @@ from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
+from hf_moe_ep.pipeline import attach as pipeline
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.mesh import check_world
+from hf_moe_ep.ranks.mesh import check_stages, check_world
 from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
@@ -86,6 +89,7 @@ FEATURES = (
     (moe.check, moe.attach),
     (vision.check, vision.attach),
     (bias.check, bias.attach),
+    (pipeline.check, pipeline.attach),
     (compiled.check, compiled.attach),
 )
 
@@ -190,8 +194,16 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     unstack_experts(model)
     world_size = world_size_of_launch()
     if world_size > 1:
+        pp_size = config.pp_size or 1
+        check_stages(pp_size, world_size)
         sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
-        check_world(*sizes, world_size, config.sp_size or 1, config.cp_size or 1)
+        check_world(
+            *sizes,
+            world_size // pp_size,
+            sp_size=config.sp_size or 1,
+            cp_size=config.cp_size or 1,
+            etp_size=config.etp_size or 1,
+        )
     return parts
 
 

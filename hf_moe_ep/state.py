@@ -49,6 +49,7 @@ the row above.
     lora/computed.py | adapters | the active adapters, during a forward
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
+    integrations/shared_batches.py | loss_divisor | the same, of TRL's SFTTrainer
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
@@ -63,6 +64,11 @@ the row above.
     -- for one forward or backward --
     loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
     loss/attach.py | loss_is_fused | during such a forward
+    pipeline/stage.py | sent | what a micro-batch takes to the next stage, during its forward
+    moe/aux_loss.py | sent_sums finish_aux_loss | the same, for the aux loss
+    pipeline/run.py | deferred | sums of the aux loss of a batch, until its last forward
+    pipeline/gradients.py | grad | of parameters: set aside during a forward of all stages
+    pipeline/run.py | grad | of a tied weight: the sum of the gradients of two stages
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
@@ -77,6 +83,13 @@ the row above.
     moe/dispatch/async_exchange.py | received_grads needs | gradients that autograd does not pass on
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
+    pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
+    pipeline/cut.py | moe_names tensors tied | of a Stage: what the whole model has
+    pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
+    sharding/stages.py | stage values defers_aux_loss | the stage of this rank
+    sharding/shard.py | meshes_of_stage | of a model that Accelerate shards later, until then
+    checkpoints/hub/unread.py | meshes_of_stage | the same
+    upstream/modules.py | _call_impl | of a model with stages: runs the schedule
     sharding/values.py | data setattr | parameters become DTensors, in place
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
@@ -112,6 +125,7 @@ the row above.
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
     integrations/shared_batches.py | _hf_moe_ep_sequence_sizes | their sizes, for errors
+    integrations/shared_batches.py | _hf_moe_ep_stages | the number of pipeline stages
     upstream/training_frameworks.py | dp_shard_size setattr | of a ParallelismConfig, taken over
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
@@ -142,7 +156,9 @@ the row above.
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
+    checkpoints/storage/planner.py | DefaultLoadPlanner | the same, for loads
     checkpoints/convert.py | read_metadata | of one reader, for its life
+    planner/stages.py | setattr num_hidden_layers | of a copy of a config
     planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
     planner/count.py | resize_ | of torch's storages, while tensors are counted
     upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
@@ -212,12 +228,17 @@ class ModelState:
     gather_logits: bool = False
     # True while a Trainer runs a forward of which it reads only the loss (loss/attach.py).
     only_loss_is_read: bool = False
+    # The number by which TRL's SFTTrainer divides the sum of token losses, compared with the aux
+    # loss (integrations/shared_batches.py); None if it is that of the tokens of the batch.
+    loss_divisor: Any = None
     # True during a forward whose loss is computed without logits (loss/attach.py).
     loss_is_fused: bool = False
+    # With pp_size > 1, from sharding on: the `Stage` (pipeline/stage.py) that this rank holds.
+    stage: Any = None
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
-    # Set by sharding with ep_size > 1.
+    # Set by sharding with ep_size > 1 or etp_size > 1.
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.
     num_chunks: int | None = None
@@ -262,6 +283,8 @@ class ModelState:
     # Calls `patch` with the config and plan of this model, to patch a reference, or this model with
     # other settings.
     patch_alike: Callable[..., nn.Module] | None = None
+    # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
+    meshes_of_stage: Meshes | None = None
     # For a policy and its reference model: the meshes of the other model, once it is sharded. The
     # two models share their process groups if their layouts are the same.
     meshes_beside: Meshes | None = None
@@ -297,15 +320,17 @@ class ModelState:
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
-        if (self.config.cp_size or 1) > 1:
-            setting = f", cp_size={self.config.cp_size}"
+        for name in ("cp_size", "etp_size"):
+            if (size := getattr(self.config, name) or 1) > 1:
+                setting += f", {name}={size}"
         if self.config.experts_dtype is not None:
             setting += f", experts_dtype={self.config.experts_dtype!r}"
             effect = ", and experts would not be quantised"
         return ValueError(
             f"this model was patched with ep_size={self.config.ep_size}, "
             f"sp_size={self.config.sp_size}, "
-            f"dp_replicate_size={self.config.dp_replicate_size}{setting} but never sharded: "
+            f"dp_replicate_size={self.config.dp_replicate_size}, "
+            f"pp_size={self.config.pp_size}{setting} but never sharded: "
             f"every process would train alone{effect}. {how_to_shard()}"
         )
 

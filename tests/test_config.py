@@ -5,14 +5,20 @@ import dataclasses
 import pytest
 
 from hf_moe_ep import ParallelConfig
-from hf_moe_ep.config import launched_rank, launched_with_fsdp, launched_world_size, resolve_config
+from hf_moe_ep.config import (
+    launched_rank,
+    launched_with_fsdp,
+    launched_world_size,
+    resolve_config,
+    settings_from_environment,
+)
 
 NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
 
 BAD_VALUES = [
     *(
         ({name: size}, name)
-        for name in ("ep_size", "sp_size", "dp_replicate_size", "cp_size")
+        for name in ("ep_size", "sp_size", "dp_replicate_size", "cp_size", "etp_size")
         for size in NO_SIZES
     ),
     ({"experts_backend": "cuda"}, "experts_backend='cuda'.*'auto', 'eager', 'torch', 'triton'"),
@@ -66,6 +72,7 @@ def test_defaults_are_the_public_contract() -> None:
         "sp_size": None,
         "dp_replicate_size": None,
         "cp_size": None,
+        "etp_size": None,
         "experts_backend": "auto",
         "dispatcher": "all_to_all",
         "node_size": None,
@@ -83,20 +90,26 @@ def test_defaults_are_the_public_contract() -> None:
         "aux_loss_per_layer": False,
         "experts_dtype": None,
         "experts_double_quant": False,
+        "pp_size": None,
+        "pp_microbatches": None,
+        "pp_schedule": "1f1b",
+        "pp_layers": None,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         ParallelConfig().ep_size = 2  # type: ignore[misc]
 
 
+# The sizes of None after they were resolved.
+ONES = {"sp_size": 1, "cp_size": 1, "dp_replicate_size": 1, "etp_size": 1, "pp_size": 1}
+
+
 def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
-    assert resolve_config(None, {}) == ParallelConfig(1, 1, 1, 1)
+    assert resolve_config(None, {}) == ParallelConfig(ep_size=1, **ONES)
     asked = ParallelConfig(ep_size=4, ep_outside=True)
-    assert resolve_config(asked, {}) == dataclasses.replace(
-        asked, sp_size=1, dp_replicate_size=1, cp_size=1
-    )
+    assert resolve_config(asked, {}) == dataclasses.replace(asked, **ONES)
     assert asked.sp_size is None  # the user's object is not touched
     assert resolve_config(asked, {"ep_size": 2, "expert_shard_dim": 0}) == ParallelConfig(
-        2, 1, 1, 1, ep_outside=True, expert_shard_dim=0
+        ep_size=2, ep_outside=True, expert_shard_dim=0, **ONES
     )
 
 
@@ -115,7 +128,7 @@ def test_overrides_are_checked_like_fields() -> None:
 def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", " 8 ")
     monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "1")
-    assert resolve_config(None, {}) == ParallelConfig(8, 1, 1, 1)
+    assert resolve_config(None, {}) == ParallelConfig(ep_size=8, **ONES)
     assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # an option of the script wins
     assert resolve_config(ParallelConfig(ep_size=1), {}).ep_size == 1
     assert ParallelConfig().ep_size is None  # the variable is read by resolve_config, not here
@@ -151,9 +164,9 @@ def test_sizes_of_the_environment_are_checked_like_fields(monkeypatch: pytest.Mo
         resolve_config(ParallelConfig(experts_backend="eager"), {})
 
 
-@pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size", "cp_size"])
+@pytest.mark.parametrize("name", ["ep_size", "sp_size", "dp_replicate_size", "cp_size", "etp_size"])
 def test_a_size_above_1_needs_sharding(name: str) -> None:
-    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1, 1).needs_sharding
+    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1, 1, 1).needs_sharding
     assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
 
 
@@ -164,3 +177,13 @@ def test_world_size_and_rank_of_the_launcher(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in {"WORLD_SIZE": "8", "RANK": "5", "ACCELERATE_USE_FSDP": "TRUE"}.items():
         monkeypatch.setenv(name, value)
     assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (8, 5, True)
+
+
+def test_layers_of_stages_from_a_list_and_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ParallelConfig(pp_layers=[3, 1]).pp_layers == (3, 1)
+    assert resolve_config(None, {"pp_layers": [3, 1]}).pp_size == 2
+    monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,1,1")
+    assert settings_from_environment(ParallelConfig).pp_layers == (2, 1, 1)
+    monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,x")
+    with pytest.raises(ValueError, match=r"PP_LAYERS=2,x is no whole number; try .*13,11"):
+        settings_from_environment(ParallelConfig)

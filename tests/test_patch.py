@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 from hf_moe_ep import ModelPlan, ParallelConfig, describe, from_pretrained, patch, unpatch
+from hf_moe_ep.config import resolve_config
 from hf_moe_ep.sequence.gather import LayerSlice
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.slices import SLICE, Slice
@@ -285,7 +286,7 @@ def test_models_from_one_config_object_are_independent() -> None:
     patch(first, ep_size=2)
     patch(second, expert_shard_dim=0)
     assert getattr(first, STATE).config.ep_size == 2
-    assert getattr(second, STATE).config == ParallelConfig(1, 1, 1, 1, expert_shard_dim=0)
+    assert getattr(second, STATE).config == resolve_config(None, {"expert_shard_dim": 0})
     assert _traces(third) == []
     with pytest.raises(ValueError, match="ep_size=2"):
         first(**_inputs())
@@ -322,7 +323,7 @@ def test_patching_twice_is_patching_once() -> None:
     patch(model, ParallelConfig(expert_shard_dim=0))
     assert getattr(model, STATE) is state and _snapshot(model) == snapshot
     patch(model, ep_size=4)
-    assert getattr(model, STATE).config == ParallelConfig(4, 1, 1, 1)
+    assert getattr(model, STATE).config == resolve_config(None, {"ep_size": 4})
     assert _hooks(model) == hooks
     patch(model, sp_size=2)
     assert _hooks(model) != hooks
@@ -366,7 +367,7 @@ def test_attention_that_cannot_be_split_is_refused_before_anything_changes() -> 
     patch(model)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(model, sp_size=2)
-    assert getattr(model, STATE).config == ParallelConfig(1, 1, 1, 1)
+    assert getattr(model, STATE).config == resolve_config(None, {})
 
 
 def test_swapped_expert_ids_and_weights_raise_an_error_with_the_order() -> None:

@@ -308,11 +308,12 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
             f"parameter"
         )
     context = f", cp {config.cp_size}" if (config.cp_size or 1) > 1 else ""
+    etp = "" if config.etp_size in (None, 1) else f" x etp {config.etp_size}"
     return [
         f"{options.model}: {plan.total:,} parameters, {plan.trained:,} trained, "
         f"{plan.active:,} active per token",
         f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
-        f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}{context}; "
+        f"{plan.ep_fsdp_size} x ep {config.ep_size}{etp}, sp {config.sp_size}{context}; "
         f"{options.dtype}, masters {options.masters}, optimizer {options.optimizer}{adapters}"
         f"{experts}",
         "",

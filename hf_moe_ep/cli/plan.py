@@ -51,6 +51,8 @@ _PART_NAMES = {
     "counts": "exchange of token counts",
     "sequence": "sequence parallelism",
     "numbers": "small all-reduces",
+    "bubble": "wait for other stages",
+    "stages": "hidden states between stages",
     "offload": "copies to the host",
     "on_host": "optimizer on the host",
     "host": "kernel launches of the host",
@@ -95,6 +97,12 @@ def add_parser(subparsers: Any) -> None:
         help=f"ep_size; default: powers of two up to {NODE}",
     )
     add(
+        "--etp",
+        type=int,
+        metavar="N",
+        help="etp_size; default: 1, larger for models with fewer experts than ranks share them",
+    )
+    add(
         "--sp",
         type=int,
         metavar="N",
@@ -111,6 +119,14 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         metavar="N",
         help=f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
+    )
+    add(
+        "--pp",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="pp_size; several numbers are compared; default: 1",
     )
     add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
@@ -150,12 +166,24 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    names = ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "cp", "dp_replicate", "train_tokens")
-    for name in names:
+    for name in (
+        "gpus",
+        "gpu_memory",
+        "seq",
+        "batch",
+        "ep",
+        "etp",
+        "sp",
+        "cp",
+        "dp_replicate",
+        "train_tokens",
+    ):
         value = getattr(options, name)
         if value is not None and not value > 0:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} ({value:g}) must be more than 0")
+    if min(options.pp) < 1:
+        raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
@@ -186,6 +214,8 @@ def run(options: argparse.Namespace) -> int:
         hardware,
         lambda layout: progress.finished(_describe(layout, extra)),
         options.cp,
+        options.etp,
+        tuple(dict.fromkeys(options.pp)),
     )
     result = find_layouts(request)
     if options.json:
@@ -261,6 +291,8 @@ def as_json(result: Found, request: Asked) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
         plain |= {"peak": step.peak, "why": _why(planned, result, request)}
+        if planned.layout.pp > 1:
+            plain |= {"bubble": planned.bubble, "sent_between_stages": planned.sent}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
 
     return {
@@ -324,7 +356,13 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         names.insert(2, "cp")
     names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
-    rows = [tuple(names), *(_row(planned, "cp" in names) for planned in shown)]
+    with_cp = any(planned.layout.cp > 1 for planned in shown)
+    with_stages = max(request.pp) > 1
+    names = ["stages", "bubble", "sent, MiB", *names] if with_stages else names
+    rows = [
+        tuple(names),
+        *(_row(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown),
+    ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
     reasons = ["", *(_why(planned, result, request) for planned in shown)]
@@ -397,7 +435,10 @@ def _shares(time: StepTime) -> str:
 
 # Explanations of the table's columns.
 _LEGEND = {
-    "ep": "ep_size: ranks over which the experts are split",
+    "stages": "pp_size: groups of ranks that hold some of the layers each",
+    "bubble": "share of the step in which a stage waits for other stages",
+    "sent, MiB": "hidden states and gradients that a rank sends to other stages in a step",
+    "ep": "ep_size: ranks over which the experts are split; x etp: ranks that share each expert",
     "sp": "sp_size: ranks over which a sequence is split",
     "cp": "cp_size: groups of sp_size ranks over which a sequence is split in attention as well",
     "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
@@ -428,12 +469,14 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: Planned, with_cp: bool) -> tuple[str, ...]:
+def _row(planned: Planned, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
+    stages = (f"{layout.pp}", f"{planned.bubble:.1%}", f"{planned.sent / 2**20:.1f}")
     cells = (
-        f"{layout.ep}" + " by node" * (layout.node_size is not None),
+        *(stages if with_stages else ()),
+        f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
         str(layout.sp),
         *[str(layout.cp)] * with_cp,
         *(str(size) for size in (layout.dp_replicate, layout.chunks)),
@@ -449,6 +492,10 @@ def _row(planned: Planned, with_cp: bool) -> tuple[str, ...]:
     exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
     rate = f"{time.tokens_per_second_per_gpu:.4g}"
     return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
+
+
+def _etp(layout: Layout) -> str:
+    return "" if layout.etp == 1 else f" x etp {layout.etp}"
 
 
 def _why(planned: Planned, result: Found, request: Asked) -> str:

@@ -42,12 +42,19 @@ from hf_moe_ep.checkpoints.newest import (
     newest_resumable,
 )
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.planner import planned_by_each
+from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.integrations.saving import check_bases, restore_all_extra, write_bases, write_extra
+from hf_moe_ep.etp import names_apart
+from hf_moe_ep.integrations.saving import (
+    check_bases,
+    check_state_dict_type,
+    restore_all_extra,
+    write_bases,
+    write_extra,
+)
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
@@ -84,6 +91,7 @@ def save_state(
     automatic = project.automatic_checkpoint_naming
     if not states or (output_dir is None and not automatic):
         return original(self, output_dir, *args, **kw)
+    check_state_dict_type(self)
     if automatic:
         folder = _automatic_parent(self) / f"checkpoint_{self.save_iteration}"
     else:
@@ -102,7 +110,8 @@ def save_state(
         write_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
-    with _all_experts_in_hub_order(self), planned_by_each(), _no_automatic_names(self):
+    apart = _names_apart(self)
+    with _all_experts_in_hub_order(self), planned_by_each(apart), _no_automatic_names(self):
         saved = together(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:
@@ -132,7 +141,9 @@ def load_state(
 
     folder, verifiable = on_first("load_state", choose)
     check_resumable(folder, verifiable)
-    with loading_values(folder), _all_experts_in_hub_order(self):
+    check_state_dict_type(self)
+    apart = _names_apart(self)
+    with loading_values(folder), _all_experts_in_hub_order(self), loaded_in_parts(apart):
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
@@ -142,6 +153,12 @@ def _find_states(accelerator: Accelerator) -> list[ModelState]:
     """Return the states of all patched models that `accelerator` has prepared."""
     states = (find_state(model) for model in prepared_models(accelerator))
     return [state for state in states if state is not None]
+
+
+def _names_apart(accelerator: Accelerator) -> dict[str, int]:
+    """Return `etp.names_apart` of all prepared models."""
+    models = prepared_models(accelerator)
+    return {name: dim for model in models for name, dim in names_apart(model).items()}
 
 
 def _automatic_parent(accelerator: Accelerator) -> Path:

@@ -54,11 +54,19 @@ def _prepares_unsharded(accelerator: Accelerator, *args: Any, **kwargs: Any) -> 
 
 
 def _prepares_sp_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    return any(s.config.ranks_per_batch > 1 for value in args for s in _find_states(value))
+    return any(_shares_batches(state) for value in args for state in _find_states(value))
 
 
 def _trains_sp_model(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
-    return any(state.config.ranks_per_batch > 1 for state in _find_states(trainer))
+    return any(map(_shares_batches, _find_states(trainer)))
+
+
+def _shares_batches(state: ModelState) -> bool:
+    return state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
+
+
+def _has_stages(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
+    return any((state.config.pp_size or 1) > 1 for state in _find_states(trainer))
 
 
 def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
@@ -130,8 +138,9 @@ CHECKPOINTS = _feature(
     load_checkpoint=_has_patched_model,
     load_best=_has_patched_model,
 )
-SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_sp_model)
-TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_sp_model)
+SLICES = _feature("sp_size, cp_size or pp_size > 1 under Accelerate", prepare=_prepares_sp_model)
+TRAINER_SLICES = _feature("sp_size, cp_size or pp_size > 1 in the Trainer", train=_trains_sp_model)
+STAGES = _feature("gradient norms over pipeline stages in the Trainer", train=_has_stages)
 LOGITS = _feature("a loss without the logits of whole batches in the Trainer")
 TRACKERS = _feature("the error that names a failing tracker")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)

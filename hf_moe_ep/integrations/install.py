@@ -438,6 +438,20 @@ TRAINER_METHODS = (
     ),
     *_build_rows(
         _TRAINER,
+        features.STAGES,
+        (
+            "_clip_grad_norm",
+            optimizers.clip_grad_norm_of_trainer,
+            "clips by the norm over all pipeline stages; stock sees one stage",
+        ),
+        (
+            "_get_grad_norm",
+            optimizers.get_grad_norm,
+            "logs the norm over all pipeline stages; stock sees one stage",
+        ),
+    ),
+    *_build_rows(
+        _TRAINER,
         features.LOGITS,
         (
             "compute_loss",
@@ -460,6 +474,15 @@ _OWN_REFERENCE = (
 FRAMEWORK_METHODS = (
     *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
     *_build_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_build_rows(
+        "trl.trainer.sft_trainer:SFTTrainer",
+        features.STAGES,
+        (
+            "compute_loss",
+            shared_batches.compute_loss_of_sft,
+            "tells the model how the loss weighs tokens and aux loss, before its forward",
+        ),
+    ),
     *_build_rows(
         "swift.trainers.mixin:DataLoaderMixin",
         features.TRAINER_SLICES,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_moe_ep.routing.bias import update_biases
-from hf_moe_ep.sharding.clip import clip_gradients_of
+from hf_moe_ep.sharding.clip import Scope, clip_gradients_of
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 from hf_moe_ep.upstream.training_frameworks import (
@@ -101,26 +102,53 @@ def clip_grad_norm(
 ) -> Any:
     """Wrap `Accelerator.clip_grad_norm_`: clip a sharded patched model over all its meshes.
 
-    If Accelerate's own function accepts gradients on several meshes (since 1.15), it is called.
+    If Accelerate's own function accepts gradients on several meshes (since 1.15), it is called,
+    unless other pipeline stages hold a part of the model.
     """
-    if clips_over_meshes(self) or isinstance(parameters, Tensor):
+    if isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
     parameters = list(parameters)
     parameter_ids = {id(parameter) for parameter in parameters}
-    all_meshes = []
+    scopes = []
     for model in prepared_models(self):
         state = find_state(model)
         if state is None or state.meshes is None:
             continue
         if any(id(parameter) in parameter_ids for parameter in model.parameters()):
-            all_meshes.append(state.meshes)
-    if not all_meshes:
+            scopes.append(Scope.of(model))
+    has_stages = any(scope.stages is not None for scope in scopes)
+    if not scopes or (clips_over_meshes(self) and not has_stages):
         return original(self, parameters, max_norm, norm_type)
+    if has_stages and len(scopes) > 1:
+        raise ValueError(
+            f"gradients of {len(scopes)} models cannot be clipped together if one of them has "
+            f"pp_size > 1; clip each model with hf_moe_ep.clip_grad_norm_(model, max_norm)"
+        )
     self.unscale_gradients()
-    # If all parameters belong to one model, the meshes are passed: one process group over both axes
+    # If all parameters belong to one model, its meshes are passed: one process group over both axes
     # of the experts' mesh saves an all-reduce.
-    meshes = all_meshes[0] if len(all_meshes) == 1 else None
-    return clip_gradients_of(parameters, max_norm, norm_type, meshes)
+    scope = scopes[0] if len(scopes) == 1 else Scope()
+    return clip_gradients_of(parameters, max_norm, norm_type, scope)
+
+
+def clip_grad_norm_of_trainer(
+    original: Callable[..., Any], self: transformers.Trainer, model: Any
+) -> Any:
+    """Wrap `Trainer._clip_grad_norm`: clip a model with pipeline stages over all of them."""
+    state = find_state(self.model)
+    if state is None or state.stage is None:
+        return original(self, model)
+    return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+
+def get_grad_norm(
+    original: Callable[..., Any], self: transformers.Trainer, model: Any, grad_norm: Any = None
+) -> Any:
+    """Wrap `Trainer._get_grad_norm`: without clipping, compute the norm over all stages."""
+    state = find_state(self.model)
+    if grad_norm is None and state is not None and state.stage is not None:
+        grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    return original(self, model, grad_norm)
 
 
 def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> Exception:

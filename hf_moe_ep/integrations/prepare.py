@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.hub.unread import shard_and_read
+from hf_moe_ep.checkpoints.hub.unread import cut_before_sharding, shard_and_read
 from hf_moe_ep.compiled.layers import compile_layers
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
@@ -103,6 +103,10 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         if isinstance(model, nn.Module) and find_state(model) is not None:
             give_addresses(model)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
+    if plugin is not None and self.is_fsdp2:
+        for model in args:
+            if isinstance(model, nn.Module):
+                _leave_own_stage(self, model, args)
     with without_dynamo(self) as compile_kwargs:
         if compile_kwargs is not None:
             for patched_state in patched:
@@ -118,6 +122,26 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
                 _compile_as_configured(model)
     check_even(self)
     return prepared
+
+
+def _leave_own_stage(accelerator: Accelerator, model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Leave this rank its pipeline stage of a model, and of the optimizers in `args`.
+
+    Accelerate lists the parameters of the model and of the optimizer before it shards the model,
+    and raises an error if one of them is missing afterwards.
+    """
+    state = find_state(model)
+    if state is None or state.stage is not None or state.meshes is not None:
+        return
+    if (state.config.pp_size or 1) == 1:
+        return
+    inner = unwrap(model)
+    cut_before_sharding(inner, state, build_options(accelerator, inner), accelerator.device)
+    left = {id(parameter) for parameter in inner.parameters()}
+    for optimizer in args:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in left]
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_
 from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
+from hf_moe_ep.etp import in_stock_shapes, names_apart
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -41,7 +42,7 @@ from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters, learns_prompts
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
-from hf_moe_ep.upstream.training_frameworks import save_beside
+from hf_moe_ep.upstream.training_frameworks import prepared_models, save_beside
 
 
 def save_model(
@@ -195,10 +196,44 @@ def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwar
 def get_state_dict(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does."""
+    """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does.
+
+    With pipeline stages rank 0 gets the tensors of all stages, and the other ranks get none.
+    """
+    state = find_state(model)
+    if state is not None and state.stage is not None:
+        return gather_state_dict(model)
     with experts_in_hub_order(model):
         state_dict = original(self, model, *args, **kwargs)
-    return state_dict if find_state(model) is None else pack_factors(model, state_dict)
+    if find_state(model) is None:
+        return state_dict
+    return pack_factors(model, in_stock_shapes(model, state_dict))
+
+
+def check_state_dict_type(accelerator: Accelerator) -> None:
+    """Raise ValueError if Accelerate's checkpoint would not hold the state of the whole model.
+
+    With SHARDED_STATE_DICT it does. Otherwise rank 0 gathers the model, of which it can reach one
+    pipeline stage, and writes the optimizer's state with torch.save, in the shapes of this layout.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    kind = getattr(getattr(plugin, "state_dict_type", None), "name", "")
+    for model in prepared_models(accelerator):
+        state = find_state(model)
+        if state is None or kind == "SHARDED_STATE_DICT":
+            continue
+        if state.stage is not None and plugin is not None:
+            raise ValueError(
+                f"fsdp_state_dict_type: {kind} saves what rank 0 can gather, which is one of the "
+                f"{state.stage.size} pipeline stages; write fsdp_state_dict_type: "
+                f"SHARDED_STATE_DICT (trainer.save_model and save_pretrained write the whole model)"
+            )
+        if apart := names_apart(model):
+            raise ValueError(
+                f"fsdp_state_dict_type {kind} saves optimizer states in the shapes of this layout, "
+                f"and with etp_size > 1 gate and up are held apart ({next(iter(apart))}); set "
+                f"fsdp_state_dict_type: SHARDED_STATE_DICT"
+            )
 
 
 def get_model_state_dict(

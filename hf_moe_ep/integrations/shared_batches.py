@@ -1,9 +1,11 @@
 """Let several ranks share batches under Accelerate and the Trainer (sp_size or cp_size > 1).
 
 `cp_size * sp_size` consecutive ranks work on the same batch. They count as one data rank: 4
-processes with sp_size 2 are 2 data ranks. `share_batches` stores the number of processes
-per batch on one Accelerator, and `sharing` returns this number. Accelerate assumes that every
-process has its own batches, so these functions are corrected for that Accelerator and its Trainer:
+processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same position in all
+pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks {0 2}
+and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
+`sharing` returns this number. Accelerate assumes that every process has its own batches, so these
+functions are corrected for that Accelerator and its Trainer:
 
     function              what it does after the correction
     prepare_data_loader   splits samples over the data ranks instead of the processes
@@ -36,7 +38,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.integrations.uneven_loaders import check_even
-from hf_moe_ep.ranks.mesh import check_world
+from hf_moe_ep.ranks.mesh import check_stages, check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.trainers import (
@@ -49,29 +51,42 @@ from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"
 _SIZES = "_hf_moe_ep_sequence_sizes"
+_STAGES = "_hf_moe_ep_stages"
 Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Let `cp_size * sp_size` consecutive ranks share the batches of `accelerator`.
+    """Let the `cp_size * sp_size` ranks of a batch, and their columns of stages, share batches.
 
     Raises:
         ValueError: a data loader was prepared earlier, with different batches for each rank; or
             the sizes do not divide the number of ranks.
     """
-    size = state.config.ranks_per_batch
-    if size == sharing(accelerator):
+    num_stages = state.config.pp_size or 1
+    size = num_stages * state.config.ranks_per_batch
+    if size == sharing(accelerator) and num_stages == _num_stages(accelerator):
         return
-    sizes = state.config.sp_size or 1, state.config.cp_size or 1
-    check_world(1, 1, launched_world_size(), *sizes)
+    check_stages(num_stages, launched_world_size())
+    sp_size, cp_size = state.config.sp_size or 1, state.config.cp_size or 1
+    check_world(1, 1, launched_world_size() // num_stages, sp_size=sp_size, cp_size=cp_size)
     if prepared_loaders(accelerator):
         raise ValueError(
-            f"{state.config.sequence_sizes}: this Accelerator prepared a data loader before it saw "
-            f"the model, so {size} ranks that share a batch would be given different ones; call "
+            f"{_sizes_of_batch(state)}: this Accelerator prepared a data loader before it saw the "
+            f"model, so {size} ranks that share a batch would be given different ones; call "
             f"accelerator.prepare(model, optimizer, dataloader)"
         )
     setattr(accelerator, _SHARING, size)
-    setattr(accelerator, _SIZES, state.config.sequence_sizes)
+    setattr(accelerator, _SIZES, _sizes_of_batch(state))
+    setattr(accelerator, _STAGES, num_stages)
+
+
+def _sizes_of_batch(state: ModelState) -> str:
+    """Return the sizes for which ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
+    pp_size = state.config.pp_size or 1
+    if pp_size == 1:
+        return state.config.sequence_sizes
+    split = state.config.ranks_per_batch > 1
+    return f"{state.config.sequence_sizes}, pp_size={pp_size}" if split else f"pp_size={pp_size}"
 
 
 def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> None:
@@ -81,20 +96,21 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
         ValueError: ranks share batches, and each rank generates its own completions, or the Trainer
             reads the logits of whole sequences.
     """
-    if state.config.ranks_per_batch > 1 and generates_in_training(trainer):
+    shares = state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
+    if shares and generates_in_training(trainer):
         raise ValueError(
             f"{type(trainer).__name__} lets each rank generate completions of its own, but with "
-            f"{state.config.sequence_sizes} the ranks of a group share one batch; patch with "
-            f"sp_size=1 and cp_size=1 (TRL refuses its own sequence parallelism here as well)"
+            f"{_sizes_of_batch(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
+            f"pp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
-    if state.config.ranks_per_batch > 1:
+    if shares:
         check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
 
 
 def sharing(accelerator: Accelerator) -> int:
-    """Return the number of consecutive ranks that share a batch; 1 without sequence parallelism."""
+    """Return the number of ranks that share a batch: those of an sp group on all stages."""
     return getattr(accelerator, _SHARING, 1)
 
 
@@ -102,6 +118,25 @@ def sequence_sizes(accelerator: Accelerator) -> str:
     """Return the sizes for which ranks share a batch, for errors: "sp_size=2"."""
     sizes: str = getattr(accelerator, _SIZES, "sp_size=1")
     return sizes
+
+
+def _num_stages(accelerator: Accelerator) -> int:
+    return getattr(accelerator, _STAGES, 1)
+
+
+def data_rank_of(accelerator: Accelerator, rank: int) -> int:
+    """Return the index of the batch that a process works on."""
+    num_stages = _num_stages(accelerator)
+    ranks_per_stage = accelerator.num_processes // num_stages
+    return rank % ranks_per_stage // (sharing(accelerator) // num_stages)
+
+
+def _first_ranks(accelerator: Accelerator) -> list[int]:
+    """Return the first process of each batch, in the order of the batches."""
+    first: dict[int, int] = {}
+    for rank in range(accelerator.num_processes):
+        first.setdefault(data_rank_of(accelerator, rank), rank)
+    return list(first.values())
 
 
 def prepare_data_loader(
@@ -138,8 +173,14 @@ def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: An
     loader = original(self, *args, **kwargs)
     size = sharing(self.accelerator)
     if size > 1:
+        if _num_stages(self.accelerator) > 1:
+            raise ValueError(
+                f"ms-swift divides samples over consecutive ranks, but with pp_size="
+                f"{_num_stages(self.accelerator)} the ranks of a batch are not consecutive; patch "
+                f"with pp_size=1"
+            )
         split_over_data_ranks(loader, size)
-        loader.worker_init_fn = _seed_by_data_rank(loader.worker_init_fn, size)
+        loader.worker_init_fn = _seed_by_data_rank(loader.worker_init_fn, self.accelerator)
     return loader
 
 
@@ -168,12 +209,12 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         # With one data rank Accelerate does not synchronise the generators of the ranks.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(_share_seed_of_rank_0(torch.initial_seed() % 2**63))
-    data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, sharing(self))
+    data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, self)
     loader = accelerate.data_loader.prepare_data_loader(
         data_loader,
         self.device,
         num_processes=data_ranks,
-        process_index=self.process_index // sharing(self),
+        process_index=data_rank_of(self, self.process_index),
         split_batches=self.split_batches,
         put_on_device=self.device_placement if device_placement is None else device_placement,
         rng_types=self.rng_types.copy(),
@@ -199,7 +240,7 @@ def gather_for_metrics(
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
     if use_gather_object or not _are_all_tensors(input_data):
-        is_first = self.process_index % sharing(self) == 0
+        is_first = self.process_index in _first_ranks(self)
         return original(self, input_data if is_first else input_data[:0], True)
     gather = self.gather
     # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
@@ -237,11 +278,11 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide by the ranks per batch.
+    """Wrap `Trainer.floating_point_ops`: divide by the ranks per batch, as the Trainer sums them.
 
-    The Trainer sums over all ranks.
+    Stages count the parameters that they hold, so their numbers add up to that of the model.
     """
-    return original(self, inputs) // sharing(self.accelerator)
+    return original(self, inputs) // (sharing(self.accelerator) // _num_stages(self.accelerator))
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
@@ -312,6 +353,33 @@ def compute_loss_of_process(
     if size == 1 or not multiplies_by_processes(self, num_items_in_batch):
         return result
     return (result[0] / size, *result[1:]) if return_outputs else result / size
+
+
+def compute_loss_of_sft(
+    original: Original,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Wrap SFTTrainer's `compute_loss`: tell stages how the loss weighs tokens and aux loss.
+
+    The trainer divides the sum of token losses by `num_items_in_batch`, and then multiplies by the
+    number of data ranks and divides the aux loss by the number of accumulated batches (TRL 1.15).
+    """
+    state = find_state(self.model)
+    if state is None or (state.config.pp_size or 1) == 1:
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    if num_items_in_batch is not None:
+        factor = self.current_gradient_accumulation_steps
+        if self.args.average_tokens_across_devices:
+            factor *= self.accelerator.num_processes // self.get_tp_size()
+        state.loss_divisor = num_items_in_batch / factor
+    try:
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    finally:
+        state.loss_divisor = None
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:
@@ -393,10 +461,10 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 
 
-def _seed_by_data_rank(init: Any, sharing: int) -> Any:
+def _seed_by_data_rank(init: Any, accelerator: Accelerator) -> Any:
     """Make the Trainer's `worker_init_fn` seed by data rank instead of by process."""
     if isinstance(init, partial) and "rank" in init.keywords:
-        rank = init.keywords["rank"] // sharing
+        rank = data_rank_of(accelerator, init.keywords["rank"])
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
     return init
 
@@ -416,10 +484,10 @@ def _are_all_tensors(data: Any) -> bool:
 
 
 def _select_first_of_group(gathered: Any, accelerator: Accelerator) -> Any:
-    """Select the rows of the first rank of each sp group from the gathered rows of all ranks."""
+    """Select the rows of the first rank of each batch from the gathered rows of all ranks."""
 
     def select(rows: Tensor) -> Tensor:
         by_rank = rows.unflatten(0, (accelerator.num_processes, -1))
-        return by_rank[:: sharing(accelerator)].flatten(0, 1)
+        return by_rank[_first_ranks(accelerator)].flatten(0, 1)
 
     return recursively_apply(select, gathered)

@@ -38,11 +38,12 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.newest import check_resumable, is_verifiable, newest_resumable
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.planner import planned_by_each
+from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
-from hf_moe_ep.integrations.saving import restore_all_extra, write_extra
+from hf_moe_ep.etp import names_apart
+from hf_moe_ep.integrations.saving import check_state_dict_type, restore_all_extra, write_extra
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
@@ -66,7 +67,9 @@ def save_checkpoint(
     if state is None:
         original(self, model, trial)
         return
+    check_state_dict_type(self.accelerator)
     folder = checkpoint_folder(self, trial)
+    apart = names_apart(self.model)
 
     def begin() -> None:
         manifest.begin(folder)
@@ -76,7 +79,7 @@ def save_checkpoint(
     on_first(f"saving {folder}", begin)
     postponed = _held_back[os.path.abspath(folder.parent)] = []
     try:
-        with experts_in_hub_order(self.model, self.optimizer), planned_by_each():
+        with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
             together(f"saving {folder}", lambda: original(self, model, trial))
     finally:
         del _held_back[os.path.abspath(folder.parent)]
@@ -172,6 +175,7 @@ def load_optimizer(
     with (
         loading_values(Path(checkpoint)),
         experts_in_hub_order(self.model, self.optimizer),
+        loaded_in_parts(names_apart(self.model)),
     ):
         return original(self, checkpoint, *args, **kwargs)
 
@@ -196,6 +200,7 @@ def load_model(
         with (
             loading_values(Path(folder)),
             experts_in_hub_order(self.model, self.optimizer),
+            loaded_in_parts(names_apart(self.model)),
         ):
             return original(self, *args, **kwargs)
     names = [name for name, _ in model.named_parameters()]

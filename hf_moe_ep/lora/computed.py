@@ -39,11 +39,17 @@ class StackedFactor:
         parameter: the factor, in either layout.
         stack: converts from PEFT's layout to the layout with experts as the first dim.
         pack: converts from the layout with experts as the first dim to PEFT's layout.
+        module: the experts module whose parameter is adapted.
+        adapted: the name of the adapted parameter in this module.
+        is_b: True for lora_B.
     """
 
     parameter: nn.Parameter
     stack: Conversion
     pack: Conversion
+    module: nn.Module
+    adapted: str
+    is_b: bool
 
 
 def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
@@ -55,7 +61,9 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
         if _is_computed_here(factor.module):
             stack, pack = (stack_b, pack_b) if factor.is_b else (stack_a, pack_a)
             stack_all = partial(stack, num_experts=factor.num_experts)
-            yield StackedFactor(factor.parameter, stack_all, pack)
+            yield StackedFactor(
+                factor.parameter, stack_all, pack, factor.module, factor.adapted, factor.is_b
+            )
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:

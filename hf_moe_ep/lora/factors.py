@@ -7,7 +7,8 @@
 
 In PEFT's layout an expert owns every E-th column of lora_B, which no DTensor placement can
 describe. With experts as the first dim, both factors are sharded, gathered and checkpointed like
-stacked weights. The shape letter P is the rank r of an adapter.
+stacked weights. With etp_size > 1 the dim `out` of gate_up_proj may be held as the two dims (2, F),
+in lora_B as in the weight (`etp.py`). The shape letter P is the rank r of an adapter.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Adapter:
         """Return a_LPI and b_LOP of `local_experts`; a sharded model has no other experts."""
         a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (self.a, self.b))
         if is_stacked(a):
-            return a, b
+            return join_gate_and_up(a, b)
         a_EPI, b_EOP = stack_a(a, self.num_experts), stack_b(b, self.num_experts)
         return a_EPI[local_experts], b_EOP[local_experts].contiguous()
 
@@ -51,7 +52,16 @@ def join(adapters: Sequence[Adapter], local_experts: slice) -> tuple[Tensor, Ten
 
 def is_stacked(factor: Tensor) -> bool:
     """Return True if experts are the first dim of a factor, as in a sharded model."""
-    return factor.ndim == 3
+    return factor.ndim >= 3
+
+
+def join_gate_and_up(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """View stacked factors, which may have two dims (2, F) instead of one, as [E, r, in] and so on.
+
+    `etp.py` says when gate and up are held apart. Which of the factors has these dims depends on
+    PEFT's view of the matrix.
+    """
+    return (a if a.ndim == 3 else a.flatten(2)), (b if b.ndim == 3 else b.flatten(1, 2))
 
 
 def stack_a(packed: Tensor, num_experts: int) -> Tensor:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_moe_ep.lora.factors import is_stacked, stack_a, stack_b
+from hf_moe_ep.lora.factors import is_stacked, join_gate_and_up, stack_a, stack_b
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -67,7 +67,7 @@ class Update:
 def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Convert the factors of a stack, from either layout, to [E, r, in] and [E, out, r]."""
     if is_stacked(a):
-        return a, b
+        return join_gate_and_up(a, b)
     return stack_a(a, num_experts), stack_b(b, num_experts)
 
 

@@ -102,7 +102,9 @@ class LossBegins(Ours):
         state, config = self.state, self.state.config
         if state.gather_logits or config.gather_logits:
             return False
-        if state.meshes is not None and state.meshes.ranks_per_batch > 1:
+        if state.stage is not None or (
+            state.meshes is not None and state.meshes.ranks_per_batch > 1
+        ):
             return True  # a forward with labels returns no logits in any case
         return state.only_loss_is_read or (config.fused_loss is True and model.training)
 

@@ -6,7 +6,7 @@ the root                gets pre-forward hooks: `KeepForwards` restores or refus
                         forwards, `ForwardGuard` refuses a model that needs sharding but is not
                         sharded, and `ForwardBegins` (with the forward hook `ForwardEnds`) decides
                         whether the tokens of a forward are counted
-shared experts          run while results are sent back, with ep_size > 1 (`shared_experts.py`)
+shared experts          run while results are sent back, if tokens are sent (`shared_experts.py`)
 the causal LM           gets the hooks that find padding tokens (`padding.py`), and the hooks of the
                         aux loss over all ranks (`aux_loss.py`)
 """
@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.etp import check_cut
 from hf_moe_ep.moe.aux_loss import attach_aux_loss, detach_aux_loss
 from hf_moe_ep.moe.counting import ForwardBegins, ForwardEnds
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
@@ -135,13 +136,17 @@ def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute 
                 f"hf_moe_ep replaces them; use experts_backend='torch'"
             )
         return None
-    return choose_compute(
+    etp_size = config.etp_size or 1
+    compute = choose_compute(
         experts,
         config.experts_backend,
         recompute=config.recompute_activations,
         model_type=parts.plan.model_type,
         quantisation=_quantisation_of(config),
+        etp_size=etp_size,
     )
+    check_cut(experts, compute, etp_size, model_type=parts.plan.model_type)
+    return compute
 
 
 def _has_identity_experts(experts: nn.Module, config: ParallelConfig) -> bool:

@@ -42,6 +42,12 @@ by an `AuxLossSwitch`, once per file. One forward passes these steps:
     FinishAuxLoss    hook after the causal LM's forward: outputs.aux_loss becomes the undivided
                      loss, and outputs.router_logits a plain tuple
 
+With pipeline stages (`pipeline/`) a forward computes one micro-batch. The sums of its tokens travel
+with the hidden states from stage to stage, and the last stage computes the loss. With "1f1b" the
+batch of the formula is the micro-batch of all ranks of a stage, and the losses of micro-batches are
+averaged by their rows, as if one process had accumulated over the micro-batches. With "gpipe" all
+forwards run before the first backward, so the last stage computes the loss of the whole batch.
+
 The mark is an attribute of the logits. After an interrupted forward, neither another model nor the
 next forward can therefore use a mark that is not its own. The coefficient in the config is never
 changed. For its fused linear cross-entropy, Liger binds another forward to the model; the file that
@@ -58,14 +64,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.moe.routers_alone import RoutersAlone, find_routers
+from hf_moe_ep.pipeline.stage import Boundary
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fused_head
+from hf_moe_ep.upstream.models import (
+    forward_globals,
+    fused_head_coefficient,
+    fused_head_globals,
+    is_fused_head,
+)
 from hf_moe_ep.upstream.modules import pre_forward_hooks
 
 _FUNCTION = "load_balancing_loss_func"
@@ -90,6 +103,32 @@ def global_aux_loss(
     given (sp_size > 1), the logits are those of this rank's slice, but `attention_mask` is that of
     the whole sequence.
     """
+    own_sums = sum_over_layers(
+        router_logits,
+        num_experts,
+        top_k,
+        attention_mask,
+        per_layer=per_layer,
+        sequence=sequence,
+    )
+    (term,), _ = terms_of_sums([own_sums], top_k, world_size=world_size)
+    return term
+
+
+def sum_over_layers(
+    router_logits: tuple[Tensor, ...],
+    num_experts: int,
+    top_k: int,
+    attention_mask: Tensor | None = None,
+    *,
+    per_layer: bool = False,
+    sequence: Slice | None = None,
+) -> Tensor:
+    """Sum pairs and probabilities of each expert over this rank's tokens: [layers, 2, E].
+
+    The sums of the layers are added up to [1, 2, E] unless `per_layer` is True. The arguments are
+    those of `global_aux_loss`.
+    """
     if sequence is not None:
         if attention_mask is None:
             batch_size = router_logits[0].shape[0] // sequence.local
@@ -103,15 +142,32 @@ def global_aux_loss(
             for layers in _group_layers(router_logits)
         ]
     )
-    if not per_layer:
-        own_sums = own_sums.sum(0, keepdim=True)
-    totals = own_sums.detach() if world_size == 1 else sum_over_ranks(own_sums)
+    return own_sums if per_layer else own_sums.sum(0, keepdim=True)
+
+
+def terms_of_sums(
+    own_sums: list[Tensor],
+    top_k: int,
+    *,
+    world_size: int,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Return this rank's terms of the loss, one for each element of `own_sums`, and the loss.
+
+    The sums of all elements and of all `world_size` ranks of `group` are one batch. The values of
+    the terms add up to the loss, and their gradients are those of this rank's own terms.
+    """
+    own_total = torch.stack(own_sums).sum(0) if len(own_sums) > 1 else own_sums[0]
+    totals = own_total.detach() if world_size == 1 else sum_over_ranks(own_total, group)
     all_pairs_XE, all_probabilities_XE = totals.unbind(1)
     # Every token that is not padding has top_k pairs.
     num_tokens_X1 = all_pairs_XE.sum(1, keepdim=True) / top_k
+    num_experts = totals.shape[-1]
     factor_XE = num_experts / len(totals) * all_pairs_XE / num_tokens_X1.square()
-    own_term = world_size * (factor_XE * own_sums[:, 1]).sum()
-    return own_term + ((factor_XE * all_probabilities_XE).sum() - own_term).detach()
+    own_terms = [world_size * (factor_XE * sums[:, 1]).sum() for sums in own_sums]
+    loss = (factor_XE * all_probabilities_XE).sum()
+    values = loss / len(own_sums)
+    return [term + (values - term).detach() for term in own_terms], loss
 
 
 def _group_layers(router_logits: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
@@ -157,15 +213,18 @@ class _Forward:
     Attributes:
         aux_loss: the hook of the model, which computes the loss.
         divisor: the number by which the aux loss is divided before the model adds it to the loss.
+            With pipeline stages it is larger by 1 / (share of the micro-batch in the batch).
         sequence: how the batch was split, with `sp_size` > 1.
+        has_fused_head: True if TRL's fused head computes the loss.
         learns: True if the aux loss has a gradient; None until the aux loss is computed.
         undivided, returned: the aux loss, and the divided aux loss that the switch has returned;
             None if `divisor` is 1.
     """
 
     aux_loss: GlobalAuxLoss
-    divisor: int
+    divisor: float
     sequence: Slice | None
+    has_fused_head: bool
     learns: bool | None = None
     undivided: Tensor | None = None
     returned: Tensor | None = None
@@ -206,7 +265,7 @@ def attach_aux_loss(parts: Parts, state: ModelState) -> None:
         routers_alone = RoutersAlone()
         for router in find_routers(parts):
             router.register_forward_hook(routers_alone, with_kwargs=True)
-    aux_loss = GlobalAuxLoss(state, routers_alone)
+    aux_loss = GlobalAuxLoss(model, state, routers_alone)
     aux_loss.install_switches(model)
     model.register_forward_pre_hook(aux_loss, with_kwargs=True)
     first_experts = next(iter(parts.experts.values()))
@@ -227,8 +286,10 @@ def detach_aux_loss(model: nn.Module) -> None:
 class GlobalAuxLoss(Ours):
     """Pre-forward hook of the causal LM: decides whether our loss replaces stock's."""
 
-    def __init__(self, state: ModelState, routers_alone: RoutersAlone | None) -> None:
-        self.state, self.routers_alone = state, routers_alone
+    def __init__(
+        self, model: nn.Module, state: ModelState, routers_alone: RoutersAlone | None
+    ) -> None:
+        self.model, self.state, self.routers_alone = model, state, routers_alone
         # The current forward, or an earlier forward that was interrupted.
         self.forward: _Forward | None = None
         self._had_fused_head = False
@@ -262,8 +323,14 @@ class GlobalAuxLoss(Ours):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # In one process stock's loss is correct. torch.compile can then compile the whole forward,
         # because `_begin` does not run.
-        if self._world_size > 1 or self.state.config.aux_loss_per_layer:
+        is_global = self._world_size > 1 or self.state.stage is not None
+        if is_global or self.state.config.aux_loss_per_layer:
             self._begin(model, kwargs)
+
+    @property
+    def _boundary(self) -> Boundary | None:
+        """The boundary of this rank's pipeline stage; None without stages."""
+        return None if self.state.stage is None else self.state.stage.boundary
 
     @property
     def _world_size(self) -> int:
@@ -284,12 +351,16 @@ class GlobalAuxLoss(Ours):
             )
         for file_globals in files:
             self._install_switch(file_globals)
-        divisor = 1
-        meshes = self.state.meshes
+        divisor = 1.0
+        meshes, boundary = self.state.meshes, self._boundary
         losses_are_summed = kwargs.get("num_items_in_batch") is not None and self.state.sums_losses
+        if boundary is not None:
+            # The pipeline passes a number of items in any case.
+            losses_are_summed &= boundary.losses_are_summed
+            divisor = 1 if boundary.defers_aux_loss else 1 / boundary.share
         if meshes is not None and losses_are_summed:
-            divisor = meshes.data_parallel_size
-        self.forward = _Forward(self, divisor, kwargs.get(SLICE))
+            divisor *= meshes.data_parallel_size
+        self.forward = _Forward(self, divisor, kwargs.get(SLICE), fused)
         if self.routers_alone is not None and model.training and torch.is_grad_enabled():
             self.routers_alone.begin()
 
@@ -303,18 +374,88 @@ class GlobalAuxLoss(Ours):
             router_logits = tuple(map(second_runs.second_logits, router_logits))
             second_runs.end()
         forward.learns = any(logits.requires_grad for logits in router_logits)
-        loss = global_aux_loss(
-            router_logits,
-            *args,
-            **kwargs,
-            world_size=self._world_size,
-            per_layer=self.state.config.aux_loss_per_layer,
-            sequence=forward.sequence,
-        )
+        per_layer = self.state.config.aux_loss_per_layer
+        if self._boundary is not None:
+            forward.learns |= not router_logits  # a stage of dense layers
+            loss = self._compute_on_stage(forward, router_logits, *args, **kwargs)
+        else:
+            loss = global_aux_loss(
+                router_logits,
+                *args,
+                **kwargs,
+                world_size=self._world_size,
+                per_layer=per_layer,
+                sequence=forward.sequence,
+            )
         if forward.divisor == 1:
             return loss
         forward.undivided, forward.returned = loss, loss / forward.divisor
         return forward.returned
+
+    def _compute_on_stage(
+        self,
+        forward: _Forward,
+        router_logits: tuple[Tensor, ...],
+        num_experts: int,
+        top_k: int,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Add this stage's sums to those of earlier stages; the last stage computes the loss.
+
+        Every other stage returns zero. With "gpipe" the last stage returns zero as well, and
+        `finish_batch` computes the loss of all micro-batches.
+        """
+        boundary, per_layer = self._boundary, self.state.config.aux_loss_per_layer
+        assert boundary is not None
+        sums = boundary.received_sums
+        if router_logits:
+            own_sums = sum_over_layers(
+                router_logits,
+                num_experts,
+                top_k,
+                attention_mask,
+                per_layer=per_layer,
+                sequence=forward.sequence,
+            )
+            if sums is None:
+                sums = own_sums
+            else:
+                sums = torch.cat([sums, own_sums]) if per_layer else sums + own_sums
+        if sums is None:
+            num_layers, device = 0 if per_layer else 1, self.state.device
+            sums = torch.zeros(num_layers, 2, num_experts, dtype=torch.float32, device=device)
+        if not boundary.is_last:
+            boundary.sent_sums = sums
+        elif boundary.defers_aux_loss:
+            boundary.deferred.append(sums)
+            factor = self._coefficient(fused=forward.has_fused_head) / forward.divisor
+            boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, factor)
+        else:
+            group = None if self.state.meshes is None else self.state.meshes.world_group
+            (term,), _ = terms_of_sums([sums], top_k, world_size=self._world_size, group=group)
+            return term
+        return torch.zeros((), dtype=sums.dtype, device=sums.device)
+
+    def finish_batch(
+        self, top_k: int, factor: float, sums: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the terms that are added to the losses of the micro-batches, and the aux loss."""
+        meshes = self.state.meshes
+        assert meshes is not None
+        terms, loss = terms_of_sums(
+            sums, top_k, world_size=self._world_size, group=meshes.world_group
+        )
+        return [term * factor for term in terms], loss
+
+    def _coefficient(self, *, fused: bool) -> float:
+        """Return the factor of the aux loss in the loss of the model, or of TRL's fused head."""
+        if fused:
+            return fused_head_coefficient(self.model)
+        assert self.state.plan.aux_loss_coef is not None
+        coefficient: Any = self.model
+        for name in self.state.plan.aux_loss_coef.split("."):
+            coefficient = getattr(coefficient, name)
+        return float(coefficient)
 
     def end(self) -> _Forward | None:
         """Clear `self.forward` and return its value: the forward that ran, or None."""
@@ -338,6 +479,8 @@ class MarkLogits(Ours):
     @torch.compiler.disable
     def _mark(self, output: Any, forward: _Forward) -> Any:
         logits = getattr(output, "router_logits", None)
+        if logits is None and self.aux_loss.state.stage is not None:
+            logits = ()  # a stage of dense layers
         if not isinstance(logits, tuple):
             return None
         marked = _MarkedLogits(logits)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Planning
+from hf_moe_ep.etp import count_whole
 from hf_moe_ep.state import ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -90,6 +91,9 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
     if layer.index == 0 and counts.device != ids_TK.device:
         counts = state.choice_counts = counts.to(ids_TK.device)
     if pairs_E is not None:
+        if state.meshes is not None and state.meshes.etp_size > 1:
+            num_local = state.num_experts // state.meshes.ep_size
+            pairs_E = count_whole(pairs_E, num_local, state.meshes.etp_size)
         # The dispatcher knows experts by their slots.
         counts[layer.index] += (
             pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.etp import in_stock_shape, sum_gradients, whole_bias
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
@@ -56,10 +57,12 @@ def choose_compute(
     recompute: bool,
     model_type: str = "",
     quantisation: Quantisation | None = None,
+    etp_size: int = 1,
 ) -> Compute:
     """Decide how `module` is computed; `requested` is "auto", "torch" or "triton".
 
     `model_type` is named in errors. `quantisation` is the format of the weights after sharding.
+    `etp_size` is the number of ranks over which each expert is then cut (`etp.py`).
 
     Raises:
         ValueError: no known formula reproduces the gate; the weights are quantised already, or
@@ -75,7 +78,7 @@ def choose_compute(
     reason = (
         "torch was requested"
         if requested == "torch"
-        else _why_not_triton(module, flags, formula, required)
+        else _why_not_triton(module, flags, formula, required, etp_size)
     )
     if required and reason:
         raise ValueError(
@@ -165,10 +168,17 @@ def local_weights(
     whole_dtype = None if layer is None else layer.weights_dtype
     # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
     must_cast = quantised or torch.is_autocast_enabled(like.device.type)
+    meshes = None if layer is None else layer.model.meshes
+    shares_experts = meshes is not None and meshes.etp_size > 1
 
-    def local(name: str) -> Tensor | None:
+    def local(name: str, num_dims: int = 3) -> Tensor | None:
         parameter = getattr(experts, name, None)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if tensor is None or tensor.ndim == num_dims:
+            return tensor
+        # Gate and up are held apart (`etp.py`).
+        of_columns = compute.transposed and not quantised and num_dims == 3
+        return in_stock_shape(tensor, 2 if of_columns else 1)
 
     def cast(tensor: Tensor | None) -> Tensor | None:
         target = dtype if must_cast else whole_dtype
@@ -200,9 +210,16 @@ def local_weights(
             a, b, scale = join(adapters, local_experts)
             if compute.turns_factors:
                 a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
+            if meshes is not None and shares_experts:
+                # The factor on the side of the hidden states: every rank of an etp group has it.
+                a, b = (
+                    (sum_gradients(a, meshes), b) if name == "up" else (a, sum_gradients(b, meshes))
+                )
             factors |= {f"{name}_a": a.to(factor_dtype), f"{name}_b": b.to(factor_dtype)}
             factors[f"{name}_scale"] = scale
-    up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))
+    up_bias, down_bias = cast(local(f"{up_name}_bias", 2)), cast(local("down_proj_bias", 2))
+    if meshes is not None and shares_experts and down_bias is not None:
+        down_bias = whole_bias(down_bias, like.shape[1], meshes)
     return ExpertWeights(up, up_bias, down, down_bias, **factors, **scales)
 
 
@@ -294,7 +311,7 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
 
 
 def _why_not_triton(
-    module: nn.Module, flags: ExpertsFlags, formula: ExpertFormula, required: bool
+    module: nn.Module, flags: ExpertsFlags, formula: ExpertFormula, required: bool, etp_size: int
 ) -> str:
     """Return the reason why the Triton kernels cannot compute this module, or "" if they can."""
     if flags.has_post_expert_norm:
@@ -306,6 +323,7 @@ def _why_not_triton(
     down = module.down_proj
     assert isinstance(down, Tensor)
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])
+    ffn //= etp_size
     if hidden % ALIGNMENT or ffn % ALIGNMENT:
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
     return why_no_kernels(interpreted_too=required)

@@ -3,12 +3,13 @@
 Read this file first. When transformers calls `moe_forward`, the stock router has already chosen:
 the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result is the weighted sum
 of each token's experts. Without expert parallelism (ep) every rank has all experts, and the tokens
-go straight into them. With ep each rank has E / ep_size of the experts:
+go straight into them. With ep each rank has E / ep_size of the experts (and with etp_size > 1 a
+part of each of them, `etp.py`):
 
     route      the stock router has chosen; when a checkpointed layer is recomputed, it repeats the
                choice of its first run. If `balance_experts` has moved experts, each expert id is
                replaced by the expert's slot, its row in the stacked weights of all ranks
-    dispatch   each token is sent to every rank that has one of its experts
+    dispatch   each token is sent to every rank that has one of its experts, or a part of one
     experts    each rank computes its experts on the rows that it received
     combine    the results are sent back and added up, one row per token
 
@@ -44,6 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
+from hf_moe_ep.etp import ids_of_parts, weights_of_parts
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.chunks import AUTO, apply_choice, choose_at_first_forward
@@ -80,7 +82,7 @@ class ForwardGuard(Ours):
         apply_choice(self.state)
         if module.training:
             meshes = self.state.meshes
-            dispatches = meshes is not None and meshes.ep_size > 1
+            dispatches = meshes is not None and meshes.dispatch.size() > 1
             self._checkpoints.look(module, dispatches=dispatches)
 
 
@@ -101,7 +103,7 @@ def moe_forward(
             f"{type(experts).__name__} was given expert ids of dtype {top_k_index.dtype}; call it "
             f"as transformers' experts interface does: (hidden_states, top_k_index, top_k_weights)"
         )
-    if meshes is not None and meshes.ep_size > 1:
+    if meshes is not None and meshes.dispatch.size() > 1:
         return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
     # A compiled forward relies on the root's hook (ForwardGuard), which calls check_ready as well.
     positions: Tensor | None = None
@@ -156,6 +158,10 @@ def _ep_forward(
         slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
         if state.dispatcher.leaves_out_padding:
             slots_TK = leave_out_padding(state, slots_TK)
+        if meshes.etp_size > 1:
+            num_local = state.num_experts // meshes.ep_size
+            slots_TK = ids_of_parts(slots_TK, num_local, state.num_experts, meshes.etp_size)
+            weights_TK = weights_of_parts(weights_TK, meshes.etp_size, x_TH.dtype)
         tokens = Tokens(x_TH, weights_TK, slots_TK)
         planning = _start_plan(layer, experts.training, tokens)
     count_choice(layer, experts.training, expert_ids_TK, planning)
@@ -203,7 +209,7 @@ def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
     with torch.no_grad():
         weights = local_weights(experts, layer.compute, tokens.x_TH)
     where = _make_header(layer, True, tokens)
-    choose_at_first_forward(layer, meshes.ep.get_group(), tokens, weights, where)
+    choose_at_first_forward(layer, meshes.dispatch.get_group(), tokens, weights, where)
 
 
 def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:

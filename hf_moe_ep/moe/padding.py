@@ -21,9 +21,9 @@ another checkpoint the padding would not be known any more, so nothing is left o
 
 With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
 left out if nobody can see these outputs: if the loss is fused (`loss/attach.py`), logits do not
-exist. The experts then get only the rows of the other tokens. The host must know their number,
-which is one host sync per forward. torch.compile cannot trace it, so compiled blocks compute all
-tokens.
+exist, and with pipeline stages training returns none. The experts then get only the rows of the
+other tokens. The host must know their number, which is one host sync per forward. torch.compile
+cannot trace it, so compiled blocks compute all tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class PaddingBegins(Ours):
     @torch.compiler.disable
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         meshes, given = self.state.meshes, bind_forward(model, args, kwargs)
-        if (meshes is None or meshes.ep_size == 1) and not self._outputs_are_unseen(model, given):
+        if (meshes is None or meshes.dispatch.size() == 1) and not self._outputs_are_unseen(
+            model, given
+        ):
             return
         mask_T = find_real_tokens(given)
         self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)
@@ -101,6 +103,10 @@ class PaddingBegins(Ours):
     def _outputs_are_unseen(self, model: Any, given: dict[str, Any]) -> bool:
         name = "output_hidden_states"
         shows_hidden = given.get(name, getattr(model.config, name, False))
+        if self.state.stage is not None:
+            # All pipeline stages must agree, and the loss is fused on the last one alone.
+            reads_logits = self.state.gather_logits or self.state.config.gather_logits
+            return not reads_logits and not shows_hidden
         return self.state.loss_is_fused and not shows_hidden
 
 

@@ -140,8 +140,11 @@ class BeginBlock(Ours):
 
 
 def attach_shared_experts(root: nn.Module, state: ModelState) -> None:
-    """Let the shared experts of every MoE block run while results are sent back (ep_size > 1)."""
-    if state.config.ep_size in (None, 1):
+    """Let the shared experts of every MoE block run while results are sent back.
+
+    Results are sent back if ep_size or etp_size is more than 1.
+    """
+    if (state.config.ep_size or 1) * (state.config.etp_size or 1) == 1:
         return
     modules = {stock_name(name): module for name, module in root.named_modules()}
     for name, module in modules.items():

@@ -222,6 +222,11 @@ def dequantised_shape(stored: Tensor, kind: str) -> tuple[int, int]:
     return stored.shape[1], stored.shape[2] * _VALUES_PER_BYTE[kind]
 
 
+def rows_and_columns_of_blocks(quantisation: Quantisation) -> tuple[int, int]:
+    """Return the size of the blocks (rows, columns) whose values share a scale."""
+    return _BLOCKS[quantisation.kind]
+
+
 def rows_may_be_cut(shape_OI: tuple[int, int], quantisation: Quantisation, parts: int) -> bool:
     """Return True if splitting the rows of a matrix into `parts` equal parts splits no block.
 

@@ -7,9 +7,9 @@ A matrix whose rows are sharded over the ranks of a process group is sent to one
                                     all-to-all                   all-to-all
 
 Experts that are whole on a rank are not dealt out. If FSDP2 has sharded the rows of the experts of
-an ep rank, each rank of its ep_fsdp group owns an equal number of these experts. All other matrices
-are dealt out by the operations of Newton-Schulz, the largest first, each to the rank that has the
-least to do.
+an ep rank, or if an etp group shares these experts, each rank of that group owns an equal number of
+them. All other matrices are dealt out by the operations of Newton-Schulz, the largest first, each
+to the rank that has the least to do.
 
 What a rank owns is divided into buckets, so that the matrices of one bucket travel while those of
 the bucket before are orthogonalised. A value that travels has the dtype of Newton-Schulz, bf16. For
@@ -163,7 +163,8 @@ def shard_of(tensor: Tensor, layout: MatrixLayout) -> Shard:
     for position in range(mesh.size(axis)):
         at = [*coordinate[:axis], position, *coordinate[axis + 1 :]]
         bounds.append(box_at(tensor, at)[dim])
-    return Shard(mesh.get_group(axis), dim + first_dim, tuple(bounds), experts)
+    sharded_dim = layout.matrix_dim(dim + first_dim)
+    return Shard(mesh.get_group(axis), sharded_dim, tuple(bounds), experts)
 
 
 def whole_runs(

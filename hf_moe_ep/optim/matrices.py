@@ -4,6 +4,7 @@
     gate_up_proj of experts [E, 2F, H]      2E: gate (rows 0 .. F-1) and up of each expert
     the same, interleaved                   2E: gate (rows 0, 2, ..) and up (rows 1, 3, ..)
     the same, transposed [E, H, 2F]         2E: columns instead of rows
+    the same, held apart [E, 2, F, H]       2E: with etp_size > 1 (`etp.py`)
     down_proj of experts [E, H, F]          E
     weight of an nn.Linear in a decoder     1; with split_heads, one per head of queries, keys and
     layer, or in an encoder of pictures     values
@@ -50,6 +51,7 @@ class MatrixLayout:
         interleaved: row r of `out` belongs to part r % parts; otherwise one part follows the
             other.
         stack: converts a packed LoRA factor of experts to a stacked view, or None.
+        apart: the parts are in a dim of their own, in front of the dim `out` (`etp.py`).
     """
 
     stacked: bool = False
@@ -57,27 +59,41 @@ class MatrixLayout:
     parts: int = 1
     interleaved: bool = False
     stack: Callable[[Tensor], Tensor] | None = None
+    apart: bool = False
 
     def stacked_view(self, values: Tensor) -> Tensor:
-        """View a tensor of the parameter's layout as [E, rows, columns]; E is 1 without experts."""
+        """View a tensor of the parameter's layout as [E, rows, columns]; E is 1 without experts.
+
+        If parts are apart, the view has their dim, too.
+        """
         if self.stack is not None:
             return self.stack(values)
         return values if self.stacked else values.unsqueeze(0)
 
     @property
     def out_dim(self) -> int:
-        """The dim `out` of `stacked_view`."""
+        """The dim `out` of `stacked_view`, without the dim of parts that are apart."""
         return 2 if self.transposed else 1
+
+    def matrix_dim(self, dim: int) -> int:
+        """Return the dim of [E, rows, columns] that is the dim `dim` of `stacked_view`."""
+        return dim - 1 if self.apart and dim > self.out_dim else dim
 
     def matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
         """Return (out, in) of one matrix. `shape` is that of the whole `stacked_view`."""
+        if self.apart:
+            sizes = [size for dim, size in enumerate(shape) if dim != self.out_dim]
+            return sizes[self.out_dim], sizes[3 - self.out_dim]
         return shape[self.out_dim] // self.parts, shape[3 - self.out_dim]
 
     def part_bounds(self, start: int, stop: int, part: int, rows: int) -> tuple[int, int]:
         """Return which rows of a part are among the rows start .. stop - 1 of the parameter.
 
-        `rows` is the number of rows of the part.
+        `rows` is the number of rows of the part. If parts are apart, a rank has the same rows of
+        each, and `start` and `stop` count the rows of a part.
         """
+        if self.apart:
+            return start, stop
         if self.interleaved:
             return tuple(-(-(row - part) // self.parts) for row in (start, stop))  # type: ignore[return-value]
         first = part * rows
@@ -91,6 +107,9 @@ class MatrixLayout:
             values: the rank's `stacked_view`, with the rows start .. stop - 1 of dim `out`.
             start, stop: as in `part_bounds`, and so are `part` and `rows`.
         """
+        if self.apart:
+            block = values.select(self.out_dim, part)
+            return block.mT if self.transposed else block
         low, high = self.part_bounds(start, stop, part, rows)
         if self.interleaved:
             index = slice(low * self.parts + part - start, None, self.parts)
@@ -137,8 +156,11 @@ def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
             is_matrix = sum(size > 1 for size in parameter.shape) >= 2
             if not parameter.requires_grad or not is_matrix or id(parameter) in of_adapters:
                 continue
-            if parameter.ndim == 3 and is_experts_module(module):
-                layouts.of_matrices[parameter] = _layout_of_experts(module, own_name)
+            if own_name.endswith("_bias") and is_experts_module(module):
+                continue
+            if parameter.ndim in (3, 4) and is_experts_module(module):
+                apart = parameter.ndim == 4
+                layouts.of_matrices[parameter] = _layout_of_experts(module, own_name, apart)
             elif parameter.ndim > 2:
                 layouts.unknown[parameter] = f"{path}.{own_name} {tuple(parameter.shape)}"
             elif isinstance(module, nn.Linear) and own_name == "weight":
@@ -155,7 +177,7 @@ def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout
     return MatrixLayout() if parameter.ndim == 2 else None
 
 
-def _layout_of_experts(module: nn.Module, name: str) -> MatrixLayout:
+def _layout_of_experts(module: nn.Module, name: str, apart: bool) -> MatrixLayout:
     flags = experts_flags(module)
     parts = 2 if flags.has_gate and name != "down_proj" else 1
     return MatrixLayout(
@@ -163,6 +185,7 @@ def _layout_of_experts(module: nn.Module, name: str) -> MatrixLayout:
         transposed=flags.is_transposed,
         parts=parts,
         interleaved=parts == 2 and not flags.is_concatenated,
+        apart=apart,
     )
 
 

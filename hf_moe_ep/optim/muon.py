@@ -285,8 +285,11 @@ class Muon(Optimizer):
             layout = self._layout(parameter)
             assert layout is not None
             matrices.append(_describe(names[parameter], parameter, layout, update))
+        # Pipeline stages have different matrices.
+        meshes = patched_state(self.model).meshes
         check_alike(
             "Muon.step",
+            None if meshes is None else meshes.world_group,
             matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
         )
         self._dealt = _Dealt(

@@ -115,6 +115,12 @@ def check_has_ep(state: ModelState, what: str) -> None:
             f"{what} moves experts between the ranks of an ep group, but this model {sharded}: "
             f"first patch the model with ep_size=2 or more and shard it"
         )
+    if state.stage is not None:
+        raise ValueError(
+            f"{what} does not move experts of a model with pp_size={state.stage.size}: no rank "
+            f"knows the placements of all layers; leave pp_size at 1, or balance with the router's "
+            f"aux loss or bias_update_rate"
+        )
 
 
 def _as_list(optimizer: Any) -> Sequence[Any]:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, is_tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
 from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import StepWork, WorkCounter
+from hf_moe_ep.sharding.stages import find_parts_of_stage
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
@@ -38,7 +38,7 @@ from hf_moe_ep.upstream.host_copies import host_copies
 
 OPTIMIZER = "optimizer"
 _GATHERED = "gathered units, FSDP2's copies"
-_TRANSIENT = "activations, logits, transients"
+TRANSIENT = "activations, logits, transients"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Counted:
         if kind is not None:
             return kind
         is_flat_buffer = len(record.shape) == 1 and "aten.empty" in record.made_by
-        return _GATHERED if record.made_by == RESIZED or is_flat_buffer else _TRANSIENT
+        return _GATHERED if record.made_by == RESIZED or is_flat_buffer else TRANSIENT
 
 
 def count_step(
@@ -160,9 +160,10 @@ def _count_copies(
 
 def make_counter(model: nn.Module, fusion: Fusion | None = None) -> WorkCounter:
     """Make a `WorkCounter` with the settings of a sharded model."""
-    layers = find_parts(model).adapted_experts.values()
+    state = patched_state(model)
+    layers = find_parts_of_stage(model, state).adapted_experts.values()
     parameters = (p for modules in layers for module in modules for p in module.parameters())
-    chunks = patched_state(model).config.dispatch_chunks
+    chunks = state.config.dispatch_chunks
     if isinstance(chunks, str):  # "auto" is planned as one chunk
         chunks = 1
     experts_train = any(p.requires_grad for p in parameters)

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
 from hf_moe_ep.planner.work import StepWork, Stretch
 from hf_moe_ep.upstream.models import text_config
@@ -55,11 +56,15 @@ def with_layers(config: Any, layers: int) -> Any:
 
 def _are_layers_alike(request: PlanRequest) -> bool:
     """Return True if all layers have the same modules, sizes and settings."""
-    model = Unsharded.of(request)
-    return len({_layer_description(layer) for layer in model.units.layers}) == 1
+    return len(set(map(_describe_layer, Unsharded.of(request).units.layers))) == 1
 
 
-def _layer_description(layer: nn.Module) -> str:
+def layer_descriptions(model: nn.Module) -> list[str]:
+    """Return the modules, sizes and settings of each layer of a model, as text to compare."""
+    return [_describe_layer(layer) for layer in find_parts(model).layers]
+
+
+def _describe_layer(layer: nn.Module) -> str:
     settings = [
         (
             path,

@@ -192,6 +192,13 @@ class PlanRequest:
     def __post_init__(self) -> None:
         check_choice("masters", self.masters, MASTERS)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        pp_size = 1 if self.parallel is None else self.parallel.pp_size or 1
+        if pp_size > 1:
+            raise ValueError(
+                f"pp_size is {pp_size}, but a plan is that of one pipeline stage; use `hf-moe-ep "
+                f"plan --pp {pp_size}`, or plan a config with num_hidden_layers / {pp_size} layers "
+                f"on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
+            )
         if self.world_size < 1:
             raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")
         if dist.is_initialized():
@@ -298,10 +305,11 @@ class _Sharded:
         """Return a rank's coordinates on the axes over which FSDP2 shards (`ranks/mesh.py`)."""
         config = self.state.config
         in_replica = rank % self.replica
+        etp_size = config.etp_size or 1
         if config.ep_outside:
-            ep_fsdp = in_replica % self.ep_fsdp_size
+            ep_fsdp = in_replica // etp_size % self.ep_fsdp_size
         else:
-            ep_fsdp = in_replica // (config.ep_size or 1)
+            ep_fsdp = in_replica // ((config.ep_size or 1) * etp_size)
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:

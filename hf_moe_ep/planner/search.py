@@ -3,11 +3,13 @@
     found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
-A layout has an ep_size, sp_size, cp_size and dp_replicate_size (together a grid), a number of
-sequences per forward of a data rank (gradient accumulation covers its other sequences),
-dispatch_chunks, and activation checkpointing or not. The sizes to try are powers of two. Training's
-own code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
-Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
+A layout has a pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid),
+a number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
+dispatch_chunks, and activation checkpointing or not. The experts are split over powers of two of
+ranks; where this is more than ep_size can be, because the model has few experts, etp_size ranks
+share each expert. The other sizes to try are powers of two. Training's own code decides if it
+accepts a grid: it patches and shards a few layers over a fake process group. Memory is planned by
+`step.py` and, if hardware is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
@@ -24,13 +26,17 @@ with any sp_size, cp_size > 1 is tried with the largest sp_size that training ac
 split inside a node, and the sequence over nodes. If the request sets an ep_size larger than a node,
 it is tried with the default dispatcher and with the hierarchical dispatcher.
 
+pp_size is 1, or the sizes of the request. Layouts with several stages have all sequences of a data
+rank in one forward, one per micro-batch (`stages.py`).
+
 With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
 first, then those with more sequences per forward, then those with more memory left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,13 +44,21 @@ import torch
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.extrapolate import FEW, layers_to_run, with_layers
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
 from hf_moe_ep.planner.options import NODE
 from hf_moe_ep.planner.seconds import StepTime, step_time
+from hf_moe_ep.planner.stages import (
+    Transfers,
+    stage_config,
+    time_of_stages,
+    with_micro_batches,
+)
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
+from hf_moe_ep.ranks.mesh import check_stages
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -64,11 +78,14 @@ class Asked:
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
         ep, sp, dp_replicate, cp: the size to try; None tries several sizes.
+        etp: the etp_size to try; None tries the sizes with which the experts of a model with few
+            experts are split over as many ranks as those of other models.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
         hardware: the rates from which seconds are planned; None plans memory only.
         on_plan: called with each layout before it is planned.
+        pp: the numbers of pipeline stages to try.
     """
 
     shape: Any
@@ -84,11 +101,26 @@ class Asked:
     hardware: Hardware | None = None
     on_plan: Callable[[Layout], None] = lambda _: None
     cp: int | None = None
+    etp: int | None = None
+    pp: tuple[int, ...] = (1,)
 
     @property
     def node(self) -> int:
         """The number of ranks per node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
+
+    def of_stage(self, pp: int) -> Asked:
+        """Return the request for one of `pp` stages: its layers, on its GPUs.
+
+        Raises:
+            ValueError: training refuses this number of stages.
+        """
+        if pp == 1:
+            return self
+        check_stages(pp, self.gpus)
+        layout = ParallelConfig(pp_size=pp, **self.parallel)
+        shape = stage_config(find_config(self.shape), layout)
+        return replace(self, shape=shape, gpus=self.gpus // pp)
 
 
 @dataclass(frozen=True)
@@ -100,6 +132,9 @@ class Layout:
         accumulated: forwards per optimizer step (gradient accumulation).
         chunks: dispatch_chunks.
         node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
+        etp: etp_size.
+        pp: pipeline stages; the other sizes count ranks of one stage.
+        micro_batches: pp_microbatches, into which each forward is cut.
     """
 
     ep: int
@@ -111,19 +146,28 @@ class Layout:
     chunks: int = 1
     node_size: int | None = None
     cp: int = 1
+    etp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
 
     @property
     def ranks_per_batch(self) -> int:
-        """The number of GPUs that share a batch."""
+        """The number of GPUs of a stage that share a batch."""
         return self.cp * self.sp
 
     def sizes(self) -> dict[str, Any]:
         """Return the layout as fields of ParallelConfig."""
+        stages = {"pp_size": self.pp, "pp_microbatches": self.micro_batches}
+        return (stages if self.pp > 1 else {}) | self.sizes_of_stage()
+
+    def sizes_of_stage(self) -> dict[str, Any]:
+        """Return the layout of one stage as fields of ParallelConfig."""
         sizes: dict[str, Any] = {
             "ep_size": self.ep,
             "sp_size": self.sp,
             "dp_replicate_size": self.dp_replicate,
             "cp_size": self.cp,
+            "etp_size": self.etp,
             "dispatch_chunks": self.chunks,
         }
         if self.node_size is not None:
@@ -145,12 +189,19 @@ class Planned:
         step: the planned step.
         left: bytes of a GPU that are left at the peak; below 0 if the layout does not fit.
         time: the planned seconds, if hardware was given.
+        sent: the most bytes that a rank sends to ranks of other pipeline stages in a step.
     """
 
     layout: Layout
     step: StepPlan
     left: int
     time: StepTime | None = None
+    sent: int = 0
+
+    @property
+    def bubble(self) -> float:
+        """The part of a step in which a stage waits for other stages."""
+        return bubble(self.layout.pp, self.layout.micro_batches)
 
 
 @dataclass(frozen=True)
@@ -174,90 +225,127 @@ def find_layouts(asked: Asked) -> Found:
     Raises:
         ValueError: training accepts no layout; the message is the reason of the first refusal.
     """
-    result, few = Found([], [], {}), None
-    sps = [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]
-    for sp in sps:
-        few = _plan_grids(asked, sp, asked.cp or 1, result, few)
-        if result.fit:
-            break
-    if not result.fit and asked.cp is None:
-        sp = max((planned.layout.sp for planned in result.too_large), default=1)
-        for cp in _powers_of_two(asked.gpus // sp):
-            few = _plan_grids(asked, sp, cp, result, few)
-            if result.fit:
-                break
+    result = Found([], [], {})
+    searches = {pp: _Search.of(asked, pp, result) for pp in asked.pp}
+    for search in searches.values():
+        if search is not None:
+            search.plan_grids()
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
     order: Callable[[Planned], float] = _seconds if asked.hardware else _memory_used
     for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
-        _look_closer(planned, asked, few, result)
+        search = searches[planned.layout.pp]
+        assert search is not None
+        search.look_closer(planned)
     if asked.hardware:
-        with_ep = [planned for planned in result.fit if planned.layout.ep > 1]
+        with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
         for fastest in sorted(with_ep, key=_seconds)[:1]:
+            search = searches[fastest.layout.pp]
+            assert search is not None
             for chunks in CHUNKS:
-                _add(_plan(replace(fastest.layout, chunks=chunks), asked, few), result)
+                search.add(replace(fastest.layout, chunks=chunks))
     result.fit.sort(key=_seconds if asked.hardware else _order_without_hardware)
     result.too_large.sort(key=_memory_used)
     return result
 
 
-def _plan_grids(
-    asked: Asked, sp: int, cp: int, result: Found, few: tuple[int, ...] | None
-) -> tuple[int, ...] | None:
-    """Add the plans of all grids of an sp_size and a cp_size to `result`.
+@dataclass
+class _Search:
+    """The search of layouts with one number of stages.
 
-    Returns the numbers of layers that plans run; None if training accepted no grid yet.
+    Attributes:
+        asked: the request for one stage.
+        few: the numbers of layers to run for each plan; None until a layout is legal.
     """
-    far = set()
-    for layout in _grids(asked, sp, cp):
-        if layout.dp_replicate in far:
-            continue
-        reason = refusal(layout, asked)
-        if reason:
-            result.illegal[layout] = reason
-            continue
-        few = few or layers_to_run(_request(layout, asked))
-        planned = _add(_plan(layout, asked, few), result)
-        if planned.step.peak > FAR * asked.limit:
-            far.add(layout.dp_replicate)
-    return few
 
+    asked: Asked
+    pp: int
+    result: Found
+    few: tuple[int, ...] | None = None
 
-def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, result: Found) -> None:
-    """Plan variants of a grid that need more memory and may be faster."""
-    # The sequences of a data rank per optimizer step.
-    share = grid.layout.per_forward * grid.layout.accumulated
-    for checkpointing in (True, False):
-        single = grid
-        if not checkpointing:
-            single = _add(_plan(replace(grid.layout, checkpointing=False), asked, few), result)
-        if single.left < 0 or share == 1:
-            continue
-        whole_share = _add(_plan(_with_sequences(single.layout, share), asked, few), result)
-        bytes_per_sequence = (whole_share.step.peak - single.step.peak) / (share - 1)
-        sequences = share
-        while sequences > 1 and (
-            single.step.peak + (sequences - 1) * bytes_per_sequence > asked.limit
-        ):
-            sequences -= 1
-        # Round down to a power of two that divides the share.
-        sequences = max(n for n in [1, *_powers_of_two(sequences)] if share % n == 0)
-        fits = whole_share.left >= 0
-        while not fits and sequences > 1:
-            layout = _with_sequences(single.layout, sequences)
-            fits = _add(_plan(layout, asked, few), result).left >= 0
-            sequences //= 2
+    @staticmethod
+    def of(asked: Asked, pp: int, result: Found) -> _Search | None:
+        """Begin a search, or return None if training refuses this number of stages."""
+        try:
+            return _Search(asked.of_stage(pp), pp, result)
+        except ValueError as error:
+            layout = Layout(asked.ep or 1, asked.sp or 1, asked.dp_replicate or 1, pp=pp)
+            result.illegal[layout] = str(error)
+            return None
+
+    def plan_grids(self) -> None:
+        """Plan every grid with as little memory as possible."""
+        asked, num_experts = self.asked, _count_experts(self.asked)
+        planned: list[Planned] = []
+        for sp in [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]:
+            planned += self._plan_grids(_grids(asked, sp, asked.cp or 1, num_experts, self.pp))
+            if any(grid.left >= 0 for grid in planned):
+                return
+        if asked.cp is not None:
+            return
+        sp = max((grid.layout.sp for grid in planned), default=1)
+        for cp in _powers_of_two(asked.gpus // sp):
+            planned = self._plan_grids(_grids(asked, sp, cp, num_experts, self.pp))
+            if any(grid.left >= 0 for grid in planned):
+                return
+
+    def _plan_grids(self, grids: Iterable[Layout]) -> list[Planned]:
+        """Plan the grids that training accepts, without replicas that need far too much memory."""
+        planned: list[Planned] = []
+        far = set()
+        for layout in grids:
+            if layout.dp_replicate in far:
+                continue
+            reason = refusal(layout, self.asked)
+            if reason:
+                self.result.illegal[layout] = reason
+                continue
+            self.few = self.few or layers_to_run(_request(layout, self.asked))
+            planned.append(self.add(layout))
+            if planned[-1].step.peak > FAR * self.asked.limit:
+                far.add(layout.dp_replicate)
+        return planned
+
+    def look_closer(self, grid: Planned) -> None:
+        """Plan variants of a grid that need more memory and may be faster."""
+        if self.pp > 1:
+            self.add(replace(grid.layout, checkpointing=False))
+            return
+        # The sequences of a data rank per optimizer step.
+        share = grid.layout.per_forward * grid.layout.accumulated
+        for checkpointing in (True, False):
+            single = grid
+            if not checkpointing:
+                single = self.add(replace(grid.layout, checkpointing=False))
+            if single.left < 0 or share == 1:
+                continue
+            whole_share = self.add(_with_sequences(single.layout, share))
+            bytes_per_sequence = (whole_share.step.peak - single.step.peak) / (share - 1)
+            sequences = share
+            while sequences > 1 and (
+                single.step.peak + (sequences - 1) * bytes_per_sequence > self.asked.limit
+            ):
+                sequences -= 1
+            # Round down to a power of two that divides the share.
+            sequences = max(n for n in [1, *_powers_of_two(sequences)] if share % n == 0)
+            fits = whole_share.left >= 0
+            while not fits and sequences > 1:
+                layout = _with_sequences(single.layout, sequences)
+                fits = self.add(layout).left >= 0
+                sequences //= 2
+
+    def add(self, layout: Layout) -> Planned:
+        """Plan a layout and add it to the result."""
+        planned = _plan(layout, self.asked, self.few)
+        result = self.result
+        (result.fit if planned.left >= 0 else result.too_large).append(planned)
+        return planned
 
 
 def _with_sequences(layout: Layout, sequences: int) -> Layout:
     """Return a copy of a layout with another number of sequences per forward."""
     share = layout.per_forward * layout.accumulated
     return replace(layout, per_forward=sequences, accumulated=share // sequences)
-
-
-def _add(planned: Planned, result: Found) -> Planned:
-    (result.fit if planned.left >= 0 else result.too_large).append(planned)
-    return planned
 
 
 def _memory_used(planned: Planned) -> int:
@@ -274,7 +362,10 @@ def _order_without_hardware(planned: Planned) -> tuple[int, ...]:
 
 
 def refusal(layout: Layout, asked: Asked) -> str:
-    """Return the reason why training would refuse a layout; "" if it would accept the layout."""
+    """Return the reason why training would refuse a layout; "" if it would accept the layout.
+
+    With several stages, `asked` is the request for one of them.
+    """
     data_ranks = max(asked.gpus // layout.ranks_per_batch, 1)
     if asked.batch % data_ranks:
         context = f"cp_size {layout.cp} / " if layout.cp > 1 else ""
@@ -299,7 +390,7 @@ def refusal(layout: Layout, asked: Asked) -> str:
 def _request(layout: Layout, asked: Asked) -> PlanRequest:
     return PlanRequest(
         find_config(asked.shape),
-        ParallelConfig(**layout.sizes(), **asked.parallel),
+        ParallelConfig(**layout.sizes_of_stage(), **asked.parallel),
         asked.gpus,
         **({"dtype": torch.bfloat16} | _DEFAULTS | asked.options),
     )
@@ -325,33 +416,78 @@ def received_per_layer(layout: Layout, asked: Asked) -> int | None:
     return (layout.cp - 1) * tokens * max(widths) * request.dtype.itemsize
 
 
-def _grids(asked: Asked, sp: int, cp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size and a cp_size: one sequence per forward, with checkpointing."""
+def _count_experts(asked: Asked) -> int:
+    """Return the number of experts of a layer; 0 if the model cannot be patched."""
+    request = _request(Layout(1, 1, 1), replace(asked, parallel={}))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            request = replace(request, config=with_layers(request.config, FEW[-1]))
+            return Unsharded.of(request).state.num_experts
+    except ValueError:
+        return 0
+
+
+def _split_experts(ep: int, asked: Asked, num_experts: int) -> tuple[int, int]:
+    """Return (ep_size, etp_size) that split the experts over `ep` ranks.
+
+    If the model has too few experts for an ep_size of `ep`, several ranks share each expert.
+    """
+    if asked.ep is not None or asked.etp is not None or not num_experts:
+        return ep, asked.etp or 1
+    whole = math.gcd(ep, num_experts)
+    return whole, ep // whole
+
+
+def _grids(asked: Asked, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
+    """Yield the grids of an sp_size and a cp_size: a sequence per (micro-)batch, checkpointing."""
     node = asked.node
     replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
     share = max(asked.batch * sp * cp // asked.gpus, 1)
-    for ep in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
+    for ranks in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
+        ep, etp = _split_experts(ranks, asked, num_experts)
         for replicate in replicas if asked.dp_replicate is None else [asked.dp_replicate]:
-            for node_size in (None, node) if ep > node else (None,):
-                layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp)
-                yield replace(layout, node_size=node_size)
+            for node_size in (None, node) if ep * etp > node else (None,):
+                layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp, etp=etp)
+                layout = replace(layout, node_size=node_size)
+                if pp > 1:
+                    layout = replace(layout, per_forward=share, accumulated=1)
+                    layout = replace(layout, pp=pp, micro_batches=share)
+                yield layout
 
 
 def _plan(layout: Layout, asked: Asked, few: tuple[int, ...] | None) -> Planned:
     asked.on_plan(layout)
+    rows = layout.per_forward // layout.micro_batches
+    accumulates = layout.accumulated * layout.micro_batches > 1
     step = plan_step(
         asked.shape,
-        ParallelConfig(**layout.sizes(), **asked.parallel),
+        ParallelConfig(**layout.sizes_of_stage(), **asked.parallel),
         world_size=asked.gpus,
-        batch=Batch(asked.seq, layout.per_forward, layout.checkpointing, layout.accumulated > 1),
+        batch=Batch(asked.seq, rows, layout.checkpointing, accumulates),
         few=few,
         **asked.options,
     )
+    tokens = max(asked.batch * asked.seq // (asked.gpus * layout.pp), 1)
+    if layout.pp > 1:
+        return _with_stages(layout, asked, step, tokens)
     seconds = None
     if asked.hardware is not None:
-        tokens = max(asked.batch * asked.seq // asked.gpus, 1)
         seconds = step_time(step, asked.hardware, micro_batches=layout.accumulated, tokens=tokens)
     return Planned(layout, step, asked.limit - step.peak, seconds)
+
+
+def _with_stages(layout: Layout, asked: Asked, step: StepPlan, tokens: int) -> Planned:
+    """Return the plan of a layout with several stages, from that of a micro-batch on a stage."""
+    step = with_micro_batches(step, pp_size=layout.pp, micro_batches=layout.micro_batches)
+    rows = layout.per_forward // layout.micro_batches
+    hidden = text_config(find_config(asked.shape)).hidden_size
+    dtype: torch.dtype = asked.options.get("dtype", torch.bfloat16)
+    nbytes = rows * (asked.seq // layout.sp) * hidden * dtype.itemsize
+    transfers = Transfers(layout.pp, layout.micro_batches, asked.gpus, nbytes)
+    seconds = None
+    if asked.hardware is not None:
+        seconds = time_of_stages(step, asked.hardware, transfers, tokens=tokens)
+    return Planned(layout, step, asked.limit - step.peak, seconds, transfers.sent)
 
 
 def _powers_of_two(limit: int) -> list[int]:

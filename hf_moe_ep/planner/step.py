@@ -236,11 +236,11 @@ def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> 
     With 8 ranks and ep_size 2, the first rank with ep coordinate 1 is rank 1 if ep is the inner
     axis, and rank 4 if ep is the outer axis.
     """
-    ep_size = state.config.ep_size or 1
+    ep_size, etp_size = state.config.ep_size or 1, state.config.etp_size or 1
     rank = choices.busiest(ep_size)
     if state.config.ep_outside:
-        rank *= request.world_size // (state.config.dp_replicate_size or 1) // ep_size
-    return rank
+        return rank * (request.world_size // (state.config.dp_replicate_size or 1) // ep_size)
+    return rank * etp_size
 
 
 def _make_optimizer_with_state(model: nn.Module, request: PlanRequest) -> LocalOptimizer:

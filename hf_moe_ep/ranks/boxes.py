@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 # [start, stop) of every dim.
 Box = tuple[tuple[int, int], ...]
@@ -39,6 +41,21 @@ def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices that select the box `inner` in a tensor that holds the box `outer`."""
     pairs = zip(inner, outer, strict=True)
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+
+
+def from_even_shards(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Make a DTensor of shards that all have the shape of `local`; the whole tensor is contiguous.
+
+    DTensor.from_local alone would guess the strides, wrongly where several dims have one element.
+    """
+    shape = list(local.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.size(axis)
+    whole_stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=whole_stride
+    )
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:

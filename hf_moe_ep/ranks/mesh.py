@@ -21,6 +21,14 @@ ranks that share a batch are consecutive as well, and sp is innermost: with cp 2
 0 to 3 share a batch, the sp groups are {0 1} {2 3}, and the cp groups {0 2} {1 3}. There are
 world / (cp x sp) different batches.
 
+With pp_size > 1 the ranks are divided into pipeline stages, of consecutive ranks. Everything above
+holds inside of each stage, and "world" means the ranks of one stage. A column consists of the ranks
+with the same position in all stages. With pp_size 2 and ep_size 2 on 8 ranks:
+
+    stage 0        stage 1
+    0  1  2  3     4  5  6  7       ep groups  {0 1} {2 3} {4 5} {6 7}
+                                    columns    {0 4} {1 5} {2 6} {3 7}
+
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
 
@@ -30,15 +38,26 @@ nodes of 2 ranks, the ep group {0 1 2 3} has these groups:
     inside a node    {0 1} {2 3}
     between nodes    {0 2} {1 3}      the ranks of a group have the same local index on their nodes
 
-Expert weights are sharded over two axes. A sum over both axes, such as a gradient norm, uses one
-process group of ep_fsdp x ep ranks. Our own clipping uses this group (`sharding/clip.py`), and so
-does DTensor when Accelerate or the Trainer clips.
+With etp_size > 1 (expert tensor parallelism) the experts' mesh has one more axis, dp_replicate x
+ep_fsdp x ep x etp, and ep_fsdp = world / (dp_replicate x ep x etp). The ranks of an etp group share
+the same experts, so tokens are dispatched in a group of ep x etp ranks. 8 ranks with ep_size 2 and
+etp_size 2:
+
+                 ep 0         ep 1
+                 etp 0  etp 1 etp 0  etp 1    dispatch groups {0 1 2 3} {4 5 6 7}
+    ep_fsdp 0      0     1     2     3        etp groups      {0 1} {2 3} {4 5} {6 7}
+    ep_fsdp 1      4     5     6     7        ep groups       {0 2} {1 3} {4 6} {5 7}
+
+Expert weights are sharded over two or three axes. A sum over all of them, such as a gradient norm,
+uses one process group of ep_fsdp x ep (x etp) ranks. Our own clipping uses this group
+(`sharding/clip.py`), and so does DTensor when Accelerate or the Trainer clips.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,13 +66,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
 from hf_moe_ep.upstream.gloo import one_worker_thread
-from hf_moe_ep.upstream.process_groups import flatten_axes, take_default_timeout
+from hf_moe_ep.upstream.process_groups import (
+    default_timeout,
+    flatten_axes,
+    take_default_timeout,
+)
 
 # Names of the axes.
 DP_REPLICATE = "dp_replicate"
 FSDP = "fsdp"
 EP_FSDP = "ep_fsdp"
 EP = "ep"
+ETP = "etp"
+DISPATCH = "ep_etp"
 DATA = "data"
 CP = "cp"
 SP = "sp"
@@ -61,6 +86,8 @@ SEQUENCE = "sequence"
 EP_GROUP = "ep_group"
 EP_NODES = "ep_nodes"
 EP_IN_NODE = "ep_in_node"
+PP = "pp"
+STAGE = "stage"
 
 
 @dataclass(frozen=True)
@@ -77,25 +104,79 @@ class NodeMeshes:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """The process groups of a model with several pipeline stages.
+
+    Neighbours send hidden states and gradients in a group each. If both used one group, NCCL would
+    wait forever when two neighbours send to each other at the same time.
+
+    Attributes:
+        column: mesh ("pp",) of the ranks with the same position in each stage.
+        ranks: group of the ranks of this stage.
+        forwards: group of the column, for hidden states.
+        backwards: group of the column, for their gradients.
+    """
+
+    column: DeviceMesh
+    ranks: dist.ProcessGroup
+    forwards: dist.ProcessGroup
+    backwards: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """The number of stages."""
+        return self.column.size()
+
+    @property
+    def index(self) -> int:
+        """The number of this rank's stage."""
+        return self.column.get_local_rank()
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+    def rank_in(self, stage: int) -> int:
+        """Return the rank of this column in a stage."""
+        return int(self.column.mesh[stage])
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The first rank of each stage."""
+        ranks_per_stage = dist.get_world_size(self.ranks)
+        return [stage * ranks_per_stage for stage in range(self.size)]
+
+
+@dataclass(frozen=True)
 class Meshes:
-    """The meshes of one model.
+    """The meshes of one model. With several pipeline stages, they are those of this rank's stage.
 
     Attributes:
         dense: mesh of the non-expert parameters: ("fsdp",) or ("dp_replicate", "fsdp").
         ep_fsdp: mesh over which FSDP2 shards the experts of an ep rank: ("ep_fsdp",), with HSDP
             ("dp_replicate", "ep_fsdp").
         ep: mesh ("ep",) over which the experts are split.
-        experts: mesh ("ep_fsdp_ep",) of the ranks that together hold one copy of all experts; None
-            if this torch cannot create it.
+        experts: mesh ("ep_fsdp_ep",), with etp_size > 1 ("ep_fsdp_ep_etp",), of the ranks that
+            together hold one copy of all experts; None if this torch cannot create it.
         sp: mesh ("sp",) over which the heads of attention are split.
         cp: mesh ("cp",) over which a sequence is split in attention as well.
         sequence: mesh of the cp x sp ranks that share a batch; its axis is "sequence", or "cp" or
             "sp" if the other one has one rank.
-        world_size: the number of ranks of the default process group; the model uses all of them.
+        world_size: the number of ranks of this rank's stage. Without stages these are all ranks of
+            the default process group.
         device: the device of parameters and batches.
         ep_outside, node_size: the values of the config.
         nodes: the ep group as a grid, for an exchange in two steps; None if the dispatcher is not
             "hierarchical", if the ep group is on one node, or if it has one rank per node.
+        etp: mesh ("etp",) of the ranks that share the same experts; None if etp_size is 1.
+        ep_etp: mesh ("ep", "etp") of the ranks that together have all experts; None if ep_size or
+            etp_size is 1.
+        dispatch_mesh: the ranks of `ep_etp` on one axis; None if `ep_etp` is None.
+        stages: the pipeline stages; None if there is only one.
     """
 
     dense: DeviceMesh
@@ -110,11 +191,29 @@ class Meshes:
     ep_outside: bool = False
     node_size: int | None = None
     nodes: NodeMeshes | None = None
+    etp: DeviceMesh | None = None
+    ep_etp: DeviceMesh | None = None
+    dispatch_mesh: DeviceMesh | None = None
+    stages: Stages | None = None
 
     def fit(self, config: ParallelConfig, device: torch.device) -> bool:
         """Return True if `build_meshes(config, device)` would create equal meshes."""
-        sizes = (self.ep_size, self.sp_size, self.cp_size, self.dp_replicate_size)
-        wanted = (config.ep_size, config.sp_size, config.cp_size, config.dp_replicate_size)
+        sizes = (
+            self.ep_size,
+            self.etp_size,
+            self.sp_size,
+            self.cp_size,
+            self.dp_replicate_size,
+            self.pp_size,
+        )
+        wanted = (
+            config.ep_size,
+            config.etp_size,
+            config.sp_size,
+            config.cp_size,
+            config.dp_replicate_size,
+            config.pp_size,
+        )
         layout = (self.ep_outside, self.node_size, self.device)
         return (*sizes, *layout) == (
             *(size or 1 for size in wanted),
@@ -132,6 +231,28 @@ class Meshes:
     @property
     def ep_rank(self) -> int:
         return self.ep.get_local_rank()
+
+    @property
+    def etp_size(self) -> int:
+        return 1 if self.etp is None else self.etp.size()
+
+    @property
+    def etp_rank(self) -> int:
+        return 0 if self.etp is None else self.etp.get_local_rank()
+
+    @property
+    def dispatch(self) -> DeviceMesh:
+        """The mesh of the ranks that send each other tokens: they together have all experts."""
+        if self.dispatch_mesh is not None:
+            return self.dispatch_mesh
+        return self.ep if self.etp is None else self.etp
+
+    @property
+    def expert_axes(self) -> DeviceMesh:
+        """The mesh whose axes split the experts' tensors before FSDP2: ep, etp, or both."""
+        if self.ep_etp is not None:
+            return self.ep_etp
+        return self.ep if self.etp is None else self.etp
 
     @property
     def ep_fsdp_size(self) -> int:
@@ -154,6 +275,25 @@ class Meshes:
     def data_parallel_size(self) -> int:
         return self.world_size // self.ranks_per_batch
 
+    @property
+    def pp_size(self) -> int:
+        return 1 if self.stages is None else self.stages.size
+
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The group of the `world_size` ranks; None stands for the default group."""
+        return None if self.stages is None else self.stages.ranks
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this rank's stage."""
+        return 0 if self.stages is None else self.stages.first_ranks[self.stages.index]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of this rank's batch, from 0 to `data_parallel_size` - 1."""
+        return (dist.get_rank() - self.first_rank) // self.ranks_per_batch
+
 
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     """Create the meshes of `config` over the default group; every rank calls this.
@@ -170,43 +310,58 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
 def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes, list[DeviceMesh]]:
     """Return the meshes, and a list of meshes with all process groups that were created."""
     let_threads_finish()
-    world_size = dist.get_world_size()
+    pp = config.pp_size or 1
+    num_ranks = dist.get_world_size()
+    check_stages(pp, num_ranks)
+    world_size = num_ranks // pp
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
-    sp, cp = config.sp_size or 1, config.cp_size or 1
-    check_world(ep, replicate, world_size, sp, cp)
-    ep_fsdp = world_size // (replicate * ep)
-    ranks = torch.arange(world_size)
+    sp, cp, etp = config.sp_size or 1, config.cp_size or 1, config.etp_size or 1
+    check_world(ep, replicate, world_size, sp_size=sp, cp_size=cp, etp_size=etp)
+    ep_fsdp = world_size // (replicate * ep * etp)
+    ranks = torch.arange(num_ranks)
     # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice a mesh of it.
     if config.ep_outside and ep > 1:
-        ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
-    else:
-        ranks = ranks.view(replicate, ep_fsdp, ep)
+        ranks = ranks.view(pp, replicate, ep, ep_fsdp, etp).transpose(2, 3).contiguous()
+    # Without etp_size the mesh has no axis etp, so that DTensors have one axis less.
+    shape: tuple[int, ...] = (replicate, ep_fsdp, ep)
+    names: tuple[str, ...] = (DP_REPLICATE, EP_FSDP, EP)
+    if etp > 1:
+        shape, names = (*shape, etp), (*names, ETP)
+    ranks = ranks.view(pp, *shape)
     world_group = _group_of_all(device)
-    own_group = world_group if world_group is not None and world_size == 1 else _group_of_one()
-    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, own_group, world_group)
-    in_order = torch.arange(world_size)
-    dense = _grid(
-        in_order.view(replicate, -1), (DP_REPLICATE, FSDP), device, own_group, world_group
-    )
-    split = _grid(in_order.view(-1, cp, sp), (DATA, CP, SP), device, own_group, world_group)
-    flat_experts = flatten_axes(experts, (EP_FSDP, EP))
+    own_group = world_group if world_group is not None and num_ranks == 1 else _group_of_one()
+    grid = partial(_grid, device=device, own_group=own_group, world_group=world_group)
+    experts = grid(_of_stages(ranks), _names(pp, *names))
+    in_order = torch.arange(num_ranks).view(pp, -1)
+    dense = grid(_of_stages(in_order.view(pp, replicate, -1)), _names(pp, DP_REPLICATE, FSDP))
+    split = grid(_of_stages(in_order.view(pp, -1, cp, sp)), _names(pp, DATA, CP, SP))
+    flat_experts = flatten_axes(experts, names[1:])
     every_mesh = [experts, dense, split, *([flat_experts] if flat_experts else [])]
     sequence = split[SP] if cp == 1 else split[CP]
     if cp > 1 and sp > 1:
-        batches = _grid(
-            in_order.view(-1, cp * sp), (DATA, SEQUENCE), device, own_group, world_group
-        )
+        batches = grid(_of_stages(in_order.view(pp, -1, cp * sp)), _names(pp, DATA, SEQUENCE))
         every_mesh.append(batches)
         sequence = batches[SEQUENCE]
     hsdp = replicate > 1
+    dispatch_groups = ranks.reshape(-1, ep * etp)
+    dispatch = None
+    if ep > 1 and etp > 1:
+        groups = _of_stages(ranks.reshape(pp, -1, ep * etp))
+        dispatch = grid(groups, _names(pp, EP_GROUP, DISPATCH))
+        every_mesh.append(dispatch)
     nodes = None
-    if config.dispatcher == "hierarchical" and ep > 1:
-        grid = _grid_of_nodes(ranks.reshape(-1, ep), config.node_size, device)
-        if grid is not None:
-            nodes = NodeMeshes(between=grid[EP_NODES], inside=grid[EP_IN_NODE])
-            every_mesh.append(grid)
+    if config.dispatcher == "hierarchical" and ep * etp > 1:
+        node_grid = _grid_of_nodes(dispatch_groups, config.node_size, device)
+        if node_grid is not None:
+            nodes = NodeMeshes(between=node_grid[EP_NODES], inside=node_grid[EP_IN_NODE])
+            every_mesh.append(node_grid)
+    stages = None
+    if pp > 1:
+        pipeline = grid(in_order, (PP, STAGE))
+        every_mesh.append(pipeline)
+        stages = _make_stages(pipeline, device)
     meshes = Meshes(
-        dense=dense if hsdp else dense[FSDP],
+        dense=dense[DP_REPLICATE, FSDP] if hsdp and pp > 1 else dense if hsdp else dense[FSDP],
         ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
         ep=experts[EP],
         experts=flat_experts,
@@ -218,8 +373,40 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
         ep_outside=config.ep_outside,
         node_size=config.node_size,
         nodes=nodes,
+        etp=experts[ETP] if etp > 1 else None,
+        ep_etp=experts[EP, ETP] if dispatch is not None else None,
+        dispatch_mesh=None if dispatch is None else dispatch[DISPATCH],
+        stages=stages,
     )
     return meshes, every_mesh
+
+
+def _names(pp_size: int, *names: str) -> tuple[str, ...]:
+    """Return the names of a mesh's axes. With several stages, the first axis is pp."""
+    return (PP, *names) if pp_size > 1 else names
+
+
+def _of_stages(ranks: torch.Tensor) -> torch.Tensor:
+    """Remove the first axis, of the stages, if there is only one stage."""
+    return ranks if len(ranks) > 1 else ranks[0]
+
+
+def _make_stages(pipeline: DeviceMesh, device: torch.device) -> Stages:
+    """Create the groups of the stages from a mesh ("pp", "stage") of all ranks."""
+    column = pipeline[PP]
+
+    def new_group(direction: str) -> dist.ProcessGroup:
+        # A transfer has the timeout with which its gloo group was created.
+        group: dist.ProcessGroup = dist.new_group(
+            column.mesh.tolist(),
+            timeout=default_timeout(device),
+            use_local_synchronization=True,
+            group_desc=f"pipeline_{direction}",
+        )
+        return group
+
+    ranks = pipeline.get_group(STAGE)
+    return Stages(column, ranks, new_group("forwards"), new_group("backwards"))
 
 
 def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
@@ -333,8 +520,23 @@ def _join(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def check_stages(pp_size: int, num_ranks: int) -> None:
+    """Raise ValueError if the ranks cannot be divided into `pp_size` stages of equal size."""
+    if pp_size > num_ranks or num_ranks % pp_size:
+        raise ValueError(
+            f"pp_size ({pp_size}) must divide the number of ranks ({num_ranks}); try "
+            f"{_divisors(num_ranks)}, or launch a multiple of {pp_size} processes"
+        )
+
+
 def check_world(
-    ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1, cp_size: int = 1
+    ep_size: int,
+    dp_replicate_size: int,
+    world_size: int,
+    *,
+    sp_size: int = 1,
+    cp_size: int = 1,
+    etp_size: int = 1,
 ) -> None:
     """Raise ValueError if the sizes do not divide the world size; the message lists valid sizes."""
     if dp_replicate_size > world_size or world_size % dp_replicate_size:
@@ -353,6 +555,13 @@ def check_world(
                 f"({world_size} / {dp_replicate_size} = {ranks}); try {_divisors(ranks)}, "
                 f"or launch a multiple of {size * dp_replicate_size} processes"
             )
+    if etp_size > 1 and ranks % (ep_size * etp_size):
+        raise ValueError(
+            f"etp_size ({etp_size}) times ep_size ({ep_size}) must divide world size / "
+            f"dp_replicate_size ({world_size} / {dp_replicate_size} = {ranks}); with ep_size "
+            f"{ep_size} try etp_size {_divisors(ranks // ep_size)}, or launch a multiple of "
+            f"{ep_size * etp_size * dp_replicate_size} processes"
+        )
 
 
 def _divisors(number: int) -> str:

@@ -105,20 +105,21 @@ def _wait_for_key(key: str, patience: timedelta) -> bool:
     return True
 
 
-def check_alike(what: str, **arguments: Any) -> None:
-    """Compare arguments of the function `what` over all ranks.
+def check_alike(what: str, group: dist.ProcessGroup | None = None, /, **arguments: Any) -> None:
+    """Compare arguments of the function `what` over all ranks, or over the ranks of `group`.
 
     Raises:
         ValueError: on every rank, if an argument differs; the message has the values of two ranks.
     """
-    by_rank = differing(arguments) or [arguments]
+    by_rank = differing(arguments, group) or [arguments]
+    ranks = range(len(by_rank)) if group is None else dist.get_process_group_ranks(group)
     for name, first in by_rank[0].items():
-        for rank, values in enumerate(by_rank):
+        for rank, values in zip(ranks, by_rank):
             if values[name] != first:
                 raise ValueError(
-                    f"ranks called {what} with different values of {name}: rank 0 with {first!r}, "
-                    f"rank {rank} with {values[name]!r}; pass the value of rank 0 on every rank (a "
-                    f"time or a step in the value may depend on the rank)"
+                    f"ranks called {what} with different values of {name}: rank {ranks[0]} with "
+                    f"{first!r}, rank {rank} with {values[name]!r}; pass the value of rank 0 on "
+                    f"every rank (a time or a step in the value may depend on the rank)"
                 )
 
 

@@ -174,7 +174,7 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
     if reset:
         count_anew(state, reader)
     ep_size = 1 if state.meshes is None else state.meshes.ep_size
-    return ExpertLoad(counts.cpu(), _names_of_layers(model), ep_size, slots_of_layers(state))
+    return ExpertLoad(counts.cpu(), _names_of_layers(model, state), ep_size, slots_of_layers(state))
 
 
 def slots_of_layers(state: ModelState) -> Tensor | None:
@@ -195,7 +195,9 @@ def check_counts(state: ModelState, what: str) -> None:
         )
 
 
-def _names_of_layers(model: nn.Module) -> tuple[str, ...]:
+def _names_of_layers(model: nn.Module, state: ModelState) -> tuple[str, ...]:
+    if state.stage is not None:
+        return tuple(state.stage.moe_names)
     names = {
         layer.index: stock_name(name)
         for name, module in without_adapters(unwrap(model)).named_modules()

@@ -98,7 +98,7 @@ class Replaying(Session):
         if self.refusal is None:
             if self._ids_BSLK is not None:
                 self._slice_routes(forward)
-        elif self._state.meshes is None or self._state.meshes.ep_size == 1:
+        elif self._state.meshes is None or self._state.meshes.dispatch.size() == 1:
             raise self.refusal
 
     def end(self, completed: bool) -> None:
@@ -221,4 +221,4 @@ def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
 def ranks_compare_routes(state: ModelState) -> bool:
     """Return True if ranks compare their routes, or their `RouteSource`s, in a forward."""
     meshes = state.meshes
-    return meshes is not None and (meshes.ep_size > 1 or meshes.ranks_per_batch > 1)
+    return meshes is not None and (meshes.dispatch.size() > 1 or meshes.ranks_per_batch > 1)

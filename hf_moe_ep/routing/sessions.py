@@ -74,11 +74,17 @@ def session_hooks(
     """Register the hooks that call the session's methods, and remove them after the block.
 
     Raises:
-        ValueError: another session is open.
+        ValueError: another session is open, or the model has several pipeline stages.
     """
     if state.routing is not None:
         raise ValueError(
             "a record() or replay() block of this model is open already; leave that block first"
+        )
+    if state.stage is not None or (state.config.pp_size or 1) > 1:
+        raise ValueError(
+            f"routing of a model with pp_size={state.config.pp_size} cannot be recorded or "
+            f"replayed, because a rank chooses for the layers of its own stage only; leave pp_size "
+            f"at 1"
         )
     head = output_head(root)
     owners = (module for module in root.modules() if head in own_children(module))
@@ -106,7 +112,7 @@ def session_hooks(
 
 def exchanges_rows(state: ModelState) -> bool:
     """Return True if MoE layers exchange rows; such layers store their choices in the `Frame`."""
-    return state.meshes is not None and state.meshes.ep_size > 1
+    return state.meshes is not None and state.meshes.dispatch.size() > 1
 
 
 class _Hook(Ours):

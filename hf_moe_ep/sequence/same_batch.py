@@ -17,12 +17,15 @@ from torch import Tensor
 from hf_moe_ep.ranks.collectives import gather_counts
 
 
-def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup) -> None:
+def check_same_batch(
+    given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup, sharing: str = "sp group"
+) -> None:
     """Raise ValueError on every rank of `group` if the batches differ.
 
     Args:
         given: the arguments of the forward by name; all tensors among them are compared.
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
+        sharing: the kind of group, for the error.
     """
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     names = sorted(tensors)
@@ -35,7 +38,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
     assert isinstance(checksum, Tensor)
     sizes_and_names = torch.tensor([*tokens.shape[:2], checksum_of_names], device=tokens.device)
     own_numbers = torch.cat([sizes_and_names, checksum.view(1)])
-    by_rank = gather_counts(own_numbers, group, where="the batches of ranks that share one")
+    by_rank = gather_counts(own_numbers, group, where=f"the {sharing}'s batches")
     if any(numbers != by_rank[0] for numbers in by_rank):
         ranks = dist.get_process_group_ranks(group)
         sizes = ", ".join(
@@ -43,9 +46,9 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
             for rank, (rows, length, *_) in zip(ranks, by_rank, strict=True)
         )
         raise ValueError(
-            f"ranks of one group were given different batches ({sizes}; if the sizes are equal, "
-            f"the contents differ), but the ranks {ranks} split one batch. In your own loop select "
-            f"samples by hf_moe_ep.data_parallel_rank(model) of "
+            f"ranks of one {sharing} were given different batches ({sizes}; if the sizes are "
+            f"equal, the contents differ), but the ranks {ranks} split one batch. In your own loop "
+            f"select samples by hf_moe_ep.data_parallel_rank(model) of "
             f"hf_moe_ep.data_parallel_size(model); random numbers in a data set or collate "
             f"function need the same seed on all of these ranks"
         )

@@ -9,15 +9,20 @@ Every rank then computes the same total norm from the sums of all groups:
     gradients           the sum is all-reduced over
     dense               fsdp
     experts, ep_size 1  ep_fsdp
-    experts             ep_fsdp and ep as one process group; if torch cannot create this group,
-                        first one axis, then the other
+    experts             ep_fsdp, ep and etp as one process group; if torch cannot create this group,
+                        one axis after the other
+    adapters that each  ep_fsdp, then ep
+    etp rank has whole
 
-An element with replicas on several ranks (HSDP) is counted once.
+An element with replicas on several ranks (HSDP) is counted once. With pipeline stages, the sums are
+all-reduced over the stages at the end, without the last stage's copy of a tied embedding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_moe_ep.ranks.collectives import max_over_ranks, sum_over_ranks
-from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
+from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.norms import norm_dtype, vector_norms
 
@@ -57,11 +62,37 @@ def clip_grad_norm_(
             f"clip_grad_norm_ takes the model, got {type(model).__name__}; write "
             f"clip_grad_norm_(model, {max_norm}), without .parameters()"
         )
-    state = find_state(model)
-    meshes = None if state is None else state.meshes
     return clip_gradients_of(
-        model.parameters(), max_norm, norm_type, meshes, error_if_nonfinite=error_if_nonfinite
+        model.parameters(),
+        max_norm,
+        norm_type,
+        Scope.of(model),
+        error_if_nonfinite=error_if_nonfinite,
     )
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The ranks over which the gradients of a model are summed.
+
+    Attributes:
+        meshes: the meshes of the model. If it is None, the norm of the experts takes one all-reduce
+            for each axis of their mesh.
+        stages: the pipeline stages of the model, or None.
+        copy: a parameter that another stage counts, or None.
+    """
+
+    meshes: Meshes | None = None
+    stages: Stages | None = None
+    copy: Tensor | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> Scope:
+        state = find_state(model)
+        if state is None or state.meshes is None:
+            return Scope()
+        copy = None if state.stage is None else state.stage.copied_weight
+        return Scope(state.meshes, state.meshes.stages, copy)
 
 
 @torch.no_grad()
@@ -69,15 +100,11 @@ def clip_gradients_of(
     parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float,
-    meshes: Meshes | None,
+    scope: Scope,
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the gradients of `parameters`; `clip_grad_norm_` describes the other arguments.
-
-    `meshes` are the meshes of the model. If it is None, the norm of the experts takes one
-    all-reduce for each axis of their mesh.
-    """
+    """Clip the gradients of `parameters`; `clip_grad_norm_` describes the other arguments."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
     by_layout: dict[object, list[Tensor]] = {}
@@ -86,7 +113,7 @@ def clip_gradients_of(
         if grad is not None:
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             by_layout.setdefault(layout, []).append(parameter)
-    total = _total_norm(list(by_layout.values()), float(norm_type), meshes)
+    total = _total_norm(list(by_layout.values()), float(norm_type), scope)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm (p={norm_type}) is {total.item()}, so it cannot be clipped to "
@@ -97,13 +124,24 @@ def clip_gradients_of(
     return total
 
 
-def _total_norm(by_layout: list[list[Tensor]], norm_type: float, meshes: Meshes | None) -> Tensor:
+def _total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: Scope) -> Tensor:
     """Return the norm of all gradients. Parameters in one list have equal mesh and placements."""
-    if not by_layout:
+    counted = ([p for p in parameters if p is not scope.copy] for parameters in by_layout)
+    sums = [_sum_of_powers(same, norm_type, scope.meshes) for same in counted if same]
+    if not sums and scope.stages is None:
         return torch.tensor(0.0)
-    sums = [_sum_of_powers(parameters, norm_type, meshes) for parameters in by_layout]
-    stacked = torch.stack([x.to(sums[0].device) for x in sums])
-    return stacked.amax() if norm_type == float("inf") else stacked.sum() ** (1.0 / norm_type)
+    is_max = norm_type == float("inf")
+    total = torch.zeros(
+        (), dtype=torch.float64, device=None if scope.meshes is None else scope.meshes.device
+    )
+    if sums:
+        stacked = torch.stack([x.to(sums[0].device) for x in sums])
+        total = stacked.amax() if is_max else stacked.sum()
+    if scope.stages is not None:
+        # Stages may have gradients of several dtypes, or none.
+        reduce_over = max_over_ranks if is_max else sum_over_ranks
+        total = reduce_over(total.double(), scope.stages.column.get_group()).to(total.dtype)
+    return total if is_max else total ** (1.0 / norm_type)
 
 
 def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
@@ -135,7 +173,9 @@ def _reduction_groups(grad: DTensor, meshes: Meshes | None) -> list[dist.Process
     """Return the process groups whose ranks together hold each element of `grad` exactly once."""
     mesh = grad.device_mesh
     axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
-    if meshes is not None and meshes.experts is not None and names == [EP_FSDP, EP]:
-        return [meshes.experts.get_group()]
+    if meshes is not None and meshes.experts is not None and len(axes) > 1:
+        # Only tensors of experts have several sharded axes. A missing axis has one rank.
+        of_one_copy = math.prod(mesh.size(axis) for axis in axes) == meshes.experts.size()
+        if of_one_copy:
+            return [meshes.experts.get_group()]
     return [mesh.get_group(axis) for axis in axes]

@@ -5,7 +5,8 @@ are described in `ranks/mesh.py`.
 
     unit                 mesh                           gradient
     experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
-    and their adapters   ep before                      then summed; fp16 and "eager": see below
+    and their adapters   ep before, another dim over    then summed; fp16 and "eager": see below
+                         etp (`etp.py`)
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -63,7 +64,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
-from hf_moe_ep.ops.quantised import rows_may_be_cut
+from hf_moe_ep.ops.quantised import rows_and_columns_of_blocks, rows_may_be_cut
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.checks import (
     check_dtypes,
@@ -74,16 +75,18 @@ from hf_moe_ep.sharding.checks import (
     check_ranks_agree,
 )
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
+from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
     Units,
     allow_reentrant_checkpoints,
-    find_units,
     keep_last_layer,
     set_prefetch,
+    units_of,
 )
 from hf_moe_ep.sharding.values import (
     ParameterEntries,
     ParameterEntry,
+    ReceivedValues,
     broadcast_correction_biases,
     broadcast_unsharded,
     find_entries,
@@ -114,13 +117,27 @@ def shard_model(
         ValueError: on every rank, if ranks disagree, sizes do not divide the world size, or rank 0
             has no weights.
     """
+    meshes = state.meshes_of_stage or lay_out(model, state, options, device)
+    state.meshes_of_stage = None
+    state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
+    return shard_units(model, state, options, meshes)
+
+
+def lay_out(
+    model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
+) -> Meshes:
+    """Create the meshes of a model, and leave this rank its pipeline stage of the model.
+
+    Every rank must call this function. Raises as `shard_model`.
+    """
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
     meshes = state.meshes_beside
     if meshes is None or not meshes.fit(state.config, device):
         meshes = build_meshes(state.config, device)
-    state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
-    return shard_units(model, state, options, meshes)
+    if meshes.stages is not None:
+        cut_into_stages(model, state, options, meshes)
+    return meshes
 
 
 def shard_units(
@@ -128,7 +145,9 @@ def shard_units(
 ) -> nn.Module:
     """Shard a patched model in place over `meshes`, without comparing the ranks before."""
     keep_forwards(state)
-    units = find_units(model, state.plan)
+    parts = find_parts_of_stage(model, state)
+    units = units_of(parts)
+    received = {} if state.stage is None else state.stage.values
     check_frozen(model, units.all_experts)
     entries = find_entries(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, entries)
@@ -137,11 +156,15 @@ def shard_units(
     for experts in units.all_experts:
         _check_shared(experts, entries, state)
         _check_expert_shard_dim(experts, entries, state, meshes)
-    state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
-    broadcast_unsharded(model, options, meshes.device)
-    biases = broadcast_correction_biases(model, options, meshes.device)
+    dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
+    others = {} if state.stage is None else state.stage.tensors
+    state.dtypes = {name: tensor.dtype for name, tensor in others.items()} | dtypes
+    broadcast_unsharded(model, meshes, options)
+    biases = broadcast_correction_biases(model, meshes, options, received)
     options = replace(options, ignored_params=options.ignored_params | biases)
-    fill = partial(_materialize_unit, entries=entries, meshes=meshes, options=options)
+    fill = partial(
+        _materialize_unit, entries=entries, meshes=meshes, options=options, received=received
+    )
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
     for index, layer in enumerate(units.layers):
@@ -191,7 +214,9 @@ def _can_join_layers(
     separate unit. Both units lie on the same ranks only without expert parallelism.
     """
     config = state.config
-    if config.compile_kwargs is None or meshes.ep_size > 1 or config.experts_backend == "eager":
+    if config.compile_kwargs is None or meshes.dispatch.size() > 1:
+        return False
+    if config.experts_backend == "eager":
         return False
     of_experts = [p for experts in units.all_experts for p in experts.parameters()]
     has_own_layout = any(
@@ -215,7 +240,11 @@ def _joined_placement(
 
 
 def _materialize_unit(
-    modules: Iterable[nn.Module], entries: ParameterEntries, meshes: Meshes, options: ShardOptions
+    modules: Iterable[nn.Module],
+    entries: ParameterEntries,
+    meshes: Meshes,
+    options: ShardOptions,
+    received: ReceivedValues,
 ) -> ParameterEntries:
     """Materialize the parameters of one unit, and remove their entries from `entries`.
 
@@ -230,7 +259,7 @@ def _materialize_unit(
         entry = entries.pop(parameter, None)
         if entry is None:
             continue
-        new_entries |= dict.fromkeys(materialize(entry, meshes, options), entry)
+        new_entries |= dict.fromkeys(materialize(entry, meshes, options, received), entry)
     return new_entries
 
 
@@ -252,6 +281,8 @@ def _shard_experts(
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
         entry = entries.get(parameter)
+        if entry is not None and meshes.etp_size > 1:
+            return _placement_beside_etp(parameter, entry, shard_dim, meshes)
         if entry is not None and entry.quantisation is not None:
             return _quantised_placement(entry, shard_dim, meshes)
         is_factor = entry is not None and entry.stack is not None
@@ -288,7 +319,7 @@ def _shard_experts(
     layer.grad_divisor, after = grad_divisors(
         dtype,
         options.mp_policy.reduce_dtype or dtype,
-        ep_size=meshes.ep_size,
+        ep_size=meshes.dispatch.size(),
         world_size=meshes.world_size,
     )
     if after > 1:
@@ -347,7 +378,7 @@ def _check_expert_shard_dim(
 
     The factors of adapters are not checked, because the option does not apply to them.
     """
-    for weight in experts.parameters():
+    for weight in experts.parameters() if meshes.etp_size == 1 else ():
         if _is_shared(weight, entries):
             continue
         if weight in entries and entries[weight].stack is not None:
@@ -375,6 +406,46 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
         )
     use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
     return Shard(1) if dim_1_is_even and use_dim_1 else Shard(0)
+
+
+def _placement_beside_etp(
+    parameter: nn.Parameter, entry: ParameterEntry, shard_dim: str | int, meshes: Meshes
+) -> Shard:
+    """Choose the dim along which FSDP2 shards a tensor of experts that etp has cut.
+
+    FSDP2 shards dim 0 as in `_expert_placement`, or else the first dim that is not cut and that
+    ep_fsdp_size divides; of a quantised matrix only whole blocks. Few experts per rank are the
+    rule with etp, so the other dim is usually H: the columns of gate and up, the rows of down.
+    """
+    cut, ep_fsdp_size = entry.held_cut, meshes.ep_fsdp_size
+    assert cut is not None
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    if shape[0] % ep_fsdp_size == 0 or shard_dim == 0:
+        return Shard(0)
+    held = set() if cut.held_dim is None else {cut.held_dim}
+    if cut.apart and cut.dim is not None:
+        held.add(cut.dim)
+    for dim in range(1, len(shape)):
+        if dim in held or shape[dim] % ep_fsdp_size:
+            continue
+        if entry.quantisation is None or _shards_whole_blocks(entry, dim, shape, ep_fsdp_size):
+            return Shard(dim)
+    return Shard(0)
+
+
+def _shards_whole_blocks(
+    entry: ParameterEntry, dim: int, shape: torch.Size, ep_fsdp_size: int
+) -> bool:
+    """Return True if equal shards along a dim of quantised bytes or of scales split no block.
+
+    The answer is the same for the bytes and for the scales of a matrix.
+    """
+    assert entry.quantisation is not None
+    block_rows, block_columns = rows_and_columns_of_blocks(entry.quantisation)
+    _, rows, columns = entry.local_LOI(1)
+    is_last = dim == len(shape) - 1
+    size, block = (columns, block_columns) if is_last else (rows, block_rows)
+    return size % (block * ep_fsdp_size) == 0
 
 
 def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Meshes) -> Shard:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.architectures import Parts, find_parts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.upstream.sharded_models import forget_finished_backward
 
@@ -44,7 +44,11 @@ class Units:
 
 def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     """Find the units of a model that is not sharded yet."""
-    parts = find_parts(model, plan)
+    return units_of(find_parts(model, plan))
+
+
+def units_of(parts: Parts) -> Units:
+    """List the units of a model, or of the part that a pipeline stage holds."""
     tied_embedding = [parts.embedding] if parts.tied and parts.embedding is not None else []
     head = [] if parts.head is None else [parts.head]
     tower = [] if parts.tower is None else [*parts.tower.blocks, parts.tower.module]

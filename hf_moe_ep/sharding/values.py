@@ -1,16 +1,17 @@
 """Set the initial value of each parameter of a model, before `fully_shard` shards the parameter.
 
 All ranks start with the values of rank 0, because each rank initialises a new head or adapter from
-its own seed, and because only rank 0 has weights after memory-efficient loading. `find_entries`
-lists the parameters, and `materialize` runs these steps for one parameter:
+its own seed, and because only rank 0 has weights after memory-efficient loading. With pipeline
+stages, the first rank of a stage has received the values of rank 0 before (`stages.py`).
+`find_entries` lists the parameters, and `materialize` runs these steps for one parameter:
 
-    1 broadcast      send the whole value from rank 0 to the device of this rank; a parameter that
-                     is read from a checkpoint later stays on meta
+    1 broadcast      send the whole value from the first rank of the stage to the device of this
+                     rank; a parameter that is read from a checkpoint later stays on meta
     2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
-    3 split over ep  keep the experts of this rank
+    3 split          keep the experts of this rank (ep), and its part of each of them (`etp.py`)
     4 convert        convert master weights to fp32, and quantised experts to bytes and scales
     5 register       register the result under every name that the parameter had, as a DTensor on ep
-                     if it was split; scales get the same name with a suffix
+                     and etp if it was split; scales get the same name with a suffix
 
 With 4 experts and ep 2, PEFT stores a factor lora_B (out 5, r 3) as (5, 12). Step 2 makes it
 [4, 5, 3], step 3 keeps [2, 5, 3] on rank 1 (experts 2 and 3), and step 5 registers a DTensor of
@@ -28,11 +29,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
+from hf_moe_ep.etp import Cut, cut_of_tensor, find_cuts
 from hf_moe_ep.lora.computed import Conversion, stacked_factors
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.boxes import from_even_shards
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.state import STATE, Compute, MoELayer
@@ -50,6 +52,7 @@ class ParameterEntry:
         stack: for an adapter's factor, the function that makes experts its dim 0; else None.
         over_ep: True if dim 0 counts experts, which are split over ep.
         compute: the `Compute` of the experts module if the parameter is to be quantised, else None.
+        cut: how the parameter is cut over an etp group; None if it belongs to no expert.
     """
 
     parameter: nn.Parameter
@@ -57,6 +60,14 @@ class ParameterEntry:
     stack: Conversion | None
     over_ep: bool
     compute: Compute | None = None
+    cut: Cut | None = None
+
+    @property
+    def held_cut(self) -> Cut | None:
+        """The cut of what replaces the parameter, which a quantised matrix is stored as."""
+        if self.compute is None:
+            return self.cut
+        return cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
 
     @property
     def quantisation(self) -> Quantisation | None:
@@ -89,6 +100,7 @@ def find_entries(
         if parameter in factors or name.rpartition(".")[2] in plan.expert_weights
     }
     quantised = _find_quantised(experts)
+    cuts = find_cuts(model)
     return {
         parameter: ParameterEntry(
             parameter,
@@ -96,6 +108,7 @@ def find_entries(
             factors.get(parameter),
             parameter in stacked,
             quantised.get(parameter),
+            cuts.get(parameter),
         )
         for parameter, parameter_owners in owners.items()
         if type(parameter) is nn.Parameter and parameter not in options.ignored_params
@@ -113,27 +126,37 @@ def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]
     return compute_of
 
 
-def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
+# Values that rank 0 has sent for parameters of this stage, without pipeline stages none.
+ReceivedValues = dict[nn.Parameter, Tensor]
+
+
+def materialize(
+    entry: ParameterEntry, meshes: Meshes, options: ShardOptions, received: ReceivedValues
+) -> list[nn.Parameter]:
     """Run the steps of the module docstring for one parameter, and return its replacements.
 
     The bytes and the scales replace a quantised parameter. A single parameter replaces any other
     parameter.
     """
-    value = entry.parameter.detach()
-    if entry.parameter not in options.empty_params:
-        value = broadcast_from_rank0(value, meshes.device)
+    value = _initial_value(entry.parameter, meshes, options, received)
     if entry.stack is not None:
         value = entry.stack(value)
-    over_ep = entry.over_ep and meshes.ep_size > 1
-    if over_ep:
+    is_split = entry.over_ep and meshes.expert_axes.size() > 1
+    if entry.over_ep and meshes.ep_size > 1:
         value = _local_experts(value, meshes)
+    held_cut = Cut(None)
+    if entry.over_ep and meshes.etp_size > 1:
+        assert entry.cut is not None and entry.held_cut is not None
+        held_cut = entry.held_cut
+        value = entry.cut.take(value, meshes.etp_rank, meshes.etp_size)
     if _wants_master(entry.parameter, options):
         value = value.to(torch.float32)
     new_parameters = []
     for suffix, tensor in _quantise(value, entry).items():
-        tensor = tensor.contiguous()
-        if over_ep:
-            tensor = DTensor.from_local(tensor, meshes.ep, [Shard(0)], run_check=False)
+        tensor = held_cut.hold(tensor).contiguous()
+        if is_split:
+            placements = held_cut.placements(meshes)
+            tensor = from_even_shards(tensor, meshes.expert_axes, placements)
         new_parameters.append(_register(tensor, entry, suffix))
     return new_parameters
 
@@ -149,13 +172,22 @@ def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
     return quantise_stack(value_LOI, entry.quantisation).by_name("")
 
 
-def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
-    """Broadcast `tensor` from rank 0 to `device`. Rank 0 may return `tensor` itself."""
-    if dist.get_rank() == 0:
-        value = tensor.to(device).contiguous()
+def _initial_value(
+    parameter: nn.Parameter, meshes: Meshes, options: ShardOptions, received: ReceivedValues
+) -> Tensor:
+    """Return the value of rank 0; a parameter that is read from a checkpoint stays on meta."""
+    if parameter in options.empty_params:
+        return parameter.detach()
+    return broadcast_from_first(received.pop(parameter, parameter.detach()), meshes)
+
+
+def broadcast_from_first(tensor: Tensor, meshes: Meshes) -> Tensor:
+    """Broadcast `tensor` from the first rank of the stage, which may return `tensor` itself."""
+    if dist.get_rank() == meshes.first_rank:
+        value = tensor.to(meshes.device).contiguous()
     else:
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    dist.broadcast(value, src=0)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=meshes.device)
+    dist.broadcast(value, src=meshes.first_rank, group=meshes.world_group)
     return value
 
 
@@ -176,7 +208,7 @@ def _register(value: Tensor, entry: ParameterEntry, suffix: str) -> nn.Parameter
 
 
 def broadcast_correction_biases(
-    model: nn.Module, options: ShardOptions, device: torch.device
+    model: nn.Module, meshes: Meshes, options: ShardOptions, received: ReceivedValues
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
@@ -189,21 +221,19 @@ def broadcast_correction_biases(
             if parameter.requires_grad or not is_correction_bias(name):
                 continue
             if parameter not in new_biases:
-                value = parameter.detach()
-                if parameter not in options.empty_params:
-                    value = broadcast_from_rank0(value, device)
+                value = _initial_value(parameter, meshes, options, received)
                 new_biases[parameter] = nn.Parameter(value, requires_grad=False)
             setattr(module, name, new_biases[parameter])
     return frozenset(new_biases.values())
 
 
-def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
-    """Broadcast buffers, and the parameters that FSDP2 ignores, from rank 0."""
+def broadcast_unsharded(model: nn.Module, meshes: Meshes, options: ShardOptions) -> None:
+    """Broadcast buffers, and the parameters that FSDP2 ignores, from the stage's first rank."""
     for parameter in model.parameters():
         # The tensor is changed in place, because FSDP2 identifies ignored parameters by `id`.
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
-            parameter.data = broadcast_from_rank0(parameter.detach(), device)
+            parameter.data = broadcast_from_first(parameter.detach(), meshes)
     for module in model.modules():
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                own_buffers(module)[name] = broadcast_from_rank0(buffer.detach(), device)
+                own_buffers(module)[name] = broadcast_from_first(buffer.detach(), meshes)

@@ -1,9 +1,9 @@
 """Keep expert weights out of FSDP2 where a rank holds its experts whole.
 
-With ep_size equal to the number of ranks, the mesh axis ep_fsdp has one rank: no weight of an
-expert is sharded, and no gradient is reduced. FSDP2 would still copy the weights, four times per
-step, and their gradients. Here they are plain parameters: DTensors of the mesh and placements that
-FSDP2 would give them, so checkpoints, clipping and optimizers see no difference.
+With ep_size (times etp_size) equal to the number of ranks, the mesh axis ep_fsdp has one rank: no
+weight of an expert is sharded, and no gradient is reduced. FSDP2 would still copy the weights, four
+times per step, and their gradients. Here they are plain parameters: DTensors of the mesh and
+placements that FSDP2 would give them, so checkpoints, clipping and optimizers see no difference.
 
     fp32 masters, bf16 compute       FSDP2 (torch 2.13)               here
     forward                          cast to bf16, copy               cast to bf16
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_moe_ep.ranks.boxes import from_even_shards
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
@@ -37,9 +38,9 @@ from hf_moe_ep.state import ModelState
 def can_stay_whole(state: ModelState, meshes: Meshes, options: ShardOptions) -> bool:
     """Return True if FSDP2 would have nothing to gather and to reduce for expert weights."""
     return (
-        meshes.ep_size > 1
+        meshes.world_size > 1
         and meshes.ep_fsdp_size == 1
-        and meshes.world_size == meshes.ep_size
+        and meshes.world_size == meshes.dispatch.size()
         and state.config.experts_backend != "eager"
         and not isinstance(options.offload_policy, CPUOffloadPolicy)
     )
@@ -62,7 +63,7 @@ def keep_whole(
             if entry is None or entry.stack is not None or not entry.over_ep:
                 continue
             dim = 1 if state.config.expert_shard_dim == 1 and parameter.ndim > 1 else 0
-            new = _as_sharded(parameter, *_layout_of_fsdp2(meshes, dim))
+            new = _as_sharded(parameter, *_layout_of_fsdp2(parameter, meshes, dim))
             setattr(module, name, new)
             new_parameters[new] = name
     return new_parameters
@@ -84,14 +85,19 @@ def _as_sharded(
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _layout_of_fsdp2(meshes: Meshes, dim: int) -> tuple[DeviceMesh, tuple[object, ...]]:
-    """Return the mesh and the placements that FSDP2 gives a weight whose dim 0 is split over ep.
+def _layout_of_fsdp2(
+    parameter: nn.Parameter, meshes: Meshes, dim: int
+) -> tuple[DeviceMesh, tuple[object, ...]]:
+    """Return the mesh and the placements that FSDP2 gives a weight that is split over ep and etp.
 
-    They depend on the version of torch, so FSDP2 shards a matrix of one element per rank.
+    They depend on the version of torch, so FSDP2 shards a tensor of one element per rank.
     """
+    value = parameter.data
+    assert isinstance(value, DTensor)
     probe = nn.Module()
-    local = torch.zeros(1, 1, device=meshes.device)
-    probe.weight = nn.Parameter(DTensor.from_local(local, meshes.ep, [Shard(0)], run_check=False))
+    local = torch.zeros([1] * max(value.ndim, 2), device=meshes.device)
+    split = from_even_shards(local, value.device_mesh, value.placements)
+    probe.weight = nn.Parameter(split)
     fully_shard(probe, mesh=meshes.ep_fsdp, shard_placement_fn=lambda _: Shard(dim))
     weight = probe.weight
     assert isinstance(weight, DTensor)

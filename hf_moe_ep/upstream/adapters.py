@@ -111,6 +111,7 @@ class ParameterFactor:
 
     Attributes:
         module: the stock experts module whose parameter is adapted.
+        adapted: the name of the adapted parameter in this module.
         parameter: the factor's 2-D weight. With rank r, lora_A is (r * experts, in) and lora_B is
             (out, r * experts).
         is_b: True for lora_B.
@@ -118,16 +119,21 @@ class ParameterFactor:
     """
 
     module: nn.Module
+    adapted: str
     parameter: nn.Parameter
     is_b: bool
     num_experts: int
 
 
 def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
-    """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked (3-D) parameter."""
+    """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked parameter.
+
+    A stacked parameter has three dims, or four if a sharded model holds gate and up apart
+    (`etp.py`).
+    """
     for prefix, wrapper in model.named_modules():
         adapted_name = getattr(wrapper, "parameter_name", None)
-        if not adapted_name or getattr(wrapper.get_base_layer(), adapted_name).ndim != 3:
+        if not adapted_name or getattr(wrapper.get_base_layer(), adapted_name).ndim < 3:
             continue
         for factor in ("lora_A", "lora_B"):
             for adapter, linear in getattr(wrapper, factor).items():
@@ -136,6 +142,7 @@ def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]
                     name,
                     ParameterFactor(
                         wrapper.get_base_layer(),
+                        adapted_name,
                         linear.weight,
                         factor == "lora_B",
                         wrapper.num_experts,
@@ -288,7 +295,7 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
 
 def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
     parameter, num_experts, turned = _adapted_parameter(layer), 0, False
-    if parameter.ndim == 3:
+    if parameter.ndim >= 3:
         num_experts, turned = layer.num_experts, not layer._did_swap_in_out_features
     elif getattr(layer, "fan_in_fan_out", False):
         turned = True

@@ -24,6 +24,8 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
+# The argument with which TRL calls a model with its fused head.
+FUSED_HEAD = "fused_lm_head"
 # Names of the argument for the cache of keys and values: since transformers 5.24, and before 5.24.
 CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
@@ -64,6 +66,12 @@ def output_head(model: Any) -> nn.Module | None:
 def token_classifier(model: nn.Module) -> nn.Module | None:
     """Return `model` if it classifies tokens, or None (transformers/modeling_layers.py)."""
     return model if isinstance(model, GenericForTokenClassification) else None
+
+
+def pipeline_plan(config: Any) -> dict[str, Any]:
+    """Return the inputs and outputs of the parts of a base model, by name (base_model_pp_plan)."""
+    plan: dict[str, Any] | None = getattr(config, "base_model_pp_plan", None)
+    return plan or {}
 
 
 def base_model_prefix(model: Any) -> str:
@@ -211,7 +219,7 @@ def is_fused_head(kwargs: dict[str, Any]) -> bool:
 
     The fused head exists since TRL 1.15 (trl/trainer/utils.py).
     """
-    return bool(kwargs.get("fused_lm_head"))
+    return bool(kwargs.get(FUSED_HEAD))
 
 
 def has_fused_head() -> bool:
@@ -238,7 +246,19 @@ def add_fused_head(model: nn.Module) -> dict[str, Any]:
             f"({error}); pip install 'trl>=1.15'"
         ) from error
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    return {"fused_lm_head": True}
+    return {FUSED_HEAD: True}
+
+
+def fused_head_coefficient(model: Any) -> float:
+    """Return the factor of the aux loss in the loss of TRL's fused head (trl/trainer/utils.py)."""
+    return float(getattr(text_config(model.config), _AUX_COEFFICIENT, 0.0) or 0.0)
+
+
+def fused_output(**values: Any) -> Any:
+    """Make an output of TRL's fused head (trl/trainer/utils.py)."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    return FusedCausalLMOutput(**values)
 
 
 def fused_head_globals() -> dict[str, Any]:

@@ -78,6 +78,12 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
             module._forward_hooks_with_kwargs.pop(key, None)
 
 
+def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let `module(...)` return `call(stock, ...)`; `stock(...)` calls the module with its hooks."""
+    stock = partial(nn.Module._call_impl, module)
+    setattr(module, "_call_impl", partial(call, stock))  # noqa: B010  mypy: no such field
+
+
 def explain_moves(
     module: nn.Module,
     replace: Callable[[nn.Module, str, Any], None],

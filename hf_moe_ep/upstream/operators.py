@@ -164,7 +164,8 @@ def collective_of(operator: Any) -> str | None:
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = operator_name(operator)
-    if name in ("barrier", "monitored_barrier_", "wait_tensor"):
+    # `planner/stages.py` plans what pipeline stages send and receive.
+    if name in ("barrier", "monitored_barrier_", "wait_tensor", "send", "recv_"):
         return None
     if operator.namespace != "c10d" or name not in _COLLECTIVES:
         raise NotImplementedError(

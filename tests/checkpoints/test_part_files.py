@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import file_name, nearest_first, read_parts
+from hf_moe_ep.checkpoints.storage.part_files import Parts, file_name, nearest_first, read_parts
+from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.boxes import local_box
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -54,6 +55,14 @@ def _empty(shape: tuple[int, ...], placement: Placement, rank: int, world: int) 
     )
 
 
+def _parts(targets: dict[str, Tensor]) -> dict[str, Parts]:
+    return {name: stock_parts(target, None) for name, target in targets.items()}
+
+
+def _zeros() -> dict[str, Parts]:
+    return _parts({name: torch.zeros(shape) for name, shape in SIZES.items()})
+
+
 def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
     """Read a rank's shards, cut along `dim`, and return the number of headers read."""
     with fake_group(rank, world):
@@ -62,7 +71,7 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
         by_name = {file.name: file for file in files}
         ordered = [by_name[name] for name in nearest_first(by_name, rank, world)]
         with mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read:
-            assert read_parts(ordered, targets) == read.call_count
+            assert read_parts(ordered, _parts(targets)) == read.call_count
         for name, target in targets.items():
             box = tuple(slice(*of_dim) for of_dim in local_box(target))
             assert torch.equal(target.to_local(), WHOLE[name][box]), (name, rank)
@@ -83,13 +92,13 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     """A file is missing or ends too early. A box that is in two files counts once."""
     files = _write_four(tmp_path)
     with pytest.raises(ValueError, match=r"3 files lack 12 of 42 values .* of w \(2 ten"):
-        read_parts([files[0], files[2], files[3]], {n: torch.zeros(s) for n, s in SIZES.items()})
+        read_parts([files[0], files[2], files[3]], _zeros())
     targets = {"w": torch.zeros(7, 6)}
     with pytest.raises(ValueError, match=r"4 files lack 18 of 42 values"):
-        read_parts([files[0], files[0], files[2], files[0]], targets)
+        read_parts([files[0], files[0], files[2], files[0]], _parts(targets))
     files[1].write_bytes(files[1].read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"shard-00002-.* is truncated"):
-        read_parts(files, {name: torch.zeros(shape) for name, shape in SIZES.items()})
+        read_parts(files, _zeros())
     files[0].write_bytes(b"\x08" + b"\0" * 7 + b'{"w": 1}')
     with pytest.raises(ValueError, match=r"shard-00001-.* has a damaged header: "):
-        read_parts(files, {name: torch.zeros(shape) for name, shape in SIZES.items()})
+        read_parts(files, _zeros())

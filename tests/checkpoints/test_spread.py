@@ -24,6 +24,7 @@ from hf_moe_ep.checkpoints.storage.spread import Spread, choose_replicas
 from hf_moe_ep.checkpoints.training import folder, save
 from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm
 from hf_moe_ep.checkpoints.training.tensors import collect
+from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.boxes import local_box
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -60,11 +61,11 @@ def test_shards_that_a_rank_cannot_know_are_refused() -> None:
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         part = DTensor.from_local(torch.zeros(2, 3), half, [Shard(0)], run_check=False)
         with pytest.raises(ValueError, match=r"w is sharded over 2 of 4 ranks"):
-            Spread.of("w", part, 4)
+            Spread.of("w", part, range(4))
         mesh = init_device_mesh("cpu", (4,))
         summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"w has the placement .*can hold Shard and Repl"):
-            Spread.of("w", summands, 4)
+            Spread.of("w", summands, range(4))
 
 
 def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
     assert saved.tensors == forms
     ranks: set[int] = set()
     values = {name: tensor.to_local().clone() for name, tensor in tensors.items()}
+    parts = {name: stock_parts(tensor, None) for name, tensor in tensors.items()}
     for state in (old, saved):
         for tensor in tensors.values():
             tensor.to_local().fill_(-1)
@@ -138,7 +140,7 @@ def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
             mock.patch.object(folder.manifest, "read", return_value=manifest),
             mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read,
         ):
-            folder.read_tensors(path, tensors, state)
+            folder.read_tensors(path, parts, state)
         assert all(torch.equal(tensors[name].to_local(), values[name]) for name in values)
         ranks = {part_files.of_rank(call.args[0].name) for call in read.mock_calls}
     return ranks

@@ -6,17 +6,15 @@ rows of a batch to one long row without a mask; position_ids restart at 0 in eac
 needs use_cache=False, which TRL passes: with a cache, stock's documents would attend to each other.
 """
 
-import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.checks import Check, Found
 from support.close import assert_close
 from support.hub_files import assert_equal, read_all
-from support.scripts import CPU_4, run_script
+from support.scripts import CPU_4
+from support.sft_runs import FP32_BUDGET, STEPS, logged, run_job
 from support.tiny_models import tiny
 from support.trl_cases import REWARD, SFT
 
@@ -26,23 +24,6 @@ pytest.importorskip("trl", minversion="1.15")
 from support.trl_runs import Stock, assert_equals_stock, checks
 
 CASES = {case.name: case for case in [*SFT, *REWARD]}
-JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "sft.py"
-STEPS = 4
-FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 4 AdamW steps; a wrong loss factor is off by 2x
-
-
-def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
-    """Run the script and return the results that it wrote."""
-    folder.mkdir(exist_ok=True)
-    output = folder / "output.txt"
-    run_script(JOB, os.fspath(folder), *arguments, output=output, config_file=config_file)
-    return json.loads((folder / "run.json").read_text())
-
-
-def logged(run: Any, key: str) -> torch.Tensor:
-    values = torch.tensor([entry[key] for entry in run["log"] if "loss" in entry])
-    assert len(values) == STEPS
-    return values
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
 from hf_moe_ep.planner.search import (
     Asked,
     Layout,
+    _grids,
     find_layouts,
     received_per_layer,
     refusal,
@@ -85,6 +86,34 @@ def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
     for_six = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
     limited = find_layouts(asked(gpus=1, ep=1, limit=for_six))
     assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
+
+
+def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
+    """2 experts on up to 8 ranks: 2 x etp 2 and 2 x etp 4 stand where others have ep 4 and ep 8."""
+    grids = list(_grids(asked(gpus=8), 1, 1, 2, 1))
+    assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
+    assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
+    assert {grid.etp for grid in _grids(asked(gpus=8), 1, 1, 8, 1)} == {1}
+    assert [(g.ep, g.etp) for g in _grids(asked(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [(2, 2)]
+
+
+@pytest.mark.slow
+def test_layouts_with_etp_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank of 2 x etp 2 holds as much as a rank of ep 2, and gathers no expert."""
+    few = tiny(num_experts=2, num_experts_per_tok=1, hidden_size=64, moe_intermediate_size=512)
+    found = find_layouts(asked(shape=few.config, gpus=4))
+    assert not found.illegal
+    peaks = {
+        (p.layout.ep, p.layout.etp): p.step.peak
+        for p in found.fit
+        if p.layout.checkpointing and p.layout.per_forward == 1 and p.layout.chunks == 1
+    }
+    assert set(peaks) == {(1, 1), (2, 1), (2, 2)}
+    assert peaks[2, 2] < peaks[2, 1] < peaks[1, 1]
+    few.config.save_pretrained(tmp_path)
+    arguments = ["--gpus", "4", "--gpu-memory", "1", "--seq", "16", "--batch", "8", "--etp", "2"]
+    assert main(["plan", str(tmp_path), *arguments]) == 0
+    assert "2 x etp 2" in capsys.readouterr().out
 
 
 WRONG = {

@@ -372,7 +372,7 @@ def _model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
     """
     model = tiny(dtype=torch.bfloat16)
     parity.checkpointing(model, False)
-    apply_ep_fsdp2(model, ep_size=2, **config)
+    apply_ep_fsdp2(model, **config)
     inputs = batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())
     ids = random_ids(*inputs["input_ids"].shape, 2, 8, 2)
     with RoutingReplay(model).replay(Routes(ids, (0, 1)) if replays else None):
@@ -388,10 +388,15 @@ def _model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
 
 def _check_model(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """Compare a whole bf16 model with dispatcher="deepep" and 2 chunks to all_to_all."""
-    for replays in (False, True):
-        want = _model_grads(replays, dispatcher="all_to_all")
+    for replays, sizes in (
+        (False, {"ep_size": 2}),
+        (True, {"ep_size": 2}),
+        (False, {"ep_size": 1, "etp_size": 2}),
+    ):
+        want = _model_grads(replays, dispatcher="all_to_all", **sizes)
         calls = len(fake_deepep.Buffer.log)
-        got = _model_grads(replays, dispatcher="deepep", deepep_num_sms=6, dispatch_chunks=2)
+        options = {"dispatcher": "deepep", "deepep_num_sms": 6, "dispatch_chunks": 2}
+        got = _model_grads(replays, **options, **sizes)
         assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
         for name, grad in got.items():
             # The dispatchers add rows in another order, and bf16 (eps 2**-8) rounds in two layers.

@@ -83,6 +83,11 @@ CASES = [
     ),
     quantised("nf4", "ep 2, chunks", 2, 2, config={"dispatch_chunks": 2}),
     quantised("nf4", "ep 2, recomputed", 2, 2, config={"recompute_activations": True}),
+    quantised("nf4", "ep 2, etp 2", 4, 2, config={"etp_size": 2}),
+    quantised("nf4", "etp 2, ep_fsdp 2", 4, 1, config={"etp_size": 2}).with_(
+        model=SIZES["nf4"] | {"hidden_size": 128, "num_experts": 1, "num_experts_per_tok": 1}
+    ),
+    quantised("fp8", "etp 2, ep_fsdp 2", 4, 1, config={"etp_size": 2}),
     quantised("nf4", "vision", 4, 2, micro_batches=modality_by_step).with_(
         model=PICTURES, budget=FP32_INSIDE
     ),

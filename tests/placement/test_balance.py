@@ -85,6 +85,8 @@ CASES = [
     Case("ep_fsdp 2 cuts experts", 4, {"ep_size": 2, "expert_shard_dim": 0}),
     Case("ep_fsdp 2 cuts rows", 4, {"ep_size": 2, "expert_shard_dim": 1}),
     Case("ep outside", 4, {"ep_size": 2, "ep_outside": True}),
+    Case("ep 2 x etp 2", 4, {"ep_size": 2, "etp_size": 2}),
+    Case("LoRA, ep 2 x etp 2", 4, {"ep_size": 2, "etp_size": 2}, wrap=with_lora),
     Case("two replicas", 4, {"ep_size": 2, "dp_replicate_size": 2}),
     Case("sequence parallel", 4, {"ep_size": 2, "sp_size": 2}),
     Case("biases of experts, transposed", 2, {"ep_size": 2}, "gpt_oss"),

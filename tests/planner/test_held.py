@@ -79,6 +79,14 @@ FOUR_RANKS = [
     Case("HSDP, ep 2", {"dp_replicate_size": 2, "ep_size": 2}),
     Case("sp 2, ep 2", {"sp_size": 2, "ep_size": 2}, options={"optimizer": "sgd"}),
     Case("dim 1", {"ep_size": 2, "expert_shard_dim": 1}),
+    Case("ep 2 x etp 2", {"ep_size": 2, "etp_size": 2}),
+    Case(
+        "LoRA, etp 2, an expert over ep_fsdp",
+        {"etp_size": 2},
+        {"num_experts": 1, "num_experts_per_tok": 1},
+        options={"lora_rank": 2, "lora_targets": "experts"},
+        lora={"modules": ()},
+    ),
     Case("3 experts on 4 ranks", {}, {"num_experts": 3, "moe_intermediate_size": 25}),
     Case(
         "ep outside, 3 experts on 2 ranks",

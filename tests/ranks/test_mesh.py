@@ -200,6 +200,80 @@ def test_context_sizes_that_do_not_divide_the_world(sizes: dict[str, int], match
         build_meshes(ParallelConfig(**sizes), CPU)
 
 
+# name: (config, ep groups, ep_fsdp groups, fsdp groups, columns of the stages)
+STAGES: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]] = {
+    "docstring": (
+        ParallelConfig(pp_size=2, ep_size=2),
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "ep_outside": (
+        ParallelConfig(pp_size=2, ep_size=2, ep_outside=True),
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "4 stages": (
+        ParallelConfig(pp_size=4, ep_size=2),
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        SINGLES,
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ),
+    "HSDP": (
+        ParallelConfig(pp_size=2, ep_size=2, dp_replicate_size=2),
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        SINGLES,
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "a rank per stage": (ParallelConfig(pp_size=8), SINGLES, SINGLES, SINGLES, [ALL]),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_groups_of_stages(name: str) -> None:
+    config, ep, ep_fsdp, fsdp, columns = STAGES[name]
+    pp_size = config.pp_size or 1
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(config, CPU)
+            assert meshes.fit(config, CPU) and not meshes.fit(ParallelConfig(), CPU)
+            _check_axis(meshes.ep, 0, rank, ep)
+            _check_axis(meshes.ep_fsdp, -1 % meshes.ep_fsdp.ndim, rank, ep_fsdp)
+            _check_axis(meshes.dense, -1 % meshes.dense.ndim, rank, fsdp)
+            stages = meshes.stages
+            assert stages is not None
+            _check_axis(stages.column, 0, rank, columns)
+            column = next(group for group in columns if rank in group)
+            for group in (stages.forwards, stages.backwards):
+                assert dist.get_process_group_ranks(group) == column
+            own = [other for other in range(8) if other // (8 // pp_size) == stages.index]
+            assert dist.get_process_group_ranks(stages.ranks) == own
+            assert (meshes.world_size, meshes.first_rank) == (len(own), own[0])
+            assert [stages.rank_in(stage) for stage in range(pp_size)] == column
+            assert (stages.is_first, stages.is_last) == (rank == column[0], rank == column[-1])
+            if config.dp_replicate_size:
+                assert _members(meshes.dense, 0) == [own[0] + rank % 2, own[0] + rank % 2 + 2]
+
+
+def test_data_ranks_of_stages() -> None:
+    config = ParallelConfig(pp_size=2, ep_size=2, sp_size=2)
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(config, CPU)
+            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert (meshes.data_parallel_size, meshes.data_parallel_rank) == (2, rank % 4 // 2)
+    with _as_rank(0, 8):
+        with pytest.raises(ValueError, match=r"pp_size \(3\).*number of ranks \(8\); try 1, 2, 4"):
+            build_meshes(ParallelConfig(pp_size=3), CPU)
+        with pytest.raises(ValueError, match=r"ep_size \(8\).*4 / 1 = 4.*try 1, 2, 4"):
+            build_meshes(ParallelConfig(pp_size=2, ep_size=8), CPU)
+
+
 def _by_nodes(node_size: int, **sizes: Any) -> ParallelConfig:
     return ParallelConfig(dispatcher="hierarchical", node_size=node_size, **sizes)
 
@@ -359,3 +433,57 @@ def test_sizes_that_do_not_divide_the_world(
         check_world(ep, replicate, world)
     with _as_rank(0, world), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(ep_size=ep, dp_replicate_size=replicate), CPU)
+
+
+# name: (config, dispatch groups, etp groups, ep groups, ep_fsdp groups)
+SHARED_EXPERTS: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]] = {
+    "docstring": (
+        ParallelConfig(ep_size=2, etp_size=2),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "one ep rank": (
+        ParallelConfig(etp_size=4),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        SINGLES,
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "ep_outside": (
+        ParallelConfig(ep_size=2, etp_size=2, ep_outside=True),
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+    ),
+    "all ranks, HSDP": (
+        ParallelConfig(ep_size=2, etp_size=2, dp_replicate_size=2),
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        SINGLES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
+def test_groups_of_ranks_that_share_experts(name: str) -> None:
+    config, *groups = SHARED_EXPERTS[name]
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(config, CPU)
+            assert meshes.etp is not None and meshes.fit(config, CPU)
+            assert not meshes.fit(replace(config, etp_size=None), CPU)
+            for mesh, of_axis in zip(
+                (meshes.dispatch, meshes.etp, meshes.ep, meshes.ep_fsdp), groups, strict=True
+            ):
+                _check_axis(mesh, -1 % mesh.ndim, rank, of_axis)
+            assert meshes.etp_rank == meshes.dispatch.get_local_rank() % meshes.etp_size
+
+
+def test_ep_times_etp_must_divide_a_replica() -> None:
+    match = r"etp_size \(4\) times ep_size \(4\).*8 / 1 = 8.*ep_size 4 try etp_size 1, 2,.*16 proc"
+    with pytest.raises(ValueError, match=match):
+        check_world(4, 1, 8, etp_size=4)

@@ -106,7 +106,7 @@ def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
     options = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
     units = find_units(model, state.plan)
     entries = find_entries(model, units.all_experts, state.plan, options)
-    sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size)
+    sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size, etp_size=1)
     for experts in units.all_experts:
         _check_shared(experts, entries, state)
         _check_expert_shard_dim(experts, entries, state, sizes)

@@ -92,7 +92,7 @@ def a_lora_factor(rank: int, world: int) -> None:
         stack=lambda factor: stack_b(factor, 4),
         over_ep=True,
     )
-    (new,) = materialize(entry, _meshes(), NO_MASTERS)
+    (new,) = materialize(entry, _meshes(), NO_MASTERS, {})
     assert holder.weight is new and second_owner.tied is new
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.placements == (Shard(0),)
@@ -107,11 +107,11 @@ def a_dense_weight_with_an_fp32_master(rank: int, world: int) -> None:
     values = torch.tensor([[1.0, 2.0, 3.0]])
     holder = _Holder(rank, values, torch.bfloat16)
     entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=False)
-    (new,) = materialize(entry, _meshes(), MASTERS)
+    (new,) = materialize(entry, _meshes(), MASTERS, {})
     assert not isinstance(new, DTensor) and torch.equal(new, values)
     frozen = _Holder(rank, values, torch.bfloat16).requires_grad_(False)
     entry = ParameterEntry(frozen.weight, [(frozen, "weight")], None, over_ep=False)
-    (new,) = materialize(entry, _meshes(), MASTERS)
+    (new,) = materialize(entry, _meshes(), MASTERS, {})
     assert new.dtype == torch.bfloat16
     assert not frozen.weight.requires_grad
 
@@ -120,7 +120,7 @@ def a_slice_of_experts_does_not_keep_the_whole_in_memory(rank: int, world: int) 
     values = torch.arange(24.0).view(4, 3, 2)
     holder = _Holder(rank, values, torch.float32)
     entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=True)
-    (new,) = materialize(entry, _meshes(), MASTERS)
+    (new,) = materialize(entry, _meshes(), MASTERS, {})
     local = new.to_local()
     assert torch.equal(local, values[:2] if rank == 0 else values[2:])
     assert local.untyped_storage().nbytes() == local.nbytes
@@ -136,7 +136,7 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
         True,
         empty_params=frozenset([holder.weight]),
     )
-    (new,) = materialize(entry, _meshes(), options)
+    (new,) = materialize(entry, _meshes(), options, {})
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.to_local().is_meta and new.to_local().shape == (2, 5, 3)
 

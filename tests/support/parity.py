@@ -25,6 +25,7 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
+from hf_moe_ep.etp import find_apart, in_stock_shape, in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_model
@@ -260,13 +261,17 @@ def full_tensor(tensor: Tensor | None) -> Tensor | None:
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return gathered copies of all parameters, on every rank."""
-    return {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+    gathered = {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+    return in_stock_shapes(model, gathered)
 
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return gathered copies of the parameters and of their optimizer states."""
+    apart = find_apart(model)
     return whole_parameters(model) | {
-        f"{name}, {key}": full_tensor(value).clone()
+        f"{name}, {key}": in_stock_shape(
+            full_tensor(value).clone(), apart.get(id(parameter)) if value.ndim else None
+        )
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
@@ -278,7 +283,7 @@ def _pairs(
     """Return name -> (gathered value of the model, value of the reference) of all parameters."""
     wanted = dict(reference.named_parameters())
     gathered = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
-    gathered = in_place_of_bytes(model, gathered)
+    gathered = in_place_of_bytes(model, in_stock_shapes(model, gathered))
     assert gathered.keys() == wanted.keys()
     gathered |= pack_factors(model, {name: x for name, x in gathered.items() if x is not None})
     return {name: (tensor, pick(wanted[name])) for name, tensor in gathered.items()}

@@ -29,12 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -48,9 +50,12 @@ from hf_moe_ep.ranks.boxes import (
     whole,
     whole_box,
 )
-from hf_moe_ep.ranks.together import is_first, on_first
-from hf_moe_ep.upstream.adapters import adapter_names
+from hf_moe_ep.ranks.mesh import Stages
+from hf_moe_ep.ranks.together import is_first, on_first, this_rank
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.adapters import adapter_names, has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.process_groups import device_of_objects
 
 # Tensors of at most this many bytes are gathered in one collective: norms, routers.
 SMALL = 2**20
@@ -67,13 +72,26 @@ def gather_state_dict(
 
     For a model with adapters only the tensors that PEFT saves are gathered, packed as PEFT packs
     them; `save_embedding_layers` is the argument of PEFT's save_pretrained.
+
+    Raises:
+        ValueError: the model has adapters and several pipeline stages.
     """
+    state = find_state(model)
+    if state is not None and state.stage is not None and has_adapters(unwrap(model)):
+        raise ValueError(
+            f"adapters of a model with pp_size={state.stage.size} are on the ranks of several "
+            f"stages, and PEFT saves the adapters of the modules that it finds on one rank; call "
+            f"save_checkpoint, load it with load_checkpoint into a model with pp_size=1, and save "
+            f"the adapters there"
+        )
     with experts_in_hub_order(model):
         return _gather_by_name(unwrap(model), save_embedding_layers)
 
 
 def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict[str, Tensor]:
-    keep = is_first()
+    state = find_state(model)
+    stages = None if state is None or state.meshes is None else state.meshes.stages
+    keep = is_first() if stages is None else this_rank() in stages.first_ranks
     full: dict[str, Tensor] = {}
     state_dict = model.state_dict()
     # Rank 0 decides, because PEFT reads files that other ranks may not have.
@@ -85,21 +103,46 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
         gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
-    return as_stock(model, pack_factors(model, full))
+    packed = as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
+    return packed if stages is None or state is None else join_stages(packed, state, stages)
+
+
+def join_stages(own: dict[str, Tensor], state: ModelState, stages: Stages) -> dict[str, Tensor]:
+    """Return the tensors of all stages on rank 0, {} on other ranks.
+
+    `own` has the tensors of a stage on its first rank. Copies of tied weights are left out.
+    """
+    if this_rank() not in stages.first_ranks:
+        return {}
+    own = {name: x for name, x in own.items() if name not in state.stage.aliases}
+    group, (_, *others) = stages.column.get_group(), stages.first_ranks
+    device = device_of_objects(group)
+    if not is_first():
+        dist.send_object_list([own], 0, group=group, device=device)
+        return {}
+    joined = dict(own)
+    for rank in others:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, rank, group=group, device=device)
+        joined |= received[0]
+    order = {name: number for number, name in enumerate(state.stage.tensors)}
+    return dict(sorted(joined.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 @torch.no_grad()
 def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield (box, values) of a parameter in host memory of rank 0; every rank iterates to the end.
+    """Yield (box, values) of a parameter in host memory of its first rank.
 
-    On other ranks the values are None, or the whole tensor, or nothing is yielded.
+    Every rank that holds a part of the parameter iterates to the end. On other ranks than the first
+    the values are None, or the whole tensor, or nothing is yielded. The first rank is rank 0, or
+    the first rank of a pipeline stage.
     """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
         return
     if tensor.numel() * tensor.element_size() <= SMALL:
         gathered = gather_whole(tensor)
-        yield from whole(gathered.detach().cpu()) if is_first() else ()
+        yield from whole(gathered.detach().cpu()) if _is_first_of(tensor) else ()
         return
     slab: Tensor | None = None
     for box, part in _gather_shards(tensor):
@@ -118,7 +161,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
 
 
 def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield (box, values) of each shard in order; the values are None on ranks other than 0."""
+    """Yield (box, values) of each shard in order; the values are None except on the first rank."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
     # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
@@ -137,8 +180,13 @@ def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
             if part is None:
                 part = torch.empty(box_sizes(box), dtype=local.dtype, device=local.device)
             dist.broadcast(part, src=source, group=mesh.get_group(axis))
-        yield box, part if is_first() else None
+        yield box, part if _is_first_of(tensor) else None
         del part
+
+
+def _is_first_of(tensor: DTensor) -> bool:
+    """Return True on the first of the ranks that hold a tensor."""
+    return not any(tensor.device_mesh.get_coordinate() or ())
 
 
 @torch.no_grad()

@@ -27,8 +27,9 @@ from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.ops.quantised import Quantisation, Quantised, dequantised_shape, quantise
-from hf_moe_ep.ranks.boxes import Box, box_sizes, local_box, local_tensor
+from hf_moe_ep.etp import find_apart, in_stock_shape, stock_parts, stock_shape
+from hf_moe_ep.ops.quantised import Quantisation, Quantised, quantise
+from hf_moe_ep.ranks.boxes import Box, local_tensor
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
 
 # The number of rows, and of columns, in a block of FP8 values with one scale.
@@ -40,11 +41,14 @@ class HeldAsBytes:
     """This rank's shard of a stacked matrix [E, O, I] that is held quantised.
 
     Attributes:
-        local: the quantised values and scales on this rank.
-        boxes: for each tensor of `local`, in the order of `by_name`, its box in the global tensor.
+        local: the quantised values and scales on this rank, [L, rows, ..].
+        boxes: for each tensor of `local`, in the order of `by_name`, its box in the global tensor;
+            the box of its first rows, if it has two ranges of rows.
         shape_OI: the shape of one whole matrix.
         quantisation: the format.
         transposed: True if the model's parameter is [E, I, O].
+        second_rows: the second range of this rank's rows, those of up, if the model holds gate and
+            up apart (`etp.py`).
     """
 
     local: Quantised
@@ -52,6 +56,7 @@ class HeldAsBytes:
     shape_OI: tuple[int, int]
     quantisation: Quantisation
     transposed: bool
+    second_rows: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -61,26 +66,36 @@ class HeldAsBytes:
     @torch.no_grad()
     def read(self, stored: StoredParameter, reader: Reader, device: torch.device) -> None:
         """Read this rank's experts from a checkpoint and quantise them on `device`."""
-        experts, (first, end), _ = self.boxes[0]
-        if first == end:
+        if self.local.values.numel() == 0:
             return
         copies_bytes = self.quantisation.kind == "fp8" and _has_the_same_blocks(stored)
+        experts, rows, in_bytes = self.boxes[0]
+        ranges = [rows] if self.second_rows is None else [rows, self.second_rows]
         # Double quantisation needs the scales of all rows.
-        rows = (0, self.shape_OI[0]) if self.quantisation.nested else (first, end)
-        columns = (0, self.shape_OI[1])
-        matrix_box = (columns, rows) if self.transposed else (rows, columns)
+        if self.quantisation.nested:
+            ranges = [(0, self.shape_OI[0])]
+        per_byte = self.quantisation.values_per_byte
+        columns = (in_bytes[0] * per_byte, in_bytes[1] * per_byte)
+        num_columns = columns[1] - columns[0]
         # All experts use one buffer. With a buffer each, memory could become fragmented.
-        sizes = box_sizes(matrix_box)
-        matrix = None if copies_bytes else torch.empty(1, *sizes, dtype=stored.dtype)
+        shape = (1, sum(stop - start for start, stop in ranges), num_columns)
+        matrix = None if copies_bytes else torch.empty(shape, dtype=stored.dtype)
         for index, expert in enumerate(range(*experts)):
-            box, target = ((expert, expert + 1), *matrix_box), self.local.of(index)
-            stored_expert = stored.of_expert(expert)
-            if matrix is None:
-                self._copy_bytes(stored_expert, box, target, reader)
-                continue
-            stored_expert.read_into(matrix, box, reader)
-            matrix_OI = (matrix[0].T if self.transposed else matrix[0]).to(device)
-            self._slice_rows(quantise(matrix_OI, self.quantisation)).copy_into(target)
+            target, stored_expert, first = self.local.of(index), stored.of_expert(expert), 0
+            for start, stop in ranges:
+                own_rows = slice(first, first + stop - start)
+                box: Box = ((expert, expert + 1), (start, stop), columns)
+                if self.transposed:
+                    box = (box[0], box[2], box[1])
+                if matrix is None:
+                    self._copy_bytes(stored_expert, box, _rows_of(target, own_rows), reader)
+                else:
+                    part = matrix[:, own_rows]
+                    stored_expert.read_into(part.mT if self.transposed else part, box, reader)
+                first = own_rows.stop
+            if matrix is not None:
+                quantised = quantise(matrix[0].to(device), self.quantisation)
+                self._slice_rows(quantised).copy_into(target)
 
     def _slice_rows(self, matrix: Quantised) -> Quantised:
         """Slice this rank's rows from a matrix if all of its rows were quantised."""
@@ -111,17 +126,26 @@ class HeldAsBytes:
             piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
 
 
+def _rows_of(matrix: Quantised, rows: slice) -> Quantised:
+    """Return some rows of an FP8 matrix and the scales of their blocks, as views."""
+    in_blocks = slice(rows.start // _BLOCK, -(-rows.stop // _BLOCK))
+    return Quantised(matrix.values[rows], matrix.block_scale[in_blocks])
+
+
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
-    shards = {}
+    shards, apart = {}, find_apart(model)
     for name, matrix, quantisation in quantised_matrices(model):
-        tensors = matrix.by_name("").values()
+        tensors, dim = matrix.by_name("").values(), apart.get(id(matrix.values))
+        _, num_rows, row_bytes = stock_shape(matrix.values.shape, dim)
+        parts = [box for box, _ in stock_parts(matrix.values, dim)]
         shards[name] = HeldAsBytes(
-            Quantised(*(local_tensor(tensor) for tensor in tensors)),
-            [local_box(tensor) for tensor in tensors],
-            dequantised_shape(matrix.values, quantisation.kind),
+            Quantised(*(in_stock_shape(local_tensor(tensor), dim) for tensor in tensors)),
+            [stock_parts(tensor, dim)[0][0] for tensor in tensors],
+            (num_rows, row_bytes * quantisation.values_per_byte),
             quantisation,
             _find_compute(model, name).transposed,
+            parts[1][1] if len(parts) > 1 else None,
         )
     return shards
 

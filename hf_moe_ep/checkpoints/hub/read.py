@@ -36,11 +36,12 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
     same_values,
 )
+from hf_moe_ep.etp import find_apart, stock_parts
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.boxes import local_box, local_tensor
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.together import differing, gather, is_first, together
-from hf_moe_ep.state import patched_state
+from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import other_names
 from hf_moe_ep.upstream.hub import (
@@ -52,6 +53,7 @@ from hf_moe_ep.upstream.hub import (
     unexpected_keys,
 )
 from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.modules import allocate_meta
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -371,6 +373,21 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
             )
 
 
+def _of_own_stage(
+    model: nn.Module, targets: Iterable[str], weights: Mapping[str, StoredParameter]
+) -> Mapping[str, StoredParameter]:
+    """Select what this rank's pipeline stage reads; all weights if there are no stages.
+
+    A tied head is stored under the name of the embedding.
+    """
+    state = find_state(model)
+    if state is None or state.stage is None:
+        return weights
+    aliases = state.stage.aliases
+    stored_names = {name: aliases.get(canonical_name(name), name) for name in targets}
+    return {name: weights[stored] for name, stored in stored_names.items() if stored in weights}
+
+
 def load_weights(
     model: nn.Module, weights: Mapping[str, StoredParameter], device: torch.device
 ) -> None:
@@ -383,6 +400,8 @@ def load_weights(
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    apart = find_apart(model)
+    weights = _of_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
     sizes = {
@@ -400,7 +419,8 @@ def load_weights(
                     quantised[name].read(stored, reader, compute_device)
                 else:
                     tensor = targets[name]
-                    stored.read_into(local_tensor(tensor), local_box(tensor), reader)
+                    for box, part in stock_parts(tensor, apart.get(id(tensor))):
+                        stored.read_into(part, box, reader)
                 progress.update(sizes[name])
 
     together("reading weights", read)

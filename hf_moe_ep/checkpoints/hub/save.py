@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.stages import slabs_of_stages, tensors_of_model
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
@@ -30,6 +31,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
+from hf_moe_ep.etp import find_apart
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.ranks.together import (
@@ -115,13 +117,13 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors = distinct_tensors(model)
+    tensors, apart = tensors_of_model(model, state), find_apart(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
-        lambda _, tensor: slabs_of(tensor),
+        lambda name, tensor: slabs_of_stages(name, tensor, state, apart.get(id(tensor))),
     )
     files = split_files(groups, max_shard_size)
 

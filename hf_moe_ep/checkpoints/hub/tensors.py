@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,13 +34,15 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     has_blocks,
     scale_key,
 )
-from hf_moe_ep.checkpoints.hub.gather import gather_changed, list_slabs, slabs_for_all
+from hf_moe_ep.checkpoints.hub.gather import gather_changed, list_slabs
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
+from hf_moe_ep.checkpoints.hub.stages import slabs_for_all_stages, tensors_of_model
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
+from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.boxes import Box, box_sizes
@@ -137,6 +139,12 @@ def hub_tensors(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("this model is on the meta device, without values to send; load it first")
     check_whole_weights(model, "hub_tensors")
+    if state.stage is not None and (merge_adapters or dtype == FP8 or since is not None):
+        raise ValueError(
+            f"hub_tensors of a model with pp_size={state.stage.size} takes no merge_adapters=True, "
+            f"no dtype={FP8!r} and no since=, because a rank knows the layers of its own stage "
+            f"only; leave them out, or save the model and load it with pp_size=1"
+        )
     if merge_adapters:
         check_mergeable(model)
     elif any(True for _ in adapter_layers(model)):
@@ -292,8 +300,7 @@ class _Source:
             check_everyone_calls("hub_tensors")
             check_alike(
                 "hub_tensors",
-                model=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters())} "
-                "values",
+                model=f"{type(model).__name__} of {_count_values(model, state)} values",
                 merge_adapters=self._merge_adapters,
                 active_adapters=active_adapters(model),
                 dtype=self._dtype,
@@ -386,11 +393,15 @@ def _empty_slabs(
     model: nn.Module, group: TensorGroup, max_bytes: int
 ) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
     """Return the parameters of a group with slabs that have shapes but no values."""
-    tensors = distinct_tensors(model, left_out_by_merging(model))
+    tensors = tensors_of_model(model, patched_state(model), left_out_by_merging(model))
+    apart = find_apart(model)
 
-    def slabs(tensor: Tensor) -> Slabs:
+    def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         for box in list_slabs(tensor, group.dtype, max_bytes):
             yield box, torch.empty(box_sizes(box), dtype=group.dtype, device="meta")
+
+    def slabs(tensor: Tensor) -> Slabs:
+        return slabs_in_stock_shape(held_slabs(tensor), apart.get(id(tensor)))
 
     parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = []
     for number, (pieces, stock_slabs) in enumerate(group.parameters):
@@ -398,6 +409,12 @@ def _empty_slabs(
         own = partial(slabs, tensors[group.names[number]]) if is_parameter else stock_slabs
         parameters.append((pieces, own))
     return parameters
+
+
+def _count_values(model: nn.Module, state: ModelState) -> int:
+    if state.stage is not None:
+        return sum(math.prod(tensor.shape) for tensor in state.stage.tensors.values())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _find_extra(
@@ -428,32 +445,26 @@ def _describe_groups(
     """Describe every tensor of a checkpoint, with slabs that every rank receives."""
     # The tensors are listed before any all-gather: while FSDP2 has gathered the parameters of a
     # layer, its modules hold other tensors.
-    tensors = distinct_tensors(model, left_out_by_merging(model))
+    tensors = tensors_of_model(model, state, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
     # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
     dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
+    apart = find_apart(model)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-        return _gather_slabs(tensor, dtype_of(name, tensor), tensor_updates, max_bytes, slots_E)
+        dtype, dim = dtype_of(name, tensor), apart.get(id(tensor))
+        merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
+        # The products of adapters have the stock shape.
+        change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])
+        slabs = slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
+        return slabs_in_stock_shape(slabs, dim)
 
     return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
-
-
-def _gather_slabs(
-    tensor: Tensor,
-    dtype: torch.dtype,
-    updates: Sequence[LowRank],
-    max_bytes: int,
-    slots_E: Tensor | None,
-) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the merged values of a parameter in `dtype`, cut along dim 0, on every rank."""
-    change = partial(_merge_and_cast, dtype, [_gather_factors(update) for update in updates])
-    return slabs_for_all(tensor, dtype, change, max_bytes, slots_E)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from hf_moe_ep.config import launched_local_rank
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import local_tensor, whole_box
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.sharding.shard import shard_model
+from hf_moe_ep.sharding.shard import lay_out, shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.modules import own_buffers
@@ -135,8 +135,8 @@ def shard_and_read(
     if unread is None:
         return shard_model(model, state, options, device)
     parameters = _find_unread_parameters(model, unread)
-    options = replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
-    shard_model(model, state, options, device)
+    shard_model(model, state, _with_empty(options, parameters), device)
+    parameters = {name: p for name, p in model.named_parameters() if name in parameters}
     check_same_weights(unread.fingerprint, unread.folder)
     stored = {name: unread.stored[file_name(name)] for name in parameters}
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
@@ -144,6 +144,23 @@ def shard_and_read(
     _round_to_loaded_dtype(model, stored)
     state.unread = None
     return model
+
+
+def cut_before_sharding(
+    model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
+) -> None:
+    """Leave this rank its pipeline stage of a model that `shard_and_read` shards later.
+
+    Every rank must call this function. Raises as `shard_and_read`.
+    """
+    unread: Unread | None = state.unread
+    parameters = {} if unread is None else _find_unread_parameters(model, unread)
+    state.meshes_of_stage = lay_out(model, state, _with_empty(options, parameters), device)
+
+
+def _with_empty(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:
+    """Return options that leave these parameters on meta."""
+    return replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
 
 
 def read_whole(model: nn.Module) -> None:

@@ -48,6 +48,7 @@ from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
 from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
+from hf_moe_ep.etp import find_apart, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
 from hf_moe_ep.upstream.hub import file_name, progress_bar
@@ -117,14 +118,16 @@ def group_tensors(
         plan: `plan.stored` overrides the layout that transformers would write.
         tensors: parameters and buffers by their names in the model.
         dtype_of: returns the dtype in which a tensor is saved.
-        slabs_of: yields the slabs of a tensor.
+        slabs_of: yields the slabs of a tensor, with stock dims.
 
     Raises:
         ValueError: parameters that share a checkpoint tensor have several dtypes.
     """
     name_in_model = {file_name(name): name for name in tensors}
     by_name = {name: tensors[in_model] for name, in_model in name_in_model.items()}
-    layout = hub_layout(model, plan, {name: tuple(t.shape) for name, t in by_name.items()})
+    apart = find_apart(model)
+    shapes = {name: stock_shape(t.shape, apart.get(id(t))) for name, t in by_name.items()}
+    layout = hub_layout(model, plan, shapes)
     groups = []
     for group in group_by_shared_tensors(layout, by_name):
         dtypes = {name: dtype_of(name_in_model[name], by_name[name]) for name in group}

@@ -1,5 +1,8 @@
 """Write the shards of each rank to files, and read them on ranks of any other layout.
 
+A file has at most one shard of a tensor. A rank whose shard is two boxes (`etp.py`) writes the
+second box to another file.
+
     shard-00002-model-00001-of-00001.safetensors     written by rank 1; file names count from 1
     header    {"__metadata__": {"DCP_SHARDING_INFO": "{\"w\": {\"saved_offsets\": [4, 0]}, .. }"},
                "w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ..}
@@ -25,14 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, Writer, read_header
-from hf_moe_ep.ranks.boxes import (
-    Box,
-    local_box,
-    local_tensor,
-    overlap,
-    slices,
-    whole_box,
-)
+from hf_moe_ep.ranks.boxes import Box, overlap, slices, whole_box
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -119,7 +115,11 @@ class _Missing:
         self.num_missing -= values.numel()
 
 
-def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
+# The parts of this rank's shard of a tensor: (box in the tensor, view of the values).
+Parts = Sequence[tuple[Box, Tensor]]
+
+
+def read_parts(files: Iterable[Path], targets: Mapping[str, Parts]) -> int:
     """Fill this rank's shards of `targets` from files, in their order, until the shards are full.
 
     Returns:
@@ -128,11 +128,11 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
     Raises:
         ValueError: a file is damaged, or the files do not hold all elements.
     """
-    missing: dict[str, _Missing] = {}
-    for name, target in targets.items():
-        local = local_tensor(target).detach()
-        if local.numel():
-            missing[name] = _Missing(local, local_box(target), local.numel())
+    missing: dict[str, list[_Missing]] = {}
+    for name, parts in targets.items():
+        own = [_Missing(view.detach(), box, view.numel()) for box, view in parts if view.numel()]
+        if own:
+            missing[name] = own
     num_files = 0
     with Reader() as reader:
         for file in files:
@@ -140,12 +140,14 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
                 break
             num_files += 1
             for name, box, stored in _find_shards(file, missing):
-                missing[name].read(box, stored, reader)
-                if not missing[name].num_missing:
+                for part in missing[name]:
+                    part.read(box, stored, reader)
+                missing[name] = [part for part in missing[name] if part.num_missing]
+                if not missing[name]:
                     del missing[name]
             reader.close()
     if missing:
-        name, shard = next(iter(missing.items()))
+        name, (shard, *_) = next(iter(missing.items()))
         raise ValueError(
             f"{num_files} files lack {shard.num_missing} of "
             f"{math.prod(shard.local.shape)} values in this rank's shard of {name} "
@@ -155,7 +157,7 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
 
 
 def _find_shards(
-    file: Path, missing: Mapping[str, _Missing]
+    file: Path, missing: Mapping[str, Sequence[_Missing]]
 ) -> Iterator[tuple[str, Box, FileTensor]]:
     """Yield (name, box, tensor in the file) for each shard in a file that this rank has to read."""
     tensors, metadata = read_header(file)
@@ -166,7 +168,7 @@ def _find_shards(
             shape = tensors[name].shape
             starts = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
             box = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
-            if overlap(box, missing[name].box) is not None:
+            if any(overlap(box, part.box) is not None for part in missing[name]):
                 yield name, box, tensors[name]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"

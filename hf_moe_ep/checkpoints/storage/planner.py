@@ -10,7 +10,11 @@ every save. But the layout determines which rank writes which shards (`spread.py
     each rank writes  the shards that `choose_writers` of `spread.py` assigns to it
 
 The files are in DCP's format. After writing, each rank sends a list of its written shards to rank
-0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save.
+0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save; so it
+does for a model with pipeline stages.
+
+If a model holds gate and up apart (`etp.py`), a rank writes its shard as two boxes of the stock
+tensor, and `PartsLoadPlanner` reads two boxes. So the files fit any layout.
 
 `DefaultSavePlanner(enable_plan_caching=True)` is no substitute. Its cache has one entry per class
 of planner, and Accelerate saves a model and an optimizer in turn, so the entry never fits. Seconds
@@ -28,51 +32,105 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
     DefaultSavePlanner,
+    create_default_local_load_plan,
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
+from hf_moe_ep.etp import stock_parts, stock_shape
 from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
-from hf_moe_ep.ranks.together import this_rank, world_size
+from hf_moe_ep.ranks.together import gather, this_rank, world_size
+
+# The names that DCP gives to the lists of parameters of an optimizer's groups.
+_PARAMETERS = re.compile(r"(^|\.)param_groups\.\d+\.params$")
 
 
 class SpreadPlanner(DefaultSavePlanner):
-    """Plans a save of tensors that are sharded over all ranks, without exchanging plans."""
+    """Plans a save of tensors that are sharded over all ranks, without exchanging plans.
+
+    Args:
+        apart: the dims that a model holds as two (`etp.py`), by the names of its parameters.
+    """
 
     _writers: dict[str, tuple[Spread, int]] | None = None
+
+    def __init__(
+        self, *args: Any, apart: Mapping[str, int] = MappingProxyType({}), **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._names_apart = apart
+        self._apart: dict[str, int] = {}
 
     def create_local_plan(self) -> SavePlan:
         """Store this rank's plan; return the hash that rank 0 compares."""
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
+        self._apart = _find_apart(tensors, self._names_apart)
         try:
-            self._writers = choose_writers(tensors, world_size())
+            self._writers = choose_writers(tensors, range(world_size()), self._apart)
         except ValueError:  # this happens on all ranks or on none, because all know the meshes
+            if self._apart:
+                raise
+            self._join_parameter_groups()
             return super().create_local_plan()
         to_write = {
             name: value
             for name, value in self.state_dict.items()
             if (self._writes(name, value) if name in tensors else self.is_coordinator)
         }
-        self.plan = create_default_local_save_plan(to_write, self.is_coordinator)
+        whole = {name: value for name, value in to_write.items() if name not in self._apart}
+        plan = create_default_local_save_plan(whole, self.is_coordinator)
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(view), self._stock_size(name)
+                ),
+            )
+            for name in to_write.keys() & self._apart.keys()
+            for chunk, view in _list_parts(to_write[name], self._apart[name])
+        ]
+        self.plan = replace(plan, items=[*plan.items, *items])
         return SavePlan([], planner_data=self._digest(tensors))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what a write item writes."""
+        if index.fqn not in self._apart:
+            return super().lookup_object(index)
+        return _find_part(self.state_dict[index.fqn], self._apart[index.fqn], index).contiguous()
+
+    def _stock_size(self, name: str) -> torch.Size:
+        return torch.Size(stock_shape(self.state_dict[name].shape, self._apart.get(name)))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Make the metadata on rank 0.
@@ -97,11 +155,12 @@ class SpreadPlanner(DefaultSavePlanner):
                 entries[name] = BytesStorageMetadata()
                 continue
             spread, replica = self._writers[name]
-            key = (id(spread), replica, value.shape)
+            size = self._stock_size(name)
+            key = (id(spread), replica, size)
             if key not in shared:
-                shared[key] = _list_chunks(spread, replica, value.shape)
+                shared[key] = _list_chunks(spread, replica, size)
             properties = TensorProperties.create_from_tensor(local_tensor(value))
-            entries[name] = TensorStorageMetadata(properties, value.shape, shared[key])
+            entries[name] = TensorStorageMetadata(properties, size, shared[key])
         self.metadata = Metadata(entries, planner_data=self.mappings)
         self.global_plan = [SavePlan([]) for _ in all_plans]
         return self.global_plan, self.metadata
@@ -112,6 +171,17 @@ class SpreadPlanner(DefaultSavePlanner):
             new_plan = replace(new_plan, items=self.plan.items)
         self.plan = new_plan
         return new_plan
+
+    def _join_parameter_groups(self) -> None:
+        """Let each parameter group of an optimizer list the parameters of all pipeline stages.
+
+        DCP writes an entry that is no tensor from one rank, which knows only its own stage.
+        """
+        own = {name: x for name, x in self.state_dict.items() if _PARAMETERS.search(name)}
+        by_rank = gather(own) if own else [own]
+        for name in own:
+            joined = dict.fromkeys(x for lists in by_rank for x in lists.get(name, ()))
+            self.state_dict[name] = list(joined)
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
         """Return True if this rank writes a shard of a tensor."""
@@ -143,12 +213,108 @@ def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkS
     ]
 
 
+class PartsLoadPlanner(DefaultLoadPlanner):
+    """Loads the two boxes of a shard in which a model holds gate and up apart.
+
+    Args:
+        apart: as in `SpreadPlanner`.
+    """
+
+    def __init__(self, *args: Any, apart: Mapping[str, int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._names_apart = apart
+        self._apart: dict[str, int] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan the reads of this rank.
+
+        Raises:
+            ValueError: a tensor that is held apart is missing or has another shape in the files.
+        """
+        assert self.metadata is not None
+        tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
+        self._apart = _find_apart(tensors, self._names_apart)
+        # The method of the base class would put back the tensors that are left out here.
+        whole = {name: x for name, x in self.state_dict.items() if name not in self._apart}
+        plan = create_default_local_load_plan(whole, self.metadata, not self.allow_partial_load)
+        items = []
+        for name, dim in self._apart.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            size = torch.Size(stock_shape(tensors[name].shape, dim))
+            if not isinstance(stored, TensorStorageMetadata) or stored.size != size:
+                found = "missing" if stored is None else f"{getattr(stored, 'size', stored)}"
+                raise ValueError(f"{name} is {found} in the checkpoint, the model's is {size}")
+            chunks = [chunk for chunk, _ in _list_parts(tensors[name], dim)]
+            items += create_read_items_for_chunk_list(name, stored, chunks)
+        return replace(plan, items=[*plan.items, *items])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor that a read item fills."""
+        if index.fqn not in self._apart:
+            tensor: Tensor = super().lookup_tensor(index)
+            return tensor
+        return _find_part(self.state_dict[index.fqn], self._apart[index.fqn], index)
+
+
+def _find_apart(tensors: Mapping[str, Tensor], names: Mapping[str, int]) -> dict[str, int]:
+    """Return the dims that are held as two, by the names of Accelerate's state dicts.
+
+    These are model.NAME, and optimizer.state.NAME.exp_avg and so on.
+    """
+    apart = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix("model.")
+        if key.startswith("optimizer.state."):
+            name = key.removeprefix("optimizer.state.").rpartition(".")[0]
+        if name in names and tensor.ndim:
+            apart[key] = names[name]
+    return apart
+
+
+def _list_parts(tensor: Tensor, apart: int) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+    """List the parts of this rank's shard that are not empty, in DCP's form."""
+    return [
+        (
+            ChunkStorageMetadata(
+                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(box_sizes(box))
+            ),
+            view.detach(),
+        )
+        for box, view in stock_parts(tensor, apart)
+        if view.numel()
+    ]
+
+
+def _find_part(tensor: Tensor, apart: int, index: MetadataIndex) -> Tensor:
+    parts = _list_parts(tensor, apart)
+    return next(view for chunk, view in parts if chunk.offsets == index.offset)
+
+
 @contextmanager
-def planned_by_each() -> Iterator[None]:
-    """Replace DCP's planner class inside the block, because Accelerate creates its own planner."""
-    stock = default_planner.DefaultSavePlanner
-    setattr(default_planner, "DefaultSavePlanner", SpreadPlanner)  # noqa: B010
+def planned_by_each(apart: Mapping[str, int] = MappingProxyType({})) -> Iterator[None]:
+    """Replace DCP's planner class inside the block, because Accelerate creates its own planner.
+
+    `apart` is the argument of `SpreadPlanner`.
+    """
+    with _replaced("DefaultSavePlanner", partial(SpreadPlanner, apart=apart)):
+        yield
+
+
+@contextmanager
+def loaded_in_parts(apart: Mapping[str, int]) -> Iterator[None]:
+    """Let DCP load tensors that a model holds apart, inside the block."""
+    if not apart:
+        yield
+        return
+    with _replaced("DefaultLoadPlanner", partial(PartsLoadPlanner, apart=apart)):
+        yield
+
+
+@contextmanager
+def _replaced(name: str, planner: Any) -> Iterator[None]:
+    stock = getattr(default_planner, name)
+    setattr(default_planner, name, planner)
     try:
         yield
     finally:
-        setattr(default_planner, "DefaultSavePlanner", stock)  # noqa: B010
+        setattr(default_planner, name, stock)

@@ -9,6 +9,9 @@ Example with 8 rows on 8 ranks, cut by the second axis of a grid [2, 4], `cuts` 
     replica 0      rank 0      1      2      3
     replica 1      rank 4      5      6      7
 
+With `apart`, a dim of a tensor has the rows of gate and then those of up, and an axis cuts both
+halves of the dim: a rank then has two boxes (`etp.py`).
+
 One replica writes a tensor: `choose_writers` takes the replica with the fewest bytes so far. Every
 rank knows the layout and computes the same result, so no communication is needed. A training
 checkpoint stores the sharding for the ranks that load it.
@@ -18,9 +21,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -31,32 +35,38 @@ from hf_moe_ep.ranks.boxes import Box, cut_box, overlap
 
 @dataclass(frozen=True)
 class Spread:
-    """The sharding of a tensor over a grid of all ranks.
+    """The sharding of a tensor over a grid of all ranks, or of the ranks of a pipeline stage.
 
     Attributes:
         grid: the sizes of the grid's axes.
         ranks: the ranks in the grid, row-major.
         cuts: for each axis the dim of the tensor that it cuts; None for an axis of replicas.
+        apart: the dim that consists of two halves, each of which is cut as a dim of its own; None
+            if there is no such dim.
     """
 
     grid: tuple[int, ...]
     ranks: tuple[int, ...]
     cuts: tuple[int | None, ...]
+    apart: int | None = None
 
     @staticmethod
-    def of(name: str, tensor: Tensor, world: int) -> Spread:
-        """Return the sharding of a tensor on `world` ranks; plain tensors are replicated.
+    def of(name: str, tensor: Tensor, ranks: Sequence[int], apart: int | None = None) -> Spread:
+        """Return the sharding of a tensor on `ranks`; plain tensors are replicated.
+
+        Args:
+            apart: the dim of the tensor in files that the model holds as two dims (2, half).
 
         Raises:
             ValueError: only some of the ranks hold the tensor, or its values are partial sums.
         """
         if not isinstance(tensor, DTensor):
-            return Spread((world,), tuple(range(world)), (None,))
+            return Spread((len(ranks),), tuple(ranks), (None,))
         mesh = tensor.device_mesh
-        if mesh.size() != world:
+        if mesh.size() != len(ranks):
             raise ValueError(
-                f"{name} is sharded over {mesh.size()} of {world} ranks, and this rank does not "
-                f"know what the other ranks hold; shard the model with apply_ep_fsdp2 or Accelerate"
+                f"{name} is sharded over {mesh.size()} of {len(ranks)} ranks, and this rank does "
+                f"not know what the others hold; shard the model with apply_ep_fsdp2 or Accelerate"
             )
         cuts: list[int | None] = []
         for placement in tensor.placements:
@@ -66,15 +76,19 @@ class Spread:
                     f"{name} has the placement {placement}; a checkpoint can hold Shard and "
                     f"Replicate"
                 )
-            cuts.append(dim)
-        return Spread(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(cuts))
+            is_behind = apart is not None and dim is not None and dim > apart
+            cuts.append(dim - 1 if dim is not None and is_behind else dim)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        return Spread(tuple(mesh.shape), ranks, tuple(cuts), apart)
 
     def to_json(self) -> dict[str, Any]:
-        return {"grid": list(self.grid), "ranks": list(self.ranks), "cuts": list(self.cuts)}
+        content = {"grid": list(self.grid), "ranks": list(self.ranks), "cuts": list(self.cuts)}
+        return content if self.apart is None else {**content, "apart": self.apart}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Spread:
-        return Spread(tuple(content["grid"]), tuple(content["ranks"]), tuple(content["cuts"]))
+        grid, ranks, cuts = (tuple(content[name]) for name in ("grid", "ranks", "cuts"))
+        return Spread(grid, ranks, cuts, content.get("apart"))
 
     @property
     def num_replicas(self) -> int:
@@ -91,11 +105,22 @@ class Spread:
         return self._replica_of(coordinate[::-1]) == replica
 
     def boxes(self, shape: Iterable[int], replica: int) -> Iterator[tuple[int, Box]]:
-        """Yield (rank, its box) for all ranks of a replica, for a tensor of the shape `shape`."""
-        shape = tuple(shape)
+        """Yield (rank, its box) for all ranks of a replica, for a tensor of the shape `shape`.
+
+        With `apart` a rank has two boxes.
+        """
+        sizes, half = list(shape), 0
+        if self.apart is not None:
+            half = sizes[self.apart] = sizes[self.apart] // 2
         for rank, coordinate in zip(self.ranks, product(*map(range, self.grid)), strict=True):
-            if self._replica_of(coordinate) == replica:
-                yield rank, cut_box(shape, self.grid, self.cuts, coordinate)
+            if self._replica_of(coordinate) != replica:
+                continue
+            box = cut_box(sizes, self.grid, self.cuts, coordinate)
+            yield rank, box
+            if self.apart is not None:
+                start, stop = box[self.apart]
+                second = (start + half, stop + half)
+                yield rank, (*box[: self.apart], second, *box[self.apart + 1 :])
 
     def _replica_of(self, coordinate: Iterable[int]) -> int:
         """Return the number of a rank's replica, row-major over the axes that cut no dim."""
@@ -110,8 +135,14 @@ class Spread:
         return frozenset(rank for rank, rank_box in boxes if overlap(rank_box, box))
 
 
-def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple[Spread, int]]:
-    """Return the sharding of each tensor and the replica that writes it, the same on every rank.
+def choose_writers(
+    tensors: Mapping[str, Tensor],
+    ranks: Sequence[int],
+    apart: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, tuple[Spread, int]]:
+    """Return the sharding of each tensor and the replica that writes it, the same on all `ranks`.
+
+    `apart` has the dims of `Spread.of`, by the names of tensors that have one.
 
     Tensors with the same sharding share one `Spread`, because a `Spread` lists all ranks.
 
@@ -124,9 +155,9 @@ def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple
     for name, tensor in tensors.items():
         key: Any = None
         if isinstance(tensor, DTensor):
-            key = (id(tensor.device_mesh), tensor.placements)
+            key = (id(tensor.device_mesh), tensor.placements, apart.get(name))
         if key not in known:
-            spread = Spread.of(name, tensor, world)
+            spread = Spread.of(name, tensor, ranks, apart.get(name))
             known[key] = equal.setdefault(spread, spread)
         spreads[name] = known[key]
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

@@ -22,15 +22,17 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.placement.hub_order import placement_by_tensor
-from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
+from hf_moe_ep.ranks.boxes import local_box, local_tensor
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import KnownSums, patched_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of
@@ -152,29 +154,54 @@ def _find_sums(
 
 @torch.no_grad()
 def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
-    """Compute the two sums of this rank's shard of a tensor, whose last dim is never sharded.
+    """Compute the two sums of this rank's shard of a tensor.
 
     Args:
         slots: the row in which each expert is stored; None if experts are in hub order.
     """
+    row_bytes = tensor.shape[-1] * tensor.element_size()
+    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
+    total = local_tensor(tensor).new_zeros(2, dtype=torch.int64)
+    shard_bytes = local_tensor(tensor).shape[-1] * tensor.element_size()
+    if shard_bytes % word.itemsize:
+        # A word has values of two ranks, which happens for few scales: one rank counts whole rows.
+        tensor, counts = _with_whole_rows(tensor)
+        if not counts:
+            return total
     local, box = local_tensor(tensor).detach(), local_box(tensor)
-    num_bytes = local.shape[-1] * local.element_size()
-    word = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
-    total = local.new_zeros(2, dtype=torch.int64)
-    (first_slot, _), *_ = box
+    (first_slot, _), *inner, columns = box
+    sizes = [*tensor.shape[1:-1], row_bytes // word.itemsize]
+    ends = [end * tensor.element_size() // word.itemsize for end in columns]
     expert_of = list(range(len(tensor))) if slots is None else slots.argsort().tolist()
     for slot, rows in enumerate(local, first_slot):
         # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        positions = _find_word_positions(words, box, expert_of[slot], tensor.shape[1])
+        ranges = [*inner, (ends[0], ends[1])]
+        positions = _find_word_positions(expert_of[slot], ranges, sizes, words.device)
         for index, seed in enumerate(SEEDS):
             total[index] += mix_bits(words + mix_bits(positions + seed)).sum()
     return total
 
 
-def _find_word_positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
-    """Return the position of each word of an expert's rows in the whole tensor."""
-    _, (first_row, _), *_ = box
-    words_per_row = words.shape[-1]
-    start = (expert * num_rows + first_row) * words_per_row
-    return torch.arange(start, start + words.numel(), device=words.device).view(words.shape)
+def _with_whole_rows(tensor: Tensor) -> tuple[Tensor, bool]:
+    """Gather a tensor along its last dim, and choose one of the ranks that then have equal rows."""
+    assert isinstance(tensor, DTensor)
+    mesh, placements, counts = tensor.device_mesh, list(tensor.placements), True
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard) and placement.dim == tensor.ndim - 1:
+            placements[axis] = Replicate()
+            counts = counts and mesh.get_local_rank(axis) == 0
+    return tensor.redistribute(placements=placements), counts
+
+
+def _find_word_positions(
+    expert: int, ranges: Sequence[tuple[int, int]], sizes: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return the position in the whole tensor of each word of an expert.
+
+    `ranges` has the words of this rank, by dim, and `sizes` the numbers of words of all ranks.
+    """
+    positions = torch.tensor(expert, device=device)
+    for (start, stop), size in zip(ranges, sizes, strict=True):
+        positions = positions.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
+    return positions

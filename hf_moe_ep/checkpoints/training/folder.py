@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIGS, STAGED, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.part_files import (
+    Parts,
     Shards,
     nearest_first,
     of_rank,
@@ -39,7 +41,6 @@ from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.ranks.background import is_written
-from hf_moe_ep.ranks.boxes import local_box, local_tensor
 from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import ModelState
 
@@ -57,9 +58,11 @@ def layout_of(state: ModelState) -> dict[str, Any]:
     return {
         "world_size": world_size(),
         "ep_size": config.ep_size or 1,
+        "etp_size": config.etp_size or 1,
         "sp_size": config.sp_size or 1,
         "cp_size": config.cp_size or 1,
         "dp_replicate_size": config.dp_replicate_size or 1,
+        "pp_size": config.pp_size or 1,
         "expert_shard_dim": config.expert_shard_dim,
         "sharded": state.meshes is not None,
     }
@@ -117,7 +120,7 @@ def write_tensors(path: Path, files: list[Shards]) -> dict[str, Any]:
     return {f"{TENSORS}/{name}": entry for name, entry in written.items()}
 
 
-def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> None:
+def read_tensors(path: Path, targets: Mapping[str, Parts], saved: StateFile) -> None:
     """Read this rank's shards of `targets`."""
     known = manifest.read(path)["files"]
     names = [Path(name).name for name in known if name.startswith(f"{TENSORS}/")]
@@ -128,7 +131,7 @@ def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> No
     read_parts((path / TENSORS / name for name in ordered), targets)
 
 
-def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | None:
+def ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | None:
     """Return the ranks that wrote the shards that this rank needs.
 
     The result is None for a checkpoint of an older version, which does not store the shardings.
@@ -136,12 +139,11 @@ def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | Non
     needed: set[int] = set()
     # Many tensors have the same shape and sharding: layers, and an optimizer's moments.
     known: dict[tuple[Any, ...], frozenset[int]] = {}
-    for name, target in targets.items():
+    for name, parts in targets.items():
         form = saved.tensors[name]
         if form.spread is None:
             return None
-        if local_tensor(target).numel():
-            box = local_box(target)
+        for box in (box for box, view in parts if view.numel()):
             key = (id(form.spread), tuple(form.shape), form.replica, box)
             if key not in known:
                 known[key] = form.spread.holders(form.shape, form.replica, box)

@@ -37,6 +37,7 @@ from hf_moe_ep.checkpoints.training.tensors import (
     parameter_names,
     restore_optimizer,
 )
+from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import (
     check_alike,
@@ -96,7 +97,7 @@ def load_checkpoint(
     check_base(path, model)
     on_first(f"reading {path}", lambda: restore_extra(state, path / EXTRA))
 
-    def compare() -> tuple[StateFile, dict[str, Tensor]]:
+    def compare() -> tuple[StateFile, tuple[dict[str, Tensor], dict[str, int]]]:
         saved = folder.read_state(path)
         if is_first():
             folder.check_only_ours(path)
@@ -118,34 +119,47 @@ def load_checkpoint(
     # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
     # order; at the end of the block it is moved with its experts.
     with experts_in_hub_order(model, optimizer):
-        saved, targets = together(f"reading {path}", compare)
-        together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
+        saved, (targets, apart) = together(f"reading {path}", compare)
+        parts = {name: stock_parts(tensor, apart.get(name)) for name, tensor in targets.items()}
+        together(f"reading {path}", lambda: folder.read_tensors(path, parts, saved))
         together(f"reading {path}", restore)
     return saved.progress
 
 
-def _choose_targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Tensor]:
-    """Return the tensors to read into: the model's own, unless the files have another form."""
+def _choose_targets(
+    model: nn.Module, optimizer: Any, saved: StateFile
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return the tensors to read into: the model's own, unless the files have another form.
+
+    The second dict has `StateTensor.apart` of the tensors that have one.
+    """
     targets: dict[str, Tensor] = {}
+    apart: dict[str, int] = {}
     for name, entry in model_state_tensors(model).items():
+        if entry.apart is not None:
+            apart[f"model.{name}"] = entry.apart
         if entry.tensor.ndim:
             is_packed = entry.to_file is not None
             targets[f"model.{name}"] = (
                 entry.in_file_form(entry.tensor) if is_packed else entry.tensor
             )
     if optimizer is None or saved.optimizer is None:
-        return targets
+        return targets, apart
     _, trained = parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
+        if parameter not in trained:
+            continue  # another pipeline stage has this parameter
         parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.in_file is not None:
+                if (dim := trained[parameter].apart) is not None:
+                    apart[value.in_file] = dim
                 targets[value.in_file] = allocate_moment(
                     trained[parameter],
                     saved.tensors[value.in_file].dtype,
                     None if parameter_form is None else parameter_form.dtype,
                 )
-    return targets
+    return targets, apart
 
 
 @torch.no_grad()
@@ -167,14 +181,18 @@ def _ranks_per_batch(layout: dict[str, Any]) -> int:
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
+    saved_pp = saved_layout.get("pp_size", 1)  # older files lack it
+    ranks_per_stage = layout["world_size"] // layout["pp_size"]
+    saved_ranks_per_stage = saved_layout["world_size"] // saved_pp
     saved_per_batch, per_batch = map(_ranks_per_batch, (saved_layout, layout))
-    num_saved = saved_layout["world_size"] // saved_per_batch
-    num_now = layout["world_size"] // per_batch
-    data_rank = rank // per_batch
+    num_saved, num_now = saved_ranks_per_stage // saved_per_batch, ranks_per_stage // per_batch
+    stage, rank_in_stage = divmod(rank, ranks_per_stage)
+    data_rank, index = divmod(rank_in_stage, per_batch)
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == state.device.type:
-        index = rank % per_batch % saved_per_batch
-        rank_state = _read_random(path, data_rank * saved_per_batch + index)
+        first = stage % saved_pp * saved_ranks_per_stage
+        saved_rank = first + data_rank * saved_per_batch + index % saved_per_batch
+        rank_state = _read_random(path, saved_rank)
         random_state.restore(rank_state, state.device)
         return
     random_state.reseed(rank_0_state, data_rank)

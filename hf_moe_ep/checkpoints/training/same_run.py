@@ -20,6 +20,7 @@ from hf_moe_ep.checkpoints.training.tensors import (
     model_state_tensors,
     parameter_names,
 )
+from hf_moe_ep.state import find_state
 
 _MODEL_PREFIX = "model."
 # Entries of a parameter group that are not options.
@@ -41,7 +42,9 @@ def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     problems = []
     if missing := state_tensors.keys() - names:
         problems.append(f"it lacks {_list_some(missing)}")
-    if unexpected := names - state_tensors.keys():
+    state = find_state(model)
+    in_other_stages = set() if state is None or state.stage is None else state.stage.tensors.keys()
+    if unexpected := names - state_tensors.keys() - in_other_stages:
         problems.append(f"the model lacks {_list_some(unexpected)}")
     differences: list[str] = []
     for name in sorted(state_tensors.keys() & names):
@@ -78,7 +81,11 @@ def check_optimizer(
     _check_class(optimizer, saved, where)
     names, _ = parameter_names(model, optimizer)
     groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    state = find_state(model)
     saved_groups = [set(group.names) for group in saved.groups]
+    if state is not None and state.stage is not None:
+        own = set(names.values())
+        saved_groups = [group & own for group in saved_groups]
     if len(groups) != len(saved_groups):
         raise ValueError(
             f"{where} was saved with {len(saved_groups)} groups of parameters, this optimizer has "

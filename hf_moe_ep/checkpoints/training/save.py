@@ -18,7 +18,7 @@ their own process group, because the collectives of two threads in one group wou
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra
+from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -56,14 +57,18 @@ _FILE_BYTES = 1 << 30
 
 @dataclass
 class _Snapshot:
-    """The part of a checkpoint that one rank writes: tensors by file, and the rest as JSON."""
+    """The part of a checkpoint that one rank writes: tensors by file, and the rest as JSON.
+
+    `content` describes the tensors of this rank's pipeline stage, `state` those of all stages.
+    """
 
     files: list[Shards]
-    state: dict[str, Any]
+    content: StateFile
     random: dict[str, Any]
     layout: dict[str, Any]
     base: dict[str, Any] | None = None
     extra: dict[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -132,6 +137,8 @@ def save_checkpoint(
     base = describe_base(model)
     with experts_in_hub_order(model, optimizer):
         snapshot = together("save_checkpoint", prepare)
+        content = join_stages(snapshot.content, state)
+        snapshot.state = together("save_checkpoint", content.to_json)
         snapshot.base = base
         _check_equal(digest(snapshot.state))
         on_first(f"clearing {path}", lambda: folder.clear(path, model))
@@ -153,7 +160,7 @@ def _take_snapshot(
         raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named = collect(model, optimizer)
     layout, forms = folder.layout_of(state), named.forms()
-    content = StateFile(
+    own = StateFile(
         layout=layout,
         progress=progress or {},
         scheduler=None if scheduler is None else scheduler.state_dict(),
@@ -163,7 +170,7 @@ def _take_snapshot(
     )
     return _Snapshot(
         files=named.files(forms, _FILE_BYTES),
-        state=content.to_json(),
+        content=own,
         random=encode(random_state.capture(state.device), "random state"),
         layout=layout,
     )

@@ -16,7 +16,7 @@ first step would then resume with another bias correction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,19 @@ from hf_moe_ep.checkpoints.training.state_file import (
     OptimizerValue,
     TensorForm,
 )
+from hf_moe_ep.etp import find_apart, stock_parts, stock_shape
 from hf_moe_ep.lora.computed import stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
-from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
+from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.ranks.together import this_rank, world_size
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 Convert = Callable[[Tensor], Tensor]
+# The conversions of a tensor that the files hold as the model does.
+_STORED: tuple[Convert | None, Convert | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,14 @@ class StateTensor:
     """A tensor of the model, and the conversions between its form and the form in the files.
 
     Only packed LoRA factors have conversions: (E * r, in) in the model is [E, r, in] in a file.
+    `apart` is the dim in the file that the model holds as two dims (`etp.py`): a rank writes its
+    shard as two boxes, without a conversion.
     """
 
     tensor: Tensor
     to_file: Convert | None = None
     from_file: Convert | None = None
+    apart: int | None = None
 
     def in_file_form(self, value: Tensor) -> Tensor:
         """Convert `value`, which has the shape of `tensor`, to the form of the files."""
@@ -63,7 +69,7 @@ class StateTensor:
     def file_shape(self) -> list[int]:
         """Return the shape in the files."""
         if self.to_file is None:
-            return list(self.tensor.shape)
+            return list(stock_shape(self.tensor.shape, self.apart))
         return list(self.to_file(self.tensor.to("meta")).shape)
 
     def in_model_form(self, value: Tensor) -> Tensor:
@@ -73,46 +79,59 @@ class StateTensor:
 
 @dataclass
 class NamedState:
-    """The tensors of a training state by name, and the rest of the state of model and optimizer."""
+    """The tensors of a training state by name, and the rest of the state of model and optimizer.
+
+    `apart` has the dims of `StateTensor.apart`, by the names of tensors that have one. `ranks` hold
+    the tensors: all ranks, or those of this rank's pipeline stage.
+    """
 
     tensors: dict[str, Tensor]
     scalars: dict[str, Tensor]
     optimizer: OptimizerState | None
+    apart: dict[str, int]
+    ranks: Sequence[int]
 
     def forms(self) -> dict[str, TensorForm]:
-        """Return shape, dtype, sharding and writer of every tensor, the same on every rank.
+        """Return shape, dtype, sharding and writer of every tensor, the same on all `ranks`.
 
         Raises:
             ValueError: a tensor has a sharding or a dtype that the files cannot hold.
         """
         for name, tensor in self.tensors.items():
             check_dtype(name, tensor.dtype)
-        writers = choose_writers(self.tensors, world_size())
+        writers = choose_writers(self.tensors, self.ranks, self.apart)
+        shapes = {n: stock_shape(t.shape, self.apart.get(n)) for n, t in self.tensors.items()}
         return {
-            name: TensorForm(list(tensor.shape), tensor.dtype, *writers[name])
+            name: TensorForm(list(shapes[name]), tensor.dtype, *writers[name])
             for name, tensor in self.tensors.items()
         }
 
     def files(self, forms: dict[str, TensorForm], limit: int) -> list[Shards]:
         """Return the shards that this rank writes, by file; a file has about `limit` bytes.
 
-        Every rank has the same number of files; some may be empty.
+        All of `ranks` have the same number of files; some may be empty. The second boxes of shards
+        are in the last files.
         """
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
-        rank, num_bytes = this_rank(), 0  # the bytes of all ranks
+        second_boxes: list[dict[str, tuple[Box, Tensor]]] = [{}]
+        rank, num_bytes = this_rank(), 0  # the bytes of all `ranks`
         for name, tensor in self.tensors.items():
-            while num_bytes // (limit * world_size()) >= len(files):
+            while num_bytes // (limit * len(self.ranks)) >= len(files):
                 files.append({})
+                second_boxes.append({})
             num_bytes += tensor.numel() * tensor.element_size()
-            form, values = forms[name], local_tensor(tensor).detach()
+            form = forms[name]
             assert form.spread is not None
-            if values.numel() and form.spread.is_writer(rank, form.replica):
-                files[-1][name] = (local_box(tensor), values)
-        return list(files)
+            if not form.spread.is_writer(rank, form.replica):
+                continue
+            for number, (box, values) in enumerate(stock_parts(tensor, self.apart.get(name))):
+                if values.numel():
+                    (second_boxes if number else files)[-1][name] = (box, values.detach())
+        return [*files, *second_boxes] if self.apart else list(files)
 
 
 def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
-    """Return the tensors of a model that are saved, by name.
+    """Return the tensors of a model, or of this rank's pipeline stage, that are saved, by name.
 
     The base model that PEFT froze is left out, and so are experts that are held quantised;
     `base.py` saves hashes of these experts instead.
@@ -120,19 +139,30 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     inner = unwrap(model)
     has_adapters = any(wraps_for_adapters(module) for module in inner.modules())
     of_adapters = adapter_parameters(inner)
-    converters = _find_converters(inner)
+    converters, apart = _find_converters(inner), find_apart(inner)
     quantised = {
         id(tensor)
         for name, matrix, _ in quantised_matrices(inner)
         for tensor in matrix.by_name(name).values()
     }
     parameters = {
-        canonical_name(name): StateTensor(p.detach(), *converters.get(p, ()))
+        _whole_name(inner, name): StateTensor(
+            p.detach(), *converters.get(p, _STORED), apart.get(id(p))
+        )
         for name, p in inner.named_parameters()
         if id(p) not in quantised and (p.requires_grad or id(p) in of_adapters or not has_adapters)
     }
     buffers = persistent_buffers(inner)
     return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
+
+
+def _whole_name(model: nn.Module, name: str) -> str:
+    """Return the name of a parameter in the whole model, of which this rank may hold a stage.
+
+    The head of a last stage that is tied to the embedding has the name of the embedding.
+    """
+    name, state = canonical_name(name), find_state(model)
+    return name if state is None or state.stage is None else state.stage.aliases.get(name, name)
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
@@ -144,23 +174,36 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
         ValueError: the optimizer has state that cannot be named or saved.
     """
     of_model = model_state_tensors(model)
+    state = find_state(model)
+    stage = None if state is None else state.stage
+    copies = set() if stage is None else set(stage.aliases.values())
+    of_model = {name: saved for name, saved in of_model.items() if name not in copies}
+    ranks = range(world_size())
+    if stage is not None:
+        ranks_per_stage = world_size() // stage.size
+        ranks = range(stage.index * ranks_per_stage, (stage.index + 1) * ranks_per_stage)
     tensors = {
         f"model.{name}": saved.in_file_form(saved.tensor)
         for name, saved in of_model.items()
         if saved.tensor.ndim
     }
     scalars = {name: saved.tensor for name, saved in of_model.items() if not saved.tensor.ndim}
+    apart = {
+        f"model.{name}": saved.apart for name, saved in of_model.items() if saved.apart is not None
+    }
     if optimizer is None:
-        return NamedState(tensors, scalars, None)
-    moments, optimizer_state = _collect_optimizer(model, optimizer)
-    return NamedState(tensors | moments, scalars, optimizer_state)
+        return NamedState(tensors, scalars, None, apart, ranks)
+    moments, optimizer_state, moments_apart = _collect_optimizer(model, optimizer, copies)
+    return NamedState(tensors | moments, scalars, optimizer_state, apart | moments_apart, ranks)
 
 
 def _collect_optimizer(
-    model: nn.Module, optimizer: Any
-) -> tuple[dict[str, Tensor], OptimizerState]:
+    model: nn.Module, optimizer: Any, copies: set[str]
+) -> tuple[dict[str, Tensor], OptimizerState, dict[str, int]]:
+    """Return the optimizer's tensors by name, the rest of its state, and `NamedState.apart`."""
     names, trained = parameter_names(model, optimizer)
     tensors: dict[str, Tensor] = {}
+    apart: dict[str, int] = {}
     values: dict[str, dict[str, OptimizerValue]] = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
@@ -173,6 +216,8 @@ def _collect_optimizer(
                 f"the optimizer keeps state of {name}, which is in none of its parameter groups; "
                 f"add it to a group again, or del optimizer.state[parameter]"
             )
+        if name in copies:
+            continue  # another pipeline stage saves this state
         values[name] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
@@ -180,6 +225,8 @@ def _collect_optimizer(
                 _check_same_shape(where, value, parameter)
                 in_file = f"optimizer.{key}.{name}"
                 tensors[in_file] = trained[name].in_file_form(value.detach())
+                if (dim := trained[name].apart) is not None:
+                    apart[in_file] = dim
                 values[name][key] = OptimizerValue(in_file=in_file)
             elif isinstance(value, Tensor):
                 on_device = value.device.type != "cpu"
@@ -190,9 +237,8 @@ def _collect_optimizer(
         Group([names[id(parameter)] for parameter in group["params"]], _select_options(group))
         for group in optimizer.param_groups
     ]
-    return tensors, OptimizerState(
-        class_name_of(optimizer), base_names_of(optimizer), values, groups
-    )
+    state = OptimizerState(class_name_of(optimizer), base_names_of(optimizer), values, groups)
+    return tensors, state, apart
 
 
 def class_name_of(optimizer: Any) -> str:
@@ -225,8 +271,8 @@ def parameter_names(
         ValueError: the optimizer has a parameter that is not the model's.
     """
     inner = unwrap(model)
-    converters = _find_converters(inner)
-    names = {id(p): canonical_name(name) for name, p in inner.named_parameters()}
+    converters, apart = _find_converters(inner), find_apart(inner)
+    names = {id(p): _whole_name(inner, name) for name, p in inner.named_parameters()}
     trained = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, p in enumerate(group["params"]):
@@ -236,7 +282,8 @@ def parameter_names(
                     f"not belong to this model; create the optimizer after apply_ep_fsdp2(model), "
                     f"or pass both to accelerator.prepare"
                 )
-            trained[names[id(p)]] = StateTensor(p.detach(), *converters.get(p, ()))
+            converter = converters.get(p, _STORED)
+            trained[names[id(p)]] = StateTensor(p.detach(), *converter, apart.get(id(p)))
     return names, trained
 
 
@@ -294,7 +341,9 @@ def _select_options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _find_converters(model: nn.Module) -> dict[nn.Parameter, tuple[Convert, Convert]]:
+def _find_converters(
+    model: nn.Module,
+) -> dict[nn.Parameter, tuple[Convert | None, Convert | None]]:
     """Return (to_file, from_file) of `StateTensor` for each packed LoRA factor of experts."""
     return {
         factor.parameter: (factor.stack, factor.pack)

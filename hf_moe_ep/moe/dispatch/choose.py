@@ -13,15 +13,18 @@ from hf_moe_ep.ranks.mesh import Meshes
 def make_dispatcher(
     config: ParallelConfig, meshes: Meshes, *, num_experts: int
 ) -> Dispatcher | None:
-    """Make the dispatcher that the config requests, or return None if the ep group has one rank.
+    """Make the dispatcher that the config requests, or return None if no tokens are dispatched.
+
+    With etp_size > 1 a dispatcher sees etp_size parts of each expert, each on its own rank, as if
+    they were experts (`hf_moe_ep.etp.ids_of_parts`).
 
     Raises:
         ImportError: DeepEP is requested but not installed.
         ValueError: DeepEP has no settings for this number of ranks.
     """
-    if meshes.ep_size == 1:
+    if meshes.dispatch.size() == 1:
         return None
-    group = meshes.ep.get_group()
+    group, num_experts = meshes.dispatch.get_group(), num_experts * meshes.etp_size
     # The first forward chooses the number of chunks if the config does not.
     chunks = 1 if isinstance(config.dispatch_chunks, str) else config.dispatch_chunks
     limit = config.max_tokens_per_rank

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
+from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -194,7 +195,7 @@ def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     of the experts interface become the parameters of the stock blocks.
     """
     gathered = {canonical_name(name): full_tensor(tensor) for name, tensor in tensors.items()}
-    gathered = in_place_of_bytes(model, gathered)
+    gathered = in_place_of_bytes(model, in_stock_shapes(model, gathered))
     packed = pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
     return as_stock(model, packed)
 

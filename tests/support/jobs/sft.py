@@ -4,8 +4,10 @@
     accelerate launch --config_file examples/accelerate/cpu_4.yaml \
         tests/support/jobs/sft.py FOLDER --batch 1 --parallel              4 ranks at ep 2, sp 2
 
-`--parallel` adds two lines, an import and a call. FOLDER/run.json holds the trainer's log, the
-lengths of the documents in each packed row, and the number of steps that ran.
+`--parallel` adds two lines, an import and a call. With `--pp 2` the ranks form 2 pipeline stages
+instead of pairs that share a sequence. `--padded` pads rows instead of packing them.
+FOLDER/run.json holds the trainer's log, the lengths of the documents in each packed row, and the
+number of steps that ran.
 
 `--save` writes a checkpoint at step 2, and FOLDER/model at the end. With `--die-at N` the last rank
 kills itself in the middle of step N. `--resume` resumes from the newest checkpoint.
@@ -68,6 +70,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--parallel", action="store_true")
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--padded", action="store_true")
+    parser.add_argument("--loss", default="nll")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
@@ -75,7 +80,8 @@ def main() -> None:
 
     arguments = SFTConfig(
         output_dir=os.fspath(options.folder),
-        packing=True,
+        packing=not options.padded,
+        loss_type=options.loss,
         max_length=32,
         completion_only_loss=True,
         per_device_train_batch_size=options.batch,
@@ -97,7 +103,9 @@ def main() -> None:
     if options.parallel:
         from hf_moe_ep import patch
 
-        patch(model, ep_size=2, sp_size=2)
+        # With "gpipe" the aux loss is that of the whole batch, as in one process.
+        stages = {"pp_size": options.pp, "pp_schedule": "gpipe" if options.padded else "1f1b"}
+        patch(model, ep_size=2, sp_size=2 // options.pp, **stages)
 
     steps = Steps(options.die_at)
     trainer = SFTTrainer(
@@ -111,7 +119,7 @@ def main() -> None:
     if options.save:
         trainer.save_model(os.fspath(options.folder / "model"))
     if trainer.is_world_process_zero():
-        rows = list(trainer.train_dataset["seq_lengths"])
+        rows = [] if options.padded else list(trainer.train_dataset["seq_lengths"])
         run = {"log": trainer.state.log_history, "rows": rows, "steps": steps.begun}
         (options.folder / "run.json").write_text(json.dumps(run))
 

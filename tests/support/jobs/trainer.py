@@ -33,6 +33,7 @@ from transformers import (
 
 from hf_moe_ep import Muon, patch
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.state import find_state
 from support.adapters import TARGETS, with_lora
 from support.fp64 import FP64
 from support.generation import continuations
@@ -58,7 +59,8 @@ class Case:
     Attributes:
         steps: names of functions in `_STEPS` below, which are called in order with one Trainer.
         ep: the ep_size; with 0 the model stays stock.
-        sp, cp: the sp_size and cp_size, by which the per-device batch is multiplied.
+        sp, cp, pp: the sp_size, cp_size and pp_size, by which the per-device batch is multiplied.
+        microbatches: the pp_microbatches; with 0 as many as stages.
         shares: the number of ranks per batch, if the launch config sets it.
         lora: the rank of random adapters; 0 for none.
         lora_on: "both", "experts" or "attention".
@@ -83,6 +85,8 @@ class Case:
     sp: int = 1
     cp: int = 1
     shares: int = 1
+    pp: int = 1
+    microbatches: int = 0
     lora: int = 0
     lora_on: str = "both"
     lora_after: bool = False
@@ -303,11 +307,24 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         tensors[name] = tensor.cpu().clone()
     packed = pack_factors(model, in_place_of_bytes(model, tensors))
-    return {_WRAPPERS.sub("", name): tensor for name, tensor in packed.items()}
+    own = {_WRAPPERS.sub("", name): tensor for name, tensor in packed.items()}
+    state = find_state(model)
+    return own if state is None or state.stage is None else _of_all_stages(own, state.stage.aliases)
+
+
+def _of_all_stages(own: dict[str, Tensor], aliases: dict[str, str]) -> dict[str, Tensor]:
+    """Join the tensors of all pipeline stages. Copies of a tied weight must be equal."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {aliases.get(name, name): own[name] for name in own})
+    joined: dict[str, Tensor] = {}
+    for tensors in by_rank:
+        for name, tensor in tensors.items():
+            assert torch.equal(joined.setdefault(name, tensor), tensor), f"{name} differs"
+    return joined
 
 
 def _arguments(case: Case, folder: Path) -> TrainingArguments:
-    sharing = case.sp * case.cp * case.shares
+    sharing = case.sp * case.cp * case.pp * case.shares
     batch_size = GLOBAL_BATCH * sharing // int(os.environ.get("WORLD_SIZE", "1")) // case.split
     defaults = {
         "output_dir": os.fspath(folder),
@@ -343,14 +360,16 @@ def _run(case: Case, folder: Path) -> Result:
     folder = case.folder or folder / case.name
     arguments = _arguments(case, folder)  # makes the process group that from_pretrained looks for
     model = _build(case, arguments.process_index)
+    sizes = {"ep_size": case.ep, "sp_size": case.sp, "cp_size": case.cp, "pp_size": case.pp}
+    sizes |= {"pp_microbatches": case.microbatches} if case.microbatches else {}
     if case.ep and case.lora_after:
-        patch(model, ep_size=case.ep, sp_size=case.sp, cp_size=case.cp)
+        patch(model, **sizes)
     if case.lora:
         seed = case.seed + 100 * arguments.process_index
         model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
     if case.ep and not case.lora_after:
         options = {"experts_dtype": case.held} if case.held else {}
-        patch(model, ep_size=case.ep, sp_size=case.sp, cp_size=case.cp, **options)
+        patch(model, **sizes, **options)
     elif case.held:
         dequantise_experts(model, case.held)
     vision = case.rows == "vision"

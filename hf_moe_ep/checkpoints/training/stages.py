@@ -1,0 +1,51 @@
+"""Join the parts of a training state that the pipeline stages hold.
+
+A checkpoint has one `state.json` for the whole model, in which nothing depends on the number of
+stages. Each rank knows the tensors of its own stage; the ranks of a column send each other what
+they know. The tensors themselves are written by the ranks that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState, StateFile
+from hf_moe_ep.ranks.together import gather
+from hf_moe_ep.state import ModelState
+
+Value = TypeVar("Value")
+
+
+def join_stages(own: StateFile, state: ModelState) -> StateFile:
+    """Return the state of the whole model, from the states of all stages; every rank calls this."""
+    if state.stage is None:
+        return own
+    assert state.meshes is not None and state.meshes.stages is not None
+    parts = gather(own, state.meshes.stages.column.get_group())
+    return replace(
+        parts[0],
+        tensors=_join([part.tensors for part in parts]),
+        scalars=_join([part.scalars for part in parts]),
+        optimizer=_join_optimizers([part.optimizer for part in parts]),
+    )
+
+
+def _join(parts: list[Mapping[str, Value]]) -> dict[str, Value]:
+    joined: dict[str, Value] = {}
+    for part in parts:
+        joined |= part
+    return joined
+
+
+def _join_optimizers(parts: list[OptimizerState | None]) -> OptimizerState | None:
+    optimizers = [part for part in parts if part is not None]
+    if not optimizers:
+        return None
+    groups = []
+    for of_stages in zip(*(part.groups for part in optimizers), strict=True):
+        # Two stages have a tied embedding; its name is listed once.
+        names = dict.fromkeys(name for group in of_stages for name in group.names)
+        groups.append(Group(list(names), of_stages[0].options))
+    return replace(optimizers[0], values=_join([part.values for part in optimizers]), groups=groups)

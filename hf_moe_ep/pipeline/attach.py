@@ -1,0 +1,97 @@
+"""Check whether a model can be cut into pipeline stages.
+
+Nothing is attached by `patch`: a model is cut when it is sharded, because only then it is known
+which stage this rank holds (`sharding/stages.py`).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.derive import takes_chosen_tokens
+from hf_moe_ep.pipeline.cut import layers_of_stages, parameters_outside
+from hf_moe_ep.sequence.layer_arguments import named_parameters
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.causal_loss import is_causal_loss, passes_arguments_to_loss
+from hf_moe_ep.upstream.models import pipeline_plan
+
+# Arguments with which a layer receives more from earlier layers than hidden states.
+_FROM_EARLIER_LAYERS = {"block_states", "messages", "shared_kv_states"}
+
+
+def check(parts: Parts, state: ModelState) -> None:
+    """Raise ValueError if `pp_size` > 1 and the model cannot be cut into stages."""
+    size = state.config.pp_size or 1
+    if size == 1:
+        return
+    kind, model_type = type(parts.root).__name__, parts.plan.model_type
+    remedy = "leave pp_size at 1 (ep_size, FSDP2 and sp_size work)"
+    if parts.tower is not None or parts.encoders is not None:
+        raise ValueError(
+            f"pp_size ({size}) > 1 cannot place the encoders of pictures and sound of {kind}, "
+            f"whose outputs several layers may need; {remedy}"
+        )
+    if parts.plan.block is not None:
+        raise ValueError(
+            f"pp_size ({size}) > 1 cannot save the MoE blocks of {model_type} from several stages, "
+            f"because they do not use transformers' experts interface; {remedy}"
+        )
+    if state.config.experts_dtype is not None:
+        raise ValueError(
+            f"pp_size ({size}) > 1 cannot train experts that are held in "
+            f"{state.config.experts_dtype}; leave out experts_dtype, or {remedy}"
+        )
+    if parts.causal_lm is None or parts.causal_lm is not parts.root:
+        raise ValueError(
+            f"pp_size ({size}) > 1 computes the model's own loss on the last stage, and {kind} is "
+            f"no causal language model; load it as one, or {remedy}"
+        )
+    loss_is_known = is_causal_loss(parts.causal_lm.loss_function)
+    if not loss_is_known or not passes_arguments_to_loss(parts.causal_lm):
+        raise ValueError(
+            f"pp_size ({size}) > 1 divides the loss of each micro-batch by the tokens of the "
+            f"batch, and the loss function of {kind} is not transformers' ForCausalLMLoss with "
+            f"these arguments; {remedy}"
+        )
+    if state.config.pp_layers is None and "layers" not in pipeline_plan(parts.config):
+        raise ValueError(
+            f"pp_size ({size}) > 1: the config of {model_type} has no base_model_pp_plan with "
+            f"'layers', so it is not known if its layers pass on hidden states alone; if they do, "
+            f"give the number of layers of each stage: pp_layers={_example(parts, size)}"
+        )
+    layers_of_stages(len(parts.layers), state.config)
+    outside = parameters_outside(parts.root, parts)
+    if outside:
+        raise ValueError(
+            f"pp_size ({size}) > 1 places layers, embedding, final norm and head of {model_type}, "
+            f"but {', '.join(outside[:3])} {'belongs' if len(outside) == 1 else 'belong'} to none "
+            f"of them; {remedy}"
+        )
+    for name, layer in enumerate(parts.layers):
+        reason = _passes_on_more(layer)
+        if reason:
+            raise ValueError(
+                f"pp_size ({size}) > 1 sends hidden states alone from stage to stage, but layer "
+                f"{name} of {model_type} {reason}; {remedy}"
+            )
+
+
+def attach(parts: Parts, state: ModelState) -> None:
+    """Attach nothing; see the module docstring."""
+
+
+def _example(parts: Parts, size: int) -> tuple[int, ...]:
+    count = len(parts.layers)
+    return tuple(count // size + (stage < count % size) for stage in range(size))
+
+
+def _passes_on_more(layer: nn.Module) -> str:
+    """Return what a layer gets from earlier layers besides hidden states, or ""."""
+    for parameter in named_parameters(layer):
+        if parameter.name in _FROM_EARLIER_LAYERS or parameter.name.startswith("prev_"):
+            return f"takes {parameter.name} from earlier layers"
+    for module in layer.modules():
+        if takes_chosen_tokens(module):
+            return f"takes the tokens that an earlier layer has chosen ({type(module).__name__})"
+    return ""

@@ -1,0 +1,507 @@
+"""Run the micro-batches of a forward through the pipeline stages.
+
+`Pipeline` replaces the call of a model that was cut into stages. All stages get the same batch.
+A call has these steps:
+
+    agree       all stages have the same batch, all ranks of a stage the same number of
+                micro-batches
+    run         the operations of `schedule.py`. A forward calls the model of this stage, with all
+                hooks, on one micro-batch. Hidden states go to the next stage, their gradients to
+                the previous one
+    tie         the first and the last stage add up the gradients of a tied embedding
+    return      every rank gets the loss of the batch, in fp64 from the last stage
+
+    call                                     operations   result on every rank
+    training mode, gradients, labels         both         loss; `backward()` adds the gradients
+    labels, but no training or no gradients  forwards     loss; logits only if they are asked for
+    no labels, no gradients                  forwards     logits
+
+The loss of the batch is the sum of the losses of its micro-batches, each divided by the number of
+tokens of the whole batch. Losses that the caller computes from logits cannot be trained, because
+their gradients would have to pass the stages a second time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hf_moe_ep.pipeline.gradients import StepGradients
+from hf_moe_ep.pipeline.micro_batches import MicroBatch, count_targets, cut_batch
+from hf_moe_ep.pipeline.schedule import Operation, bubble, forwards_only, operations
+from hf_moe_ep.pipeline.stage import Stage
+from hf_moe_ep.pipeline.token_losses import (
+    join_outputs,
+    keep_values,
+    make_output,
+    with_known_loss,
+)
+from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.collectives import gather_counts
+from hf_moe_ep.ranks.mesh import Meshes, Stages
+from hf_moe_ep.ranks.neighbours import (
+    Arrival,
+    Channel,
+    Form,
+    broadcast_numbers,
+    broadcast_tensor,
+)
+from hf_moe_ep.sequence.same_batch import check_same_batch
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.models import (
+    FUSED_HEAD,
+    IGNORED_LABEL,
+    bind_forward,
+    fused_head_coefficient,
+    given_cache,
+    is_fused_head,
+)
+from hf_moe_ep.upstream.modules import runs_compiled
+from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
+
+Call = Callable[..., Any]
+
+# What a call computes. All ranks must agree.
+_LOGITS, _LOSS, _TRAINING = range(3)
+_MODES = ("a forward without labels", "a forward with labels but no training", "training")
+# The dtypes of a loss, by the number that stands for them in the broadcast.
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class _Channels:
+    """The channels to the neighbours of a stage; None where there is no neighbour."""
+
+    from_previous: Channel | None
+    to_next: Channel | None
+    grads_from_next: Channel | None
+    grads_to_previous: Channel | None
+
+    @staticmethod
+    def of(stages: Stages, device: torch.device) -> _Channels:
+        def make(group: Any, other: int, what: str) -> Channel | None:
+            if not 0 <= other < stages.size:
+                return None
+            where = (
+                f"pipeline stage {stages.index} of {stages.size}, {what} stage {other} (rank "
+                f"{stages.rank_in(other)})"
+            )
+            return Channel(group, stages.rank_in(other), device, where)
+
+        before, behind = stages.index - 1, stages.index + 1
+        return _Channels(
+            make(stages.forwards, before, "receiving from"),
+            make(stages.forwards, behind, "sending to"),
+            make(stages.backwards, behind, "receiving from"),
+            make(stages.backwards, before, "sending to"),
+        )
+
+    @property
+    def all(self) -> list[Channel]:
+        every = (self.from_previous, self.to_next, self.grads_from_next, self.grads_to_previous)
+        return [channel for channel in every if channel is not None]
+
+
+@dataclass
+class _Run:
+    """One call: what each micro-batch has received and produced on this stage.
+
+    Attributes:
+        batches: the micro-batches.
+        wants_logits: True if the logits of the batch are returned.
+        has_fused_head: True if TRL's fused head computes the outputs (`token_losses.py`).
+        divisor: the number of tokens that divides the sum of their losses.
+        key: tells apart calls whose hidden states may have other shapes or dtypes.
+        received: the hidden states of each micro-batch, until its backward has run.
+        produced: the tensors for the next stage, or on the last stage the loss.
+        forms: the forms of the tensors for the next stage, and so of their gradients.
+        arrivals: transfers that were started before their operation.
+    """
+
+    batches: list[MicroBatch]
+    trains: bool
+    wants_logits: bool
+    has_fused_head: bool
+    divisor: Any
+    losses_are_summed: bool
+    key: tuple[Any, ...]
+    received: dict[int, list[Tensor]] = field(default_factory=dict)
+    produced: dict[int, list[Tensor]] = field(default_factory=dict)
+    forms: dict[int, list[Form]] = field(default_factory=dict)
+    arrivals: dict[Operation, Arrival] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+
+
+class Pipeline:
+    """Replaces the call of the model, outside of all its hooks.
+
+    Attributes:
+        num_bytes: the bytes of hidden states and gradients that this rank has sent so far.
+    """
+
+    def __init__(self, model: nn.Module, state: ModelState) -> None:
+        self.model, self.state = model, state
+        self._channels: _Channels | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        channels = [] if self._channels is None else self._channels.all
+        return sum(channel.num_bytes for channel in channels)
+
+    def __call__(self, stock: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run the call `model(*args, **kwargs)`; `stock` calls this stage on a micro-batch."""
+        if runs_compiled():
+            raise ValueError(
+                f"a model with pp_size={self.state.stage.size} cannot be compiled as a whole, "
+                f"because it runs a schedule of micro-batches; leave out torch.compile(model), and "
+                f"pass compile_layers=True to patch()"
+            )
+        return self._call(stock, args, kwargs)
+
+    @torch.compiler.disable
+    def _call(self, stock: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, meshes = self.state, self.state.meshes
+        stage: Stage = state.stage
+        assert meshes is not None and meshes.stages is not None
+        if self._channels is None:
+            self._channels = _Channels.of(meshes.stages, meshes.device)
+        given = bind_forward(self.model, args, kwargs)
+        mode = self._check(given)
+        tokens: Tensor = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        count = self._agree(given, tokens, mode, meshes)
+        has_fused_head = is_fused_head(given)
+        given.pop(FUSED_HEAD, None)
+        losses_are_summed = given.get("num_items_in_batch") is not None
+        if mode != _LOGITS and not losses_are_summed:
+            given["num_items_in_batch"] = count_targets(given, IGNORED_LABEL)
+        divisor = given.get("num_items_in_batch")
+        if has_fused_head and state.loss_divisor is not None:
+            divisor = state.loss_divisor
+        given["use_cache"] = False
+        batches = cut_batch(given, len(tokens), count)
+        wants_logits = mode == _LOGITS or state.gather_logits or state.config.gather_logits
+        wants_logits &= not has_fused_head
+        trains, key = mode == _TRAINING, _key(mode, meshes.device)
+        run = _Run(batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key)
+        if mode != _TRAINING:
+            with torch.no_grad():
+                self._run(run, forwards_only(count), stock, stage)
+            return self._output(run, mode, None)
+        if isinstance(self.model, FSDPModule):
+            # A loop that accumulates switches this off; each micro-batch would then keep unsharded
+            # gradients.
+            self.model.set_requires_gradient_sync(True)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward that was interrupted, units are still gathered
+        gradients = StepGradients(self.model.parameters())
+        try:
+            schedule = state.config.pp_schedule
+            order = operations(schedule, stage.index, stage.size, count)
+            self._run(run, order, stock, stage)
+            self._add_tied_gradients(stage)
+        except BaseException:
+            gradients.restore()
+            raise
+        gradients.take()
+        return self._output(run, mode, gradients)
+
+    def _check(self, given: dict[str, Any]) -> int:
+        """Return what this call computes.
+
+        Raises:
+            ValueError: the call needs what a model with several stages cannot do.
+        """
+        size = self.state.stage.size
+        for name in ("output_hidden_states", "output_attentions"):
+            if given.get(name):
+                raise ValueError(
+                    f"{name}=True asks for tensors of all layers, which lie on the ranks of "
+                    f"{size} pipeline stages; leave it out, or run the model with pp_size=1"
+                )
+        if given.get("return_dict") is False:
+            raise ValueError("return_dict=False is not supported with pp_size > 1; leave it out")
+        if given_cache(given) is not None:
+            raise ValueError(
+                f"a KV cache was given to a model with pp_size={size}, as generate() does; "
+                f"generation needs all layers on a rank: save the model with save_pretrained, and "
+                f"load it with pp_size=1"
+            )
+        has_labels = given.get("labels") is not None
+        trains = self.model.training and torch.is_grad_enabled()
+        if (trains or is_fused_head(given)) and not has_labels:
+            raise ValueError(
+                f"this forward in training mode has no labels, but with pp_size={size} only the "
+                f"model's own loss can be trained: gradients of a loss that is computed from its "
+                f"logits (DPO, GRPO, a custom compute_loss) would have to pass the stages again. "
+                f"Pass labels and use outputs.loss, or leave pp_size at 1; call the model under "
+                f"torch.no_grad() if only the logits are needed"
+            )
+        if has_labels and is_computed_by_liger(self.model):
+            raise ValueError(
+                f"Liger's fused linear cross-entropy replaces the forward of the model, which "
+                f"pp_size={size} needs; turn it off: liger_kernel_config="
+                f"{{'fused_linear_cross_entropy': False}}"
+            )
+        device = next(self.model.parameters()).device.type
+        if trains and _autocasts_to_fp16(device):
+            raise ValueError(
+                f"pp_size={size} computes gradients before a gradient scaler has multiplied the "
+                f"loss, so gradients in fp16 would become zero; train in bf16"
+            )
+        return _TRAINING if trains else _LOSS if has_labels else _LOGITS
+
+    def _agree(self, given: dict[str, Any], tokens: Tensor, mode: int, meshes: Meshes) -> int:
+        """Return the number of micro-batches, the same on all ranks.
+
+        Raises:
+            ValueError: stages have different batches, or ranks do different things.
+        """
+        stages = meshes.stages
+        assert stages is not None
+        numbers = torch.tensor([mode, len(tokens)], device=tokens.device)
+        # The ranks of a column share a batch, so the modes of all ranks are compared.
+        check_same_batch(
+            given | {"mode": numbers[0]}, tokens, stages.column.get_group(), "pipeline column"
+        )
+        by_rank = gather_counts(numbers, stages.ranks, where="the pipeline's calls")
+        modes = [rank_mode for rank_mode, _ in by_rank]
+        other = next((rank for rank, found in enumerate(modes) if found != modes[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"ranks of one pipeline stage call the model for different purposes: rank "
+                f"{meshes.first_rank} for {_MODES[modes[0]]}, rank {meshes.first_rank + other} "
+                f"for {_MODES[modes[other]]}; all ranks must call the model alike"
+            )
+        fewest_rows = min(rows for _, rows in by_rank)
+        wanted = self.state.config.pp_microbatches or stages.size
+        count = max(1, min(wanted, fewest_rows))
+        if mode == _TRAINING and count < stages.size and torch.distributed.get_rank() == 0:
+            warnings.warn(
+                f"batches of {fewest_rows} rows make {count} micro-batches for {stages.size} "
+                f"pipeline stages, so each stage waits for {bubble(stages.size, count):.0%} of the "
+                f"time; use batches of at least {stages.size} rows, and pp_microbatches of "
+                f"{4 * stages.size} or more",
+                stacklevel=2,
+            )
+        return count
+
+    def _run(self, run: _Run, order: Sequence[Operation], stock: Call, stage: Stage) -> None:
+        """Run operations in order, and start the transfers of the next one before each."""
+        channels = self._channels
+        assert channels is not None
+        try:
+            for position, operation in enumerate(order):
+                self._expect(run, operation, early=False)
+                if position + 1 < len(order):
+                    self._expect(run, order[position + 1], early=True)
+                if operation.is_forward:
+                    self._forward(run, operation, stock, stage)
+                    if operation.micro_batch == len(run.batches) - 1:
+                        _finish_aux_loss(run, stage)
+                else:
+                    self._backward(run, operation)
+            for channel in channels.all:
+                channel.finish()
+        except BaseException:
+            stage.boundary.deferred = []
+            for channel in channels.all:
+                channel.forget()
+            raise
+
+    def _expect(self, run: _Run, operation: Operation, *, early: bool) -> None:
+        """Start to receive what an operation needs.
+
+        Before the shapes are known, nothing can be received early: this would wait for a stage that
+        may wait for this one.
+        """
+        channels, index = self._channels, operation.micro_batch
+        assert channels is not None
+        if operation in run.arrivals:
+            return
+        if operation.is_forward and channels.from_previous is not None:
+            key = (*run.key, *_shape_of(run.batches[index]))
+            if channels.from_previous.knows(key) or not early:
+                what = f"the hidden states of micro-batch {index}"
+                run.arrivals[operation] = channels.from_previous.receive(key, what)
+        forms = run.forms.get(index)
+        if not operation.is_forward and channels.grads_from_next is not None and forms is not None:
+            what = f"the gradients of micro-batch {index}"
+            run.arrivals[operation] = channels.grads_from_next.receive_known(forms, what)
+
+    def _forward(self, run: _Run, operation: Operation, stock: Call, stage: Stage) -> None:
+        channels, index = self._channels, operation.micro_batch
+        assert channels is not None
+        batch = run.batches[index]
+        received: list[Tensor] = []
+        if channels.from_previous is not None:
+            received = run.arrivals.pop(operation).wait()
+            for tensor in received:
+                tensor.requires_grad_(run.trains)
+        stage.boundary.begin(received, share=batch.share, losses_are_summed=run.losses_are_summed)
+        # Only the last stage has the head.
+        is_fused = run.has_fused_head and stage.is_last
+        arguments = batch.arguments | ({FUSED_HEAD: True} if is_fused else {})
+        try:
+            output = stock(**arguments)
+        finally:
+            produced = stage.boundary.end()
+        if is_fused:
+            coefficient = fused_head_coefficient(self.model)
+            output = with_known_loss(output, run.divisor, coefficient, batch.share)
+        if channels.to_next is not None:
+            key = (*run.key, *_shape_of(batch))
+            channels.to_next.send(produced, key, f"the hidden states of micro-batch {index}")
+            run.forms[index] = [Form(tuple(x.shape), x.dtype) for x in produced]
+            run.outputs[:] = [output]
+        else:
+            detached = _detached(output, with_logits=run.wants_logits)
+            run.outputs.append(keep_values(output) if is_fused else detached)
+            if output.get("loss") is not None:
+                produced = [output["loss"]]
+        if run.trains:
+            run.received[index], run.produced[index] = received, produced
+
+    def _backward(self, run: _Run, operation: Operation) -> None:
+        channels, index = self._channels, operation.micro_batch
+        assert channels is not None
+        received, produced = run.received.pop(index), run.produced.pop(index)
+        if channels.grads_from_next is None:
+            torch.autograd.backward(produced)
+        else:
+            grads = run.arrivals.pop(operation).wait()
+            pairs = [pair for pair in zip(produced, grads, strict=True) if pair[0].requires_grad]
+            if pairs:
+                tensors, tensor_grads = zip(*pairs, strict=True)
+                torch.autograd.backward(tensors, tensor_grads)
+        if channels.grads_to_previous is not None:
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
+            what = f"the gradients of micro-batch {index}"
+            channels.grads_to_previous.send_known(grads, what)
+
+    def _add_tied_gradients(self, stage: Stage) -> None:
+        """Add up the gradients of a tied weight, of which the first and the last stage hold one.
+
+        Both stages shard the weight in the same way, so equal positions hold the same rows.
+        """
+        weight, meshes = stage.tied_weight, self.state.meshes
+        if weight is None or not weight.requires_grad or stage.size == 1:
+            return
+        assert meshes is not None and meshes.stages is not None
+        stages = meshes.stages
+        other = stages.rank_in(stages.size - 1 if stage.is_first else 0)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        grad = local_tensor(weight.grad)
+        own = grad.to(meshes.device)
+        what = "the gradients of the tied embedding"
+        groups = (stages.forwards, stages.backwards)
+        out, back = groups if stage.is_first else reversed(groups)
+        where = f"pipeline stage {stage.index} of {stage.size}, exchanging with rank {other}"
+        sends = Channel(out, other, meshes.device, where)
+        sends.send_known([own], what)
+        arrival = Channel(back, other, meshes.device, where).receive_known(
+            [Form(tuple(own.shape), own.dtype)], what
+        )
+        (theirs,) = arrival.wait()
+        sends.finish()
+        grad.add_(theirs.to(grad.device))
+
+    def _output(self, run: _Run, mode: int, gradients: StepGradients | None) -> Any:
+        """Return the output of the whole batch, the same on every rank."""
+        meshes = self.state.meshes
+        assert meshes is not None and meshes.stages is not None
+        stages = meshes.stages
+        source, group = stages.rank_in(stages.size - 1), stages.column.get_group()
+        values: dict[str, Any] = {}
+        if mode != _LOGITS:
+            numbers = broadcast_numbers(_numbers(run, stages.is_last, meshes.device), source, group)
+            loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
+            loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
+            if dtypes[1] >= 0:
+                values["aux_loss"] = aux_loss.to(_LOSS_DTYPES[int(dtypes[1])])
+            if run.has_fused_head:
+                joined = join_outputs(run.outputs, source, group, meshes.device)
+                coefficient = fused_head_coefficient(self.model)
+                return make_output(
+                    joined, values.get("aux_loss"), gradients, run.divisor, coefficient
+                )
+            values["loss"] = loss if gradients is None else gradients.connect(loss)
+        if run.wants_logits:
+            logits = None
+            if stages.is_last:
+                logits = torch.cat([output["logits"] for output in run.outputs])
+            values["logits"] = broadcast_tensor(logits, source, group, meshes.device)
+        template = run.outputs[0]
+        empty = dict.fromkeys(name for name in template if name not in values)
+        return replace(template, **empty, **values)
+
+
+def _finish_aux_loss(run: _Run, stage: Stage) -> None:
+    """With "gpipe", add the aux loss of the whole batch to the losses of its micro-batches."""
+    finished = stage.boundary.take_deferred()
+    if finished is None:
+        return
+    terms, aux_loss = finished
+    for index, term in enumerate(terms):
+        output = run.outputs[index]
+        # The shares of all micro-batches add up to 1.
+        values = {"aux_loss": aux_loss.detach()}
+        if output.get("loss") is not None:
+            values["loss"] = output["loss"] + term.detach()
+        run.outputs[index] = replace(output, **values)
+        if run.trains:
+            (loss,) = run.produced[index]
+            run.produced[index] = [loss + term]
+
+
+def _key(mode: int, device: torch.device) -> tuple[Any, ...]:
+    """Return what the forms of hidden states may depend on, besides the shape of a batch."""
+    is_cast = torch.is_autocast_enabled(device.type)
+    return mode, torch.get_autocast_dtype(device.type) if is_cast else None
+
+
+def _shape_of(batch: MicroBatch) -> tuple[int, ...]:
+    arguments = batch.arguments
+    name = "inputs_embeds" if arguments.get("input_ids") is None else "input_ids"
+    return tuple(arguments[name].shape[:2])
+
+
+def _autocasts_to_fp16(device: str) -> bool:
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+
+
+def _detached(output: Any, *, with_logits: bool) -> Any:
+    """Return the losses of an output, and its logits if they are wanted, without the graph."""
+    kept = {"loss", "aux_loss"} | ({"logits"} if with_logits else set())
+    values = {
+        name: x.detach() if isinstance(x, Tensor) and name in kept else None
+        for name, x in output.items()
+    }
+    return replace(output, **values)
+
+
+def _numbers(run: _Run, is_last: bool, device: torch.device) -> Tensor:
+    """Return (loss, aux loss, their dtypes) of the batch in fp64; on other stages, zeros.
+
+    The number of a dtype is -1 if there is no such loss.
+    """
+    numbers = torch.zeros(4, dtype=torch.float64, device=device)
+    if not is_last:
+        return numbers
+    for place, name in enumerate(("loss", "aux_loss")):
+        losses = [output.get(name) for output in run.outputs]
+        numbers[2 + place] = -1
+        if not isinstance(losses[0], Tensor):
+            continue
+        numbers[2 + place] = _LOSS_DTYPES.index(losses[0].dtype)
+        shares = [1.0 if name == "loss" else batch.share for batch in run.batches]
+        for loss, share in zip(losses, shares, strict=True):
+            numbers[place] += loss.double() * share
+    return numbers

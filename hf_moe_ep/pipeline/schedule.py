@@ -1,0 +1,62 @@
+"""The order in which a pipeline stage runs its micro-batches, forward and backward, as data.
+
+A batch is cut into m micro-batches, which pass p stages one after the other. `operations` returns
+the list of one stage. "1f1b" (one forward, one backward) begins the backward of a micro-batch as
+early as possible, so stage s keeps the activations of at most p - s micro-batches. With 2 stages
+and 4 micro-batches, F2 is the forward of micro-batch 2 and B2 its backward:
+
+    stage 0    F0 F1 B0 F2 B1 F3 B2 B3
+    stage 1    F0 B0 F1 B1 F2 B2 F3 B3
+
+PipeDream-Flush (arXiv 2006.09503, section 3.2) and Megatron-LM (arXiv 2104.04473, section 2.2)
+describe this schedule. "gpipe" (arXiv 1811.06965) runs all forwards first. It keeps the activations
+of all micro-batches, but knows the routing of the whole batch before its first backward
+(`moe/aux_loss.py` says what that is good for):
+
+    stage 0    F0 F1 F2 F3 B0 B1 B2 B3
+
+In both schedules every stage waits for (p - 1) / (m + p - 1) of the time, which is called the
+bubble. This file knows neither tensors nor ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class Operation(NamedTuple):
+    """The forward of one micro-batch on one stage, or its backward."""
+
+    is_forward: bool
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{'F' if self.is_forward else 'B'}{self.micro_batch}"
+
+
+def operations(
+    schedule: str, stage: int, num_stages: int, num_micro_batches: int
+) -> list[Operation]:
+    """Return the operations of a stage in a training step, in order."""
+    forwards = [Operation(True, index) for index in range(num_micro_batches)]
+    backwards = [Operation(False, index) for index in range(num_micro_batches)]
+    if schedule == "gpipe":
+        return forwards + backwards
+    assert schedule == "1f1b", schedule
+    num_first = min(num_stages - stage - 1, num_micro_batches)
+    order = forwards[:num_first]
+    for forward, backward in zip(forwards[num_first:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[num_micro_batches - num_first :]
+
+
+def forwards_only(num_micro_batches: int) -> list[Operation]:
+    """Return the operations of every stage in a forward without gradients."""
+    return [Operation(True, index) for index in range(num_micro_batches)]
+
+
+def bubble(num_stages: int, num_micro_batches: int) -> float:
+    """Return the share of a step in which a stage waits, if all stages take equally long."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)

@@ -1,0 +1,201 @@
+"""The part of a model that one pipeline stage holds, and the modules that stand for the rest.
+
+A stage keeps its own layers under their own names and numbers. Small modules without parameters
+replace everything that other stages hold, so the stock forward runs unchanged on every stage: it
+computes masks and position embeddings as for the whole model. Stage 1 of 3 of a model of 6 layers:
+
+    embed_tokens      NoEmbedding     zeros, which nothing reads
+    layers 0, 1       LayerBefore     return the hidden states that stage 0 has sent
+    layers 2, 3       own layers
+    layers 4, 5       LayerAfter      keep the hidden states for stage 2, and pass them on
+    norm              NoNorm          passes its input on
+    lm_head, loss     NoHead, no_loss zeros, which nothing reads
+
+A `Boundary` holds the tensors that a micro-batch takes into a stage and out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Boundary:
+    """The tensors that a micro-batch takes into this stage and out of it, during its forward.
+
+    Attributes:
+        is_last: True on the last stage, which computes the loss.
+        received: the hidden states of the previous stage; None on the first stage.
+        received_sums: what the routers of earlier stages add to the aux loss (`moe/aux_loss.py`).
+        sent, sent_sums: the same for the next stage.
+        share: the share of the batch's rows that the micro-batch has.
+        losses_are_summed: True if the caller divides the loss of the batch by a number of tokens.
+        defers_aux_loss: True with "gpipe", whose aux loss is computed after all forwards.
+        deferred: on the last stage, the sums of each micro-batch until then.
+        finish_aux_loss: computes from these sums the terms that are added to the losses of the
+            micro-batches, and the aux loss of the batch.
+    """
+
+    is_last: bool
+    defers_aux_loss: bool = False
+    deferred: list[Tensor] = field(default_factory=list)
+    finish_aux_loss: Callable[[list[Tensor]], tuple[list[Tensor], Tensor]] | None = None
+    received: Tensor | None = None
+    received_sums: Tensor | None = None
+    sent: Tensor | None = None
+    sent_sums: Tensor | None = None
+    share: float = 1.0
+    losses_are_summed: bool = False
+
+    def begin(self, received: list[Tensor], *, share: float, losses_are_summed: bool) -> None:
+        """Begin the forward of a micro-batch with the tensors that the previous stage has sent."""
+        self.received, self.received_sums = (*received, None, None)[:2]
+        self.sent = self.sent_sums = None
+        self.share, self.losses_are_summed = share, losses_are_summed
+
+    def end(self) -> list[Tensor]:
+        """End the forward, and return the tensors for the next stage."""
+        tensors = [tensor for tensor in (self.sent, self.sent_sums) if tensor is not None]
+        self.received = self.received_sums = self.sent = self.sent_sums = None
+        return tensors
+
+    def take_deferred(self) -> tuple[list[Tensor], Tensor] | None:
+        """Compute the aux loss of the batch; None if there is none, or if it was not deferred."""
+        sums, self.deferred = self.deferred, []
+        return self.finish_aux_loss(sums) if sums and self.finish_aux_loss is not None else None
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A parameter or a persistent buffer of the whole model.
+
+    Attributes:
+        shape, dtype: as the model was loaded.
+        stage: the stage that holds the tensor, and the first one if several do.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+
+
+@dataclass
+class Stage:
+    """The part of the model that this rank's stage holds.
+
+    Attributes:
+        index, size: the number of this stage, and the number of stages.
+        layers: the indices of the stage's decoder layers.
+        num_layers: the number of decoder layers of all stages.
+        boundary: the tensors of the micro-batch whose forward runs.
+        moe_names: the names of the experts modules of all stages, in order.
+        aliases: for a head whose weight is tied to the embedding: its name in this stage, and the
+            name of the parameter in the whole model.
+        tied: on the first and on the last stage, the module that holds the tied weight, and the
+            name of the weight in it; None if the weights are not tied.
+        tensors: all tensors of the whole model by name, in order, without tied copies.
+        values: values that rank 0 has sent for parameters that are not sharded yet.
+    """
+
+    index: int
+    size: int
+    layers: range
+    num_layers: int
+    boundary: Boundary
+    moe_names: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    tied: tuple[nn.Module, str] | None = None
+    tensors: dict[str, WholeTensor] = field(default_factory=dict)
+    values: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the weight that the first and the last stage share."""
+        if self.tied is None:
+            return None
+        module, name = self.tied
+        weight = getattr(module, name)
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def copied_weight(self) -> nn.Parameter | None:
+        """The tied weight on the last stage, which is a copy of the first stage's."""
+        return None if self.is_first else self.tied_weight
+
+
+class StandIn(nn.Module):
+    """Base class of the modules that stand for parts of other stages."""
+
+
+class NoEmbedding(StandIn):
+    """Returns zeros of the shape and dtype of embeddings, without memory for them."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__()
+        self.boundary = boundary
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.boundary.received
+        assert hidden is not None
+        return hidden.new_zeros(()).expand(*input_ids.shape, hidden.shape[-1])
+
+
+class _OtherLayer(StandIn):
+    """A decoder layer of another stage, with the plain attributes that models read from layers."""
+
+    def __init__(self, layer: nn.Module, boundary: Boundary) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, int | float | str | None):
+                setattr(self, name, value)
+        self.boundary = boundary
+
+
+class LayerBefore(_OtherLayer):
+    """A layer of an earlier stage: returns the hidden states that the previous stage has sent."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        received = self.boundary.received
+        assert received is not None
+        return received
+
+
+class LayerAfter(_OtherLayer):
+    """A layer of a later stage: keeps the hidden states for the next stage."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.boundary.sent = hidden_states
+        return hidden_states
+
+
+class NoNorm(StandIn):
+    """Passes its input on."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class NoHead(StandIn):
+    """Returns logits of one class, which nothing reads."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.detach().new_zeros((*hidden_states.shape[:-1], 1))
+
+
+def no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a zero, in place of the loss that the last stage computes."""
+    return torch.zeros((), dtype=torch.float32, device=logits.device)

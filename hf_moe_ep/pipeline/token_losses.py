@@ -1,0 +1,148 @@
+"""Train models with stages whose loss TRL computes from the log-probabilities of labels.
+
+TRL's SFTTrainer calls a model with `fused_lm_head=True` and computes the loss from its outputs:
+
+    loss = -sum(log_probs) / N + coefficient * aux_loss / accumulation
+
+A pipeline has computed all gradients when the forward returns. This works because the loss of every
+token has the same weight, so the gradients are those of a loss that is known before:
+
+    known = -sum(log_probs) / K + coefficient * aux_loss
+
+`backward()` gets the gradients of `log_probs` and of `aux_loss`, and multiplies the computed
+gradients by one number. K must have the same ratio to the coefficient as in the trainer's loss
+(`ModelState.loss_divisor`); without an aux loss any K is right. Other losses are refused: their
+gradients differ from token to token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_moe_ep.pipeline.gradients import StepGradients
+from hf_moe_ep.ranks.neighbours import broadcast_numbers, broadcast_tensor
+from hf_moe_ep.upstream.models import fused_output
+
+# The outputs with one number or flag per token.
+_PER_TOKEN = (
+    "log_probs",
+    "entropy",
+    "log_sum_sq_probs",
+    "mean_logits",
+    "is_top1",
+    "label_mask",
+)
+_FLAGS = ("is_top1", "label_mask")
+# Gradients may differ by rounding alone.
+_ROUNDING = 1e-4
+
+
+def with_known_loss(output: Any, divisor: Tensor | float, coefficient: float, share: float) -> Any:
+    """Return an output of the fused head with the loss of a micro-batch.
+
+    Args:
+        share: the share of the batch's rows that the micro-batch has.
+    """
+    loss = -output["log_probs"].sum() / divisor
+    if output.get("aux_loss") is not None:
+        loss = loss + coefficient * share * output["aux_loss"]
+    return replace(output, loss=loss)
+
+
+def keep_values(output: Any) -> Any:
+    """Return an output without its graph."""
+    names = ("loss", "aux_loss", *_PER_TOKEN)
+    return replace(output, **{n: x.detach() for n in names if (x := output.get(n)) is not None})
+
+
+def join_outputs(
+    outputs: list[Any], source: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the per-token outputs of all micro-batches on every rank of `group`.
+
+    Args:
+        outputs: those of the micro-batches on the rank `source`, unused on other ranks.
+    """
+    is_source = dist.get_rank() == source
+    exist = torch.zeros(len(_PER_TOKEN), dtype=torch.float64, device=device)
+    if is_source:
+        exist += torch.tensor([outputs[0].get(n) is not None for n in _PER_TOKEN], device=device)
+    joined = {}
+    for name, exists in zip(_PER_TOKEN, broadcast_numbers(exist, source, group), strict=True):
+        if exists:
+            own = torch.cat([output[name] for output in outputs]) if is_source else None
+            if own is not None and name in _FLAGS:
+                own = own.to(torch.uint8)
+            values = broadcast_tensor(own, source, group, device)
+            joined[name] = values.bool() if name in _FLAGS else values
+    return joined
+
+
+def make_output(
+    joined: dict[str, Tensor],
+    aux_loss: Tensor | None,
+    gradients: StepGradients | None,
+    divisor: Tensor | float,
+    coefficient: float,
+) -> Any:
+    """Return the output of a batch; with `gradients`, its backward adds them."""
+    values = dict(joined)
+    if aux_loss is not None:
+        values["aux_loss"] = aux_loss
+    if gradients is not None:
+        outputs = {n: x for n, x in values.items() if n in ("log_probs", "entropy", "aux_loss")}
+        mask = joined["label_mask"]
+        scale_of: Callable[..., Tensor] = partial(
+            _scale_of, tuple(outputs), mask, divisor, coefficient
+        )
+        values |= gradients.connect_all(outputs, scale_of)
+    return fused_output(**values)
+
+
+def _scale_of(
+    names: tuple[str, ...],
+    mask: Tensor,
+    divisor: Tensor | float,
+    coefficient: float,
+    *grads: Tensor | None,
+) -> Tensor:
+    """Return the number of known losses that are in the loss of the caller.
+
+    Raises:
+        ValueError: the loss of the caller is no multiple of the known loss.
+    """
+    by_name = dict(zip(names, grads, strict=True))
+    if by_name.get("entropy") is not None:
+        raise ValueError(_refusal("uses the entropy"))
+    grad = by_name["log_probs"]
+    of_tokens = torch.zeros(0, dtype=torch.float64) if grad is None else -grad[mask].double()
+    has_aux_loss = "aux_loss" in names and coefficient != 0
+    of_aux_loss = by_name.get("aux_loss")
+    if not has_aux_loss and of_aux_loss is not None and of_aux_loss.ne(0).any():
+        raise ValueError(_refusal("adds an aux loss that the model's config leaves out"))
+    scale = of_tokens.mean() * divisor if len(of_tokens) else torch.zeros(()).double()
+    if has_aux_loss:
+        scale_of_aux = torch.zeros(()) if of_aux_loss is None else of_aux_loss / coefficient
+        scale_of_aux = scale_of_aux.to(scale.device, torch.float64)
+        if not len(of_tokens):
+            return scale_of_aux
+        if (scale - scale_of_aux).abs() > _ROUNDING * scale.abs():
+            raise ValueError(_refusal("weighs tokens and the router's aux loss in another way"))
+    if len(of_tokens) and (of_tokens - of_tokens[0]).abs().max() > _ROUNDING * of_tokens[0].abs():
+        raise ValueError(_refusal("gives tokens different weights"))
+    return scale
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"pp_size > 1 computes gradients during the forward, for the mean loss of all tokens, but "
+        f"the loss of this backward {what} (as loss_type='dft', DPO and GRPO do); train with "
+        f"SFTTrainer's default loss_type='nll' and router_aux_loss_coef=0, or leave pp_size at 1"
+    )

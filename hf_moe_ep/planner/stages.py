@@ -1,0 +1,160 @@
+"""Plan a training step of a model with pipeline stages, without a GPU.
+
+    config = stage_config(find_config("Qwen/Qwen3-30B-A3B"), ParallelConfig(pp_size=2))
+    step = plan_step(config, world_size=8, batch=Batch(4096, accumulates=True))   # 2 x 8 GPUs
+    step = with_micro_batches(step, pp_size=2, micro_batches=8)
+    time = time_of_stages(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
+
+One stage is planned as a model that has only its layers, on the ranks of one stage (`step.py`). The
+plan stands for all stages, so it has what any of them has:
+
+    layers      those of the largest stage, from the end of the model, where MoE layers are
+    embedding   on the first stage in training; here it is counted on a stage with the head
+    activations the first stage keeps those of min(pp_size, micro_batches) micro-batches ("1f1b").
+                Only the last stage has logits, and it keeps one micro-batch
+
+Seconds are those of all micro-batches on one stage, and of two things more:
+
+    bubble      a stage waits while pp_size - 1 micro-batches pass through the other stages
+    stages      hidden states and gradients of these travel; later ones travel during computation
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.patch import patch
+from hf_moe_ep.pipeline.cut import layers_of_stages
+from hf_moe_ep.planner.config import meta_model
+from hf_moe_ep.planner.counted import TRANSIENT
+from hf_moe_ep.planner.extrapolate import layer_descriptions
+from hf_moe_ep.planner.hardware import Hardware
+from hf_moe_ep.planner.seconds import StepTime, step_time, time_of_work
+from hf_moe_ep.planner.step import StepPlan
+from hf_moe_ep.upstream.models import text_config
+
+IN_FLIGHT = "activations of other micro-batches"
+# Fields of configs that have the number of dense layers before the first MoE layer.
+_NUM_DENSE = ("first_k_dense_replace", "num_dense_layers")
+
+
+def stage_config(config: Any, parallel: ParallelConfig) -> Any:
+    """Return the config of a model with the layers of the largest stage.
+
+    Raises:
+        ValueError: training does not cut this model, or no config has layers like its last ones.
+    """
+    text = text_config(config)
+    whole = meta_model(config, torch.bfloat16)
+    descriptions = layer_descriptions(whole)
+    patch(whole, parallel)
+    layers = max(map(len, layers_of_stages(text.num_hidden_layers, parallel)))
+    stage = _with_last_layers(config, layers)
+    if layer_descriptions(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
+        raise ValueError(
+            f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
+            f"a stage of pp_size={parallel.pp_size} has them; leave out --pp, or plan a "
+            f"config.json with these layers alone, on the GPUs of one stage"
+        )
+    return stage
+
+
+def _with_last_layers(config: Any, layers: int) -> Any:
+    short = copy.deepcopy(config)
+    text = text_config(short)
+    removed = text.num_hidden_layers - layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[removed:])
+        elif name in _NUM_DENSE and isinstance(value, int):
+            setattr(text, name, max(value - removed, 0))
+        elif name == "mlp_only_layers":
+            setattr(text, name, [index - removed for index in value or () if index >= removed])
+    text.num_hidden_layers = layers
+    return short
+
+
+def with_micro_batches(step: StepPlan, *, pp_size: int, micro_batches: int) -> StepPlan:
+    """Add the activations that a stage keeps for the micro-batches whose backward comes later.
+
+    Args:
+        step: the plan of one micro-batch on one stage.
+    """
+    kept = (min(pp_size, micro_batches) - 1) * _kept_by_layers(step)
+    peaks, made_of = dict(step.peaks), dict(step.made_of)
+    for name in peaks:
+        if "head" not in name:
+            peaks[name] += kept
+            made_of[name] = made_of[name] | {IN_FLIGHT: kept}
+    return replace(step, peaks=peaks, made_of=made_of)
+
+
+def _kept_by_layers(step: StepPlan) -> int:
+    """Return the bytes that all layers keep of a micro-batch for backward.
+
+    Each layer is reached with what all layers before it keep, so the stretches of the first and of
+    the last layer differ by what the others keep. A single layer keeps no more than its peak.
+    """
+    names = [name for name in step.peaks if name.startswith("forward, layer ")]
+    first, last = (_transient(step, name) for name in (names[0], names[-1]))
+    if step.layers == 1:
+        return last
+    return max(last - first, 0) * step.layers // (step.layers - 1)
+
+
+def _transient(step: StepPlan, name: str) -> int:
+    return step.made_of[name].get(TRANSIENT, 0)
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What a rank sends to the ranks of neighbouring stages.
+
+    Attributes:
+        ranks_per_stage: a rank's neighbours are so many ranks away.
+        nbytes: the bytes of the hidden states of one micro-batch on a rank.
+    """
+
+    pp_size: int
+    micro_batches: int
+    ranks_per_stage: int
+    nbytes: int
+
+    @property
+    def sent(self) -> int:
+        """The most bytes that a rank sends for a batch. Inner stages send in both directions."""
+        return self.micro_batches * self.nbytes * min(self.pp_size - 1, 2)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the seconds in which one micro-batch reaches the next stage."""
+        distance, node = self.ranks_per_stage, hardware.node_size
+        crosses = any(rank // node != (rank + distance) // node for rank in range(distance))
+        where = "between_nodes" if crosses else "in_node"
+        bandwidth = getattr(hardware, f"{where}_bandwidth") * hardware.fractions[where]
+        latency: float = getattr(hardware, f"{where}_latency")
+        return latency + self.nbytes / bandwidth
+
+
+def time_of_stages(
+    step: StepPlan, hardware: Hardware, transfers: Transfers, *, tokens: int
+) -> StepTime:
+    """Plan the seconds of an optimizer step.
+
+    Args:
+        step: the plan of one micro-batch on one stage.
+        tokens: tokens per optimizer step of all data ranks, divided by the number of all GPUs.
+    """
+    time = step_time(step, hardware, micro_batches=transfers.micro_batches, tokens=tokens)
+    once, twice = (time_of_work(step.work, hardware, micro_batches=n).seconds for n in (1, 2))
+    others = transfers.pp_size - 1
+    parts = time.parts | {
+        "bubble": others * (twice - once),
+        "stages": 2 * others * transfers.seconds(hardware),
+    }
+    total = sum(parts.values())
+    return StepTime(total, tokens / total, parts)

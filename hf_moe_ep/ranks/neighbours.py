@@ -1,0 +1,226 @@
+"""Send lists of tensors from one pipeline stage to the next, or back.
+
+A `Channel` is one direction between two neighbouring stages: its `group` is used for nothing else.
+Sends do not block, and receives are started early, so a transfer overlaps the computation.
+
+The receiver needs the shapes and dtypes before it can allocate the tensors. `send` and `receive`
+get a key that both sides know, such as the shape of the micro-batch. The first list of tensors with
+a key is preceded by a message that describes it; for later lists with this key nothing but the
+tensors is sent.
+
+A transfer fails if the other rank died, or did not start it within the timeout of the group. The
+error names the stage, the operation and the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_moe_ep.ranks.boxes import Box, box_sizes
+from hf_moe_ep.ranks.missing import name_missing_ranks
+
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+# The first message with a key: the number of tensors, then for each the number of dims, the index
+# in _DTYPES and the sizes.
+_HEADER_SIZE = 24
+
+
+class Form(NamedTuple):
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Channel:
+    """One direction between this rank and a rank of a neighbouring stage.
+
+    Attributes:
+        group: the process group of this direction.
+        peer: the other rank.
+        device: the device of the tensors.
+        where: names both stages in errors.
+        num_bytes: the bytes of all tensors that were sent, without the messages that describe them.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    device: torch.device
+    where: str
+    num_bytes: int = 0
+    _forms: dict[Hashable, list[Form]] = field(default_factory=dict)
+    _sends: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
+
+    def knows(self, key: Hashable) -> bool:
+        """Return True if a list of tensors with this key has been sent or received."""
+        return key in self._forms
+
+    def send(self, tensors: Sequence[Tensor], key: Hashable, what: str) -> None:
+        """Start to send tensors; `what` names them in errors."""
+        if key not in self._forms:
+            self._forms[key] = [Form(tuple(x.shape), x.dtype) for x in tensors]
+            self._start_send(_describe(self._forms[key]).to(self.device), what)
+        self.send_known(tensors, what)
+
+    def send_known(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Start to send tensors whose forms the receiver knows."""
+        for tensor in tensors:
+            self._start_send(tensor.detach().contiguous(), what)
+            self.num_bytes += tensor.nbytes
+
+    def _start_send(self, tensor: Tensor, what: str) -> None:
+        with self.describe_errors(what):
+            work = dist.isend(tensor, self.peer, group=self.group)
+        assert work is not None
+        self._sends = [item for item in self._sends if not item[0].is_completed()]
+        self._sends.append((work, tensor, what))
+
+    def receive(self, key: Hashable, what: str) -> Arrival:
+        """Start to receive a list of tensors that `send` sends with the same key."""
+        if key not in self._forms:
+            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device=self.device)
+            with self.describe_errors(what):
+                dist.recv(header, self.peer, group=self.group)
+                self._forms[key] = _read(header.tolist())
+        return self.receive_known(self._forms[key], what)
+
+    def receive_known(self, forms: Sequence[Form], what: str) -> Arrival:
+        """Start to receive tensors of these forms."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in forms]
+        with self.describe_errors(what):
+            works = [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
+        return Arrival(self, [work for work in works if work is not None], tensors, what)
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        while self._sends:
+            work, _, what = self._sends.pop()
+            with self.describe_errors(what):
+                work.wait()
+
+    def forget(self) -> None:
+        """Drop all sends, after an error."""
+        self._sends.clear()
+
+    @contextmanager
+    def describe_errors(self, what: str) -> Iterator[None]:
+        """Replace an error inside the block by one that names the stages and the operation."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"{self.where}: {what}"
+            missing = name_missing_ranks(text, self.group)
+            raise RuntimeError(
+                f"{text} could not be transferred; {missing} stopped, or did not reach this "
+                f"operation within the process group's timeout ({error})"
+            ) from error
+
+
+@dataclass
+class Arrival:
+    """Tensors that are being received."""
+
+    channel: Channel
+    works: list[dist.Work]
+    tensors: list[Tensor]
+    what: str
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors when they have arrived; NCCL does not block the host."""
+        with self.channel.describe_errors(self.what):
+            for work in self.works:
+                work.wait()
+        return self.tensors
+
+
+def _describe(forms: Sequence[Form]) -> Tensor:
+    numbers = [len(forms)]
+    for shape, dtype in forms:
+        numbers += [len(shape), _DTYPES.index(dtype), *shape]
+    return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
+
+
+def _read(numbers: Sequence[int]) -> list[Form]:
+    count, *rest = numbers
+    forms = []
+    for _ in range(count):
+        num_dims, dtype = rest[:2]
+        forms.append(Form(tuple(rest[2 : 2 + num_dims]), _DTYPES[dtype]))
+        rest = rest[2 + num_dims :]
+    return forms
+
+
+def send_boxes(
+    parts: Iterable[tuple[Box, Tensor | None]],
+    target: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Send parts of a tensor, (box, values), to the rank `target`, which calls `receive_boxes`."""
+    for box, values in parts:
+        assert values is not None
+        values = values.to(device).contiguous()
+        edges = [edge for dim in box for edge in dim]
+        header = torch.tensor([1, _DTYPES.index(values.dtype), len(box), *edges], device=device)
+        dist.send(_pad(header), target, group=group)
+        dist.send(values, target, group=group)
+    dist.send(_pad(torch.zeros(1, dtype=torch.int64, device=device)), target, group=group)
+
+
+def receive_boxes(
+    source: int, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the parts that the rank `source` sends, on `device`."""
+    while True:
+        header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=device)
+        dist.recv(header, source, group=group)
+        goes_on, dtype, num_dims, *edges = header.tolist()
+        if not goes_on:
+            return
+        box = tuple((edges[2 * dim], edges[2 * dim + 1]) for dim in range(num_dims))
+        values = torch.empty(box_sizes(box), dtype=_DTYPES[dtype], device=device)
+        dist.recv(values, source, group=group)
+        yield box, values
+
+
+def _pad(header: Tensor) -> Tensor:
+    return torch.cat([header, header.new_zeros(_HEADER_SIZE - len(header))])
+
+
+def broadcast_numbers(numbers: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the fp64 numbers of the rank `source` on every rank of `group`."""
+    assert numbers.dtype == torch.float64
+    dist.broadcast(numbers, source, group=group)
+    return numbers
+
+
+def broadcast_tensor(
+    tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """Return the tensor of the rank `source` on every rank of `group`."""
+    forms = [] if tensor is None else [Form(tuple(tensor.shape), tensor.dtype)]
+    header = _describe(forms).to(device)
+    dist.broadcast(header, source, group=group)
+    if tensor is None:
+        (form,) = _read(header.tolist())
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, source, group=group)
+    return tensor

@@ -1,0 +1,110 @@
+"""Leave each rank the part of the model that its pipeline stage holds, before it is sharded.
+
+`cut_into_stages` sends the values of rank 0 to the first rank of each stage, where sharding takes
+them (`values.py`), and removes everything that belongs to other stages (`pipeline/cut.py`). From
+then on the stage is sharded like a model of its own, over the ranks of the stage. Accelerate must
+prepare the optimizer after the cut, so `integrations/prepare.py` cuts a model before it calls
+Accelerate.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_moe_ep.architectures import Parts, find_parts
+from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
+from hf_moe_ep.pipeline.run import Pipeline
+from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.modules import own_buffers, replace_call
+
+
+def cut_into_stages(
+    model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
+) -> None:
+    """Cut a model into stages, in place, and let its calls run the schedule.
+
+    Every rank must call this function.
+
+    Raises:
+        ValueError: the model would compute in fp16.
+    """
+    stages = meshes.stages
+    assert stages is not None
+    if options.mp_policy.param_dtype == torch.float16:
+        raise ValueError(
+            f"pp_size={stages.size} computes gradients before a gradient scaler has multiplied the "
+            f"loss, so gradients in fp16 would become zero; train in bf16"
+        )
+    parts = find_parts(model, state.plan)
+    layers = layers_of_stages(len(parts.layers), state.config)
+    values = _send_values(model, stage_of_names(model, parts, layers), options, meshes)
+    stage = cut_model(model, parts, state, stages.index, layers)
+    stage.values = values
+    stage.boundary.defers_aux_loss = state.config.pp_schedule == "gpipe"
+    state.stage = stage
+    replace_call(parts.root, Pipeline(parts.root, state))
+
+
+def find_parts_of_stage(model: nn.Module, state: ModelState) -> Parts:
+    """Return the parts of a model; with pipeline stages, those of this rank's stage."""
+    parts = find_parts(model, state.plan, complete=state.stage is None)
+    return parts if state.stage is None else parts_of_stage(parts, state.stage)
+
+
+@torch.no_grad()
+def _send_values(
+    model: nn.Module,
+    stage_of: dict[str, int | None],
+    options: ShardOptions,
+    meshes: Meshes,
+) -> dict[nn.Parameter, Tensor]:
+    """Send the parameters and buffers of each stage from rank 0 to the stage's first rank.
+
+    Returns the values of this rank's parameters, on the host. Buffers are replaced at once.
+    """
+    stages = meshes.stages
+    assert stages is not None
+    rank, firsts = dist.get_rank(), stages.first_ranks
+    received: dict[nn.Parameter, Tensor] = {}
+    if rank not in firsts:
+        return received
+    group = stages.column.get_group()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        is_plain = type(parameter) is nn.Parameter and parameter not in options.empty_params
+        if is_plain and parameter not in options.ignored_params:
+            for receiver in _receivers(name, stage_of, stages.size):
+                value = _send(parameter.detach(), firsts[receiver], rank, group, meshes.device)
+                if value is not None and parameter not in received:
+                    received[parameter] = value.cpu()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in own_buffers(module).items():
+            if buffer is None:
+                continue
+            for receiver in _receivers(f"{prefix}.{name}".lstrip("."), stage_of, stages.size):
+                value = _send(buffer.detach(), firsts[receiver], rank, group, meshes.device)
+                if value is not None:
+                    own_buffers(module)[name] = value
+    return received
+
+
+def _receivers(name: str, stage_of: dict[str, int | None], num_stages: int) -> list[int]:
+    """Return the stages other than the first that hold a tensor."""
+    stage = stage_of[name]
+    return list(range(1, num_stages)) if stage is None else [stage] if stage > 0 else []
+
+
+def _send(
+    tensor: Tensor, receiver: int, rank: int, group: dist.ProcessGroup, device: torch.device
+) -> Tensor | None:
+    """Send a tensor from rank 0 to one rank, which gets a copy; return None on other ranks."""
+    if rank == 0:
+        dist.send(tensor.to(device).contiguous(), receiver, group=group)
+    elif rank == receiver:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        dist.recv(value, 0, group=group)
+        return value
+    return None

@@ -1,0 +1,280 @@
+"""Files of a model whose experts are cut over etp ranks are those of any other layout, bit by bit.
+
+Gate and up of a rank are two boxes of one stock tensor (`hf_moe_ep/etp.py`).
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from support.adapters import EXPERTS, with_lora
+from support.architectures import tiny as tiny_of
+from support.architectures.steps import adamw
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.hub_files import assert_equal, read_all
+from support.launched import launched, prepared
+from support.parity import full_tensor, whole_parameters, whole_state
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    from_pretrained,
+    hub_tensors,
+    load_checkpoint,
+    save_checkpoint,
+    save_pretrained,
+)
+from hf_moe_ep.checkpoints.training.base import describe_base
+from hf_moe_ep.etp import in_stock_shapes, stock_parts
+from hf_moe_ep.state import patched_state
+
+SIZES = {"ep_size": 2, "etp_size": 2}
+FEW = {"ep_size": 1, "etp_size": 2}
+
+
+def _same_hub_files(
+    model_type: str, sizes: dict[str, int], rank: int, world: int, folder: str
+) -> None:
+    """Each rank reads its part of the files of stock, and the same bytes are written again."""
+    stock, ours = Path(folder, "stock"), Path(folder, "ours")
+    model_class = type(tiny_of(model_type, dtype=torch.float32))
+    if rank == 0:
+        tiny_of(model_type, dtype=torch.float32).save_pretrained(stock)
+    dist.barrier()
+    model = from_pretrained(stock, model_class=model_class, **sizes)
+    assert patched_state(model).meshes.etp_size == 2
+    save_pretrained(model, ours, max_shard_size="90KB")
+    iterated = dict(hub_tensors(model, max_bytes=20_000))
+    dist.barrier()
+    written: dict[str, Tensor] = {}
+    for file in stock.glob("*.safetensors"):
+        written |= load_file(file)
+    assert_equal(read_all(ours), written)
+    assert_equal(iterated, written)
+
+
+HUB = [
+    Check(
+        f"{name}, ep {sizes['ep_size']}",
+        4,
+        partial(_same_hub_files, name, sizes),
+        slow=(name, sizes) != ("qwen3_moe", FEW),
+    ).as_parameter()
+    for name in ("qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "dbrx")
+    for sizes in (SIZES, FEW)
+]
+
+
+@pytest.mark.parametrize("claim", HUB)
+def test_hub_files_are_those_of_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _start(model_type: str, seed: int, **sizes: int) -> tuple[nn.Module, Any]:
+    model = tiny(seed=seed) if model_type == "qwen3_moe" else tiny_of(model_type, seed=seed)
+    apply_ep_fsdp2(model, **sizes)
+    return model, adamw(model)
+
+
+def _step(model: Any, optimizer: Any, seed: int) -> Tensor:
+    loss: Tensor = model(**batch(model, 2, 7, seed=seed + dist.get_rank())).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+FEW_LAYOUTS = [SIZES, {"ep_size": 4}, FEW]
+LAYOUTS = [*FEW_LAYOUTS, {"ep_size": 1}, {"ep_size": 1, "etp_size": 4}, SIZES]
+
+
+def _resume_anywhere(
+    model_type: str, layouts: list[dict[str, int]], rank: int, world: int, folder: str
+) -> None:
+    """A run is saved at each layout and goes on at the next one, with the same bits."""
+    run = _start(model_type, 0, **layouts[0])
+    _step(*run, seed=10)
+    for number, sizes in enumerate(layouts[1:]):
+        path = Path(folder, str(number))
+        save_checkpoint(path, *run)
+        old = whole_state(*run)
+        run = _start(model_type, 1, **sizes)
+        load_checkpoint(path, *run)
+        new = whole_state(*run)
+        assert old.keys() == new.keys()
+        for name, value in new.items():
+            assert torch.equal(value, old[name]), f"{sizes}: {name}"
+        if number == 0:
+            expected = _start(model_type, 2, **layouts[0])
+            load_checkpoint(path, *expected)
+            losses = [_step(*each, seed=20) for each in (run, expected)]
+            assert_close("loss of the next step", *losses, FP64_MODEL)
+            pair = [whole_parameters(each[0]) for each in (run, expected)]
+            for name, want in pair[1].items():
+                assert_close(f"after the next step: {name}", pair[0][name], want, FP64_MODEL)
+
+
+RESUME = [
+    Check("few layouts", 4, partial(_resume_anywhere, "qwen3_moe", FEW_LAYOUTS)).as_parameter(),
+    *(
+        Check(name, 4, partial(_resume_anywhere, name, LAYOUTS), slow=True).as_parameter()
+        for name in ("qwen3_moe", "gpt_oss", "llama4_text")
+    ),
+]
+
+
+@pytest.mark.parametrize("claim", RESUME)
+def test_a_run_goes_on_at_any_layout(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _quantised_alike(kind: str, rank: int, world: int, folder: str) -> None:
+    """Each rank reads and quantises its part; bytes and hashes are those of a whole matrix."""
+    files = Path(folder, "files")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "initializer_range": 0.09}
+    stock = tiny(dtype=torch.bfloat16, **sizes)
+    if rank == 0:
+        stock.save_pretrained(files)
+    dist.barrier()
+    lora = LoraConfig(r=2, target_parameters=list(EXPERTS))
+    bases, tensors = [], []
+    for layout in ({"ep_size": 2}, {"ep_size": 2, "etp_size": 2}, {"etp_size": 4}, {"etp_size": 2}):
+        read = from_pretrained(files, peft_config=lora, experts_dtype=kind, **layout)
+        later = apply_ep_fsdp2(
+            get_peft_model(tiny(dtype=torch.bfloat16, **sizes), lora), experts_dtype=kind, **layout
+        )
+        for model in (read, later):
+            bases.append(describe_base(model)["hashes"])
+            whole = in_stock_shapes(
+                model,
+                {
+                    name: full_tensor(p)
+                    for name, p in model.named_parameters()
+                    if "lora_" not in name and ".experts." in name
+                },
+            )
+            tensors.append(whole)
+    assert len(tensors[0]) == 8
+    for hashes, whole in zip(bases, tensors, strict=True):
+        assert hashes == bases[0]
+        for name, value in whole.items():
+            assert torch.equal(value, tensors[0][name]), name
+
+
+QUANTISED = [
+    Check(kind, 4, partial(_quantised_alike, kind), slow=True).as_parameter()
+    for kind in ("nf4", "fp8")
+]
+
+
+@pytest.mark.parametrize("claim", QUANTISED)
+def test_quantised_parts_are_those_of_whole_matrices(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _states_of_accelerate(rank: int, world: int, folder: str) -> None:
+    """Accelerate's states, which the Trainer saves as well, are loaded at other layouts."""
+    layouts = [SIZES, {"ep_size": 4}, {"etp_size": 4}, {"ep_size": 1}, FEW]
+    old: dict[str, Tensor] = {}
+    for number, sizes in enumerate(layouts):
+        with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+            start = tiny(dtype=torch.float32, seed=number)
+            accelerator, model, optimizer = prepared(start, **sizes)
+            if number:
+                accelerator.load_state(Path(folder, str(number - 1)))
+                new = whole_state(model, optimizer.optimizer)
+                assert new.keys() == old.keys()
+                for name, value in new.items():
+                    assert torch.equal(value, old[name]), f"{sizes}: {name}"
+            else:
+                accelerator.backward(model(**batch(model, 2, 7, seed=rank)).loss)
+                optimizer.step()
+            accelerator.save_state(Path(folder, str(number)))
+            old = whole_state(model, optimizer.optimizer)
+            whole = accelerator.get_state_dict(model)
+            if rank == 0:
+                stock = tiny(dtype=torch.float32)
+                stock.load_state_dict(whole)
+    with launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"):
+        accelerator, *_ = prepared(tiny(dtype=torch.float32), **SIZES)
+        with pytest.raises(ValueError, match=r"FULL_STATE_DICT .* etp_size > 1"):
+            accelerator.save_state(Path(folder, "full"))
+
+
+@pytest.mark.parametrize("claim", on_ranks(4, _states_of_accelerate, slow=True))
+def test_states_of_accelerate_are_loaded_at_any_layout(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _parts_of_rows(rank: int, world: int) -> None:
+    """With 2 ranks, F = 24: rank 1 has the rows 12 .. 23 of gate and the rows 36 .. 47, of up."""
+    model = tiny()
+    apply_ep_fsdp2(model, etp_size=2)
+    experts = model.model.layers[0].mlp.experts
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    want = tiny().get_parameter(name).detach()
+    assert tuple(experts.gate_up_proj.shape) == (8, 2, 24, 32)
+    first = 12 * rank
+    (gate_box, gate), (up_box, up) = stock_parts(experts.gate_up_proj, 1)
+    assert gate_box[1] == (first, first + 12) and up_box[1] == (24 + first, 24 + first + 12)
+    assert torch.equal(gate, want[:, first : first + 12])
+    assert torch.equal(up, want[:, 24 + first : 24 + first + 12])
+    assert torch.equal(experts.gate_up_proj.full_tensor().flatten(1, 2), want)
+    down = tiny().get_parameter(name.replace("gate_up", "down")).detach()
+    assert torch.equal(experts.down_proj.to_local(), down[..., first : first + 12])
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, _parts_of_rows, slow=True))
+def test_a_rank_has_the_same_rows_of_gate_and_up(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _adapters_elsewhere(rank: int, world: int, folder: str) -> None:
+    """Adapters that were trained at etp 2 are saved for stock PEFT, and go on at other layouts."""
+    import peft
+
+    path = Path(folder, "adapter")
+    model = with_lora(tiny(), seed=0, fp32=False)
+    apply_ep_fsdp2(model, **SIZES)
+    optimizer = adamw(model)
+    for step in range(2):
+        _step(model, optimizer, seed=step)
+    inputs = batch(model, 2, 9, seed=7)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    save_pretrained(model, path)
+    dist.barrier()
+    opened = peft.PeftModel.from_pretrained(tiny(), path)
+    with torch.no_grad():
+        assert_close("logits in stock PEFT", opened(**inputs).logits, logits, FP64_MODEL)
+    merged = dict(hub_tensors(model, merge_adapters=True))
+    by_stock = opened.merge_and_unload()
+    want = by_stock.get_parameter("model.layers.1.mlp.experts.gate_up_proj")[3, :24]
+    got = merged["model.layers.1.mlp.experts.3.gate_proj.weight"]
+    assert_close("merged gate", got, want, FP64_MODEL)
+    for sizes in ({"ep_size": 4}, FEW):
+        again = peft.PeftModel.from_pretrained(tiny(), path, is_trainable=True)
+        apply_ep_fsdp2(again, **sizes)
+        with torch.no_grad():
+            assert_close(f"logits at {sizes}", again(**inputs).logits, logits, FP64_MODEL)
+    save_checkpoint(Path(folder, "run"), model, optimizer)
+    other = with_lora(tiny(seed=0), seed=5, fp32=False)
+    apply_ep_fsdp2(other, ep_size=1, etp_size=4)
+    other_optimizer = adamw(other)
+    load_checkpoint(Path(folder, "run"), other, other_optimizer)
+    old, new = whole_state(model, optimizer), whole_state(other, other_optimizer)
+    for name, value in new.items():
+        if "lora_" in name:
+            assert torch.equal(value, old[name]), name
+
+
+@pytest.mark.parametrize("claim", on_ranks(4, _adapters_elsewhere, slow=True))
+def test_adapters_trained_at_etp_2_open_anywhere(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

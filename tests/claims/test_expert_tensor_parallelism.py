@@ -1,0 +1,132 @@
+"""With etp_size > 1 several ranks share each expert, and training equals that of stock, in fp64.
+
+Losses, every gradient, the gradient norm and the weights after three steps of AdamW are compared
+with stock in one process.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from support import parity
+from support.adapters import with_lora
+from support.architectures.adapted import build_adapted
+from support.architectures.steps import adamw, assert_same_step, build
+from support.checks import Check, Found
+from support.parity import Case, on_ranks
+
+from hf_moe_ep import apply_ep_fsdp2
+
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+TWO_FORWARDS = {
+    "micro_batches": parity.three_micro_batches,
+    "backward": parity.two_forwards_backward,
+}
+TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+
+
+def _case(name: str, world: int, ep: int, etp: int, **options: Any) -> Case:
+    config = options.pop("config", {})
+    return Case(name, world, ep, **options).with_config(etp_size=etp, **config)
+
+
+TWO_RANKS = [_case("etp 2", 2, 1, 2)]
+FOUR_RANKS = [
+    _case("ep 2 x etp 2", 4, 2, 2, micro_batches=parity.three_micro_batches),
+    _case("etp 2 x ep_fsdp 2, a single expert", 4, 1, 2).with_(
+        model={"num_experts": 1, "num_experts_per_tok": 1}
+    ),
+]
+FOUR_RANKS_MORE = [
+    _case("etp 4", 4, 1, 4),
+    _case("ep 2 x etp 2, all experts", 4, 2, 2, model=TWO_EXPERTS),
+    _case("etp 2 x ep_fsdp 2", 4, 1, 2),
+    _case("etp 2, HSDP", 4, 1, 2, replicate=2),
+    _case("ep 2 x etp 2, sp 2", 4, 2, 2, sp=2),
+    _case("etp 4, sp 4, checkpoint", 4, 1, 4, sp=4, prepare=CHECKPOINT),
+    _case("checkpoint", 4, 2, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    _case("reentrant checkpoint", 4, 2, 2, prepare=REENTRANT).with_(**TWO_FORWARDS),
+    _case("3 chunks", 4, 2, 2, config={"dispatch_chunks": 3}),
+    _case("hierarchical", 4, 2, 2, config={"dispatcher": "hierarchical", "node_size": 2}),
+    _case("a rank without labels", 4, 2, 2, micro_batches=parity.one_rank_without_labels),
+    _case("no resharding", 4, 1, 2, config={"reshard_after_forward": False}),
+    _case("compiled layers", 4, 2, 2, config={"compile_layers": "aot_eager"}),
+    _case("recomputed activations", 4, 2, 2, config={"recompute_activations": True}),
+]
+EIGHT_RANKS = [
+    _case("ep 2 x etp 2 x ep_fsdp 2", 8, 2, 2),
+    _case("ep 2 x etp 2 x ep_fsdp 2, one expert a rank", 8, 2, 2, model=TWO_EXPERTS),
+    _case("ep_outside", 8, 2, 2, config={"ep_outside": True}),
+    _case("ep 2 x etp 2, HSDP", 8, 2, 2, replicate=2),
+    _case("ep 2 x etp 4, hierarchical", 8, 2, 4).with_config(
+        etp_size=4, dispatcher="hierarchical", node_size=4
+    ),
+]
+LORA = [
+    _case("LoRA, ep 2 x etp 2", 4, 2, 2, wrap=with_lora),
+    _case("LoRA, etp 2 x ep_fsdp 2, checkpoint", 4, 1, 2, wrap=with_lora, prepare=CHECKPOINT),
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(FOUR_RANKS[:1] + LORA[:1]))
+def test_ranks_that_share_experts_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(TWO_RANKS + FOUR_RANKS[1:] + FOUR_RANKS_MORE + EIGHT_RANKS + LORA[1:], slow=True),
+)
+def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+# Biases and interleaved, transposed weights; shared experts; routing weights that multiply inputs,
+# and transposed weights; two stock parameters for gate and up.
+TYPES = ("mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx")
+
+
+def _trains_like_stock(model_type: str, sizes: dict[str, int], rank: int, world: int) -> None:
+    model, stock = build(model_type, seed=rank), build(model_type)
+    apply_ep_fsdp2(model, **sizes)
+    optimizers = adamw(model), adamw(stock)
+    for step in range(3):
+        assert_same_step(f"{model_type} step {step}", (model, stock), optimizers, seed=7 * step)
+
+
+def _adapters_train_like_peft(model_type: str, rank: int, world: int) -> None:
+    model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
+    apply_ep_fsdp2(model, ep_size=2, etp_size=2)
+    optimizers = adamw(model), adamw(stock)
+    for step in range(3):
+        assert_same_step(f"{model_type} step {step}", (model, stock), optimizers, seed=7 * step)
+
+
+# Interleaved and transposed; transposed, and PEFT takes the matrices for [out, in]; no gate.
+ADAPTED = [
+    Check(name, 4, partial(_adapters_train_like_peft, name), slow=True).as_parameter()
+    for name in ("gpt_oss", "llama4_text", "nemotron_h")
+]
+
+
+@pytest.mark.parametrize("claim", ADAPTED)
+def test_adapters_of_types_equal_stock_peft(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+OF_TYPES = [
+    Check(
+        f"{name}, {', '.join(f'{key} {size}' for key, size in sizes.items())}",
+        4,
+        partial(_trains_like_stock, name, sizes),
+        slow=name not in ("gpt_oss",) or sizes["ep_size"] == 1,
+    ).as_parameter()
+    for name in TYPES
+    for sizes in ({"ep_size": 2, "etp_size": 2}, {"ep_size": 1, "etp_size": 2})
+]
+
+
+@pytest.mark.parametrize("claim", OF_TYPES)
+def test_types_equal_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

@@ -1,0 +1,39 @@
+"""TRL's SFTTrainer on 2 pipeline stages with ep_size 2 logs the numbers of one stock process."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.close import assert_close
+from support.scripts import CPU_4, run_script
+from support.sft_runs import FP32_BUDGET, JOB, logged, run_job
+
+pytest.importorskip("trl", minversion="1.15")
+
+STAGES = ("--parallel", "--pp", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_sft_equals_stock(rows: str, tmp_path: Path) -> None:
+    """Packed rows are joined to a single one, so they make one micro-batch."""
+    options = ("--padded",) if rows == "padded" else ()
+    sizes = ("4", "2") if rows == "padded" else ("2", "1")
+    want = run_job(tmp_path / "stock", None, "--batch", sizes[0], *options)
+    got = run_job(tmp_path / "ranks", CPU_4, "--batch", sizes[1], *options, *STAGES)
+    for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "aux_loss"):
+        pairs = zip(logged(got, key), logged(want, key), strict=True)
+        for step, pair in enumerate(pairs, start=1):
+            assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
+    for key in ("num_tokens", "epoch", "learning_rate"):
+        assert torch.equal(logged(got, key), logged(want, key)), key
+
+
+@pytest.mark.slow
+def test_a_loss_that_weighs_tokens_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    arguments = [os.fspath(tmp_path), "--batch", "1", *STAGES, "--loss", "dft"]
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_script(JOB, *arguments, output=output, config_file=CPU_4)
+    assert "the loss of this backward " in output.read_text()

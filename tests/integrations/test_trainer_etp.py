@@ -1,0 +1,50 @@
+"""The Trainer trains experts that ranks share as stock does, and resumes at another etp_size."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.close import assert_close
+from support.jobs.trainer import Case, launch
+from support.scripts import CPU_4
+from support.trainer_runs import FP32_BUDGET, SAVE, assert_same_log
+
+ETP = {"HF_MOE_EP_ETP_SIZE": "2"}
+
+
+@pytest.mark.slow
+def test_the_trainer_with_etp_equals_stock_and_resumes_elsewhere(tmp_path: Path) -> None:
+    """Losses and gradient norms, before and after a checkpoint that another layout goes on from."""
+    stock = launch([Case("stock")], tmp_path / "stock")["stock"][0]
+    halves = {"etp": ETP, "ep": {}}
+    first = [
+        Case(
+            f"half {name}",
+            ep=2,
+            arguments=SAVE,
+            environment=environment,
+            folder=tmp_path / name,
+            stop_after=3,
+        )
+        for name, environment in halves.items()
+    ]
+    whole = Case("whole", ep=2, environment=ETP)
+    runs = launch([whole, *first], tmp_path / "first", CPU_4, timeout=500)
+    assert_same_log(runs["whole"][0], stock)
+    resumed = [
+        Case("from etp", ("resume",), ep=4, seed=1, arguments=SAVE, folder=tmp_path / "etp"),
+        Case(
+            "to etp",
+            ("resume",),
+            ep=2,
+            seed=1,
+            arguments=SAVE,
+            environment=ETP,
+            folder=tmp_path / "ep",
+        ),
+    ]
+    for name, results in launch(resumed, tmp_path / "again", CPU_4, timeout=500).items():
+        for key in ("loss", "grad_norm"):
+            got = results[0].series(key)
+            assert isinstance(got, torch.Tensor)
+            assert_close(f"{key}, {name}", got, stock.series(key), FP32_BUDGET)

@@ -1,0 +1,237 @@
+"""What pipeline stages cannot do is refused by name, on every rank, with what to do instead."""
+
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures.steps import build
+from support.checks import Check, Found, on_ranks
+from support.ranks import run_ranks
+from support.stages import four_layers, rows_of
+from support.tiny_models import batch, tiny
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import (
+    RoutingReplay,
+    apply_ep_fsdp2,
+    balance_experts,
+    describe,
+    expert_load,
+    hub_tensors,
+    patch,
+)
+from hf_moe_ep.pipeline import run as driver
+from hf_moe_ep.sharding.units import reshard
+
+# name: (a function that builds the model, options of patch, a match of the error)
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "pictures": (
+        lambda: tiny("qwen3_vl_moe"),
+        {"pp_size": 2},
+        r"pp_size \(2\) > 1 cannot place the encoders of pictures.*leave pp_size at 1",
+    ),
+    "no plan": (
+        lambda: build("olmoe"),
+        {"pp_size": 2},
+        r"olmoe has no base_model_pp_plan.*pp_layers=\(2, 2\)",
+    ),
+    "rewards": (
+        lambda: tiny("qwen3_moe, rewards"),
+        {"pp_size": 2},
+        r"Qwen3MoeForSequenceClassification is no causal language model",
+    ),
+    "too many": (tiny, {"pp_size": 3}, r"pp_size \(3\).*has 2 layers; try pp_size=2"),
+    "wrong sum": (tiny, {"pp_layers": [1, 2]}, r"gives 3 layers to 2 stages.*has 2 layers"),
+    "quantised": (
+        partial(tiny, hidden_size=128, moe_intermediate_size=128),
+        {"pp_size": 2, "experts_dtype": "fp8"},
+        r"pp_size \(2\) > 1 cannot train experts that are held in fp8",
+    ),
+    "blocks": (lambda: build("dbrx"), {"pp_size": 2, "pp_layers": [2, 2]}, r"MoE blocks of dbrx"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_refused_by_patch(name: str) -> None:
+    make, options, match = MODELS[name]
+    with pytest.raises(ValueError, match=match):
+        patch(make(), **options)
+
+
+def test_a_model_without_a_plan_is_cut_by_hand() -> None:
+    patch(build("olmoe"), pp_layers=[1, 3])
+
+
+def test_a_model_that_was_never_sharded_raises() -> None:
+    model = patch(tiny(), pp_size=2)
+    with pytest.raises(ValueError, match=r"pp_size=2 but never sharded"):
+        model(**batch(model, 2, 4))
+
+
+def _sharded(rank: int, **options: Any) -> nn.Module:
+    return apply_ep_fsdp2(four_layers(rank), pp_size=2, **options)
+
+
+def _raises(match: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def calls_are_refused(rank: int, world: int) -> None:
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    unlabelled = {name: value for name, value in rows.items() if name != "labels"}
+    _raises(r"DPO, GRPO.*Pass labels and use outputs.loss", lambda: model(**unlabelled))
+    _raises(r"output_hidden_states=True", lambda: model(**rows, output_hidden_states=True))
+    _raises(r"return_dict=False", lambda: model(**rows, return_dict=False))
+    compiled = torch.compile(model, backend="eager")
+    _raises(r"cannot be compiled as a whole.*compile_layers=True", lambda: compiled(**rows))
+    with torch.autocast("cpu", torch.float16):
+        _raises(r"gradients in fp16 would become zero; train in bf16", lambda: model(**rows))
+    model.eval()
+    _raises(r"a KV cache.*pp_size=1", lambda: model.generate(rows["input_ids"], max_new_tokens=2))
+    model.train()
+    _raises(r"cannot be recorded", lambda: RoutingReplay(model).record().__enter__())
+    _raises(r"merge_adapters=True", lambda: hub_tensors(model, merge_adapters=True))
+    assert torch.isfinite(model(**rows).loss), "the model works after every refusal"
+    _raises(
+        r"pp_size=2 computes gradients before a gradient scaler",
+        lambda: apply_ep_fsdp2(four_layers(rank).half(), pp_size=2),
+    )
+
+
+def experts_are_not_moved(rank: int, world: int) -> None:
+    model = _sharded(rank, ep_size=2)
+    load = expert_load(model)
+    assert load.layers[3] == "model.layers.3.mlp.experts"
+    match = r"does not move experts of a model with pp_size=2"
+    _raises(match, lambda: balance_experts(model, None, load))
+
+
+def stages_disagree(rank: int, world: int) -> None:
+    model = _sharded(rank)
+    rows = batch(model, 4, 6, seed=rank)
+    _raises(r"ranks of one pipeline column were given different batches", lambda: model(**rows))
+
+
+def backward_runs_once(rank: int, world: int) -> None:
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    loss = model(**rows).loss
+    before = [p.grad for p in model.parameters()]
+    assert all(grad is None for grad in before), "gradients wait for backward()"
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"backward\(\) ran a second time"):
+        loss.backward()
+
+
+def warns_of_few_rows(rank: int, world: int) -> None:
+    model = _sharded(rank)
+    rows = batch(model, 1, 6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(**rows)
+    texts = [str(item.message) for item in caught]
+    match = r"batches of 1 rows make 1 micro-batches for 2 pipeline stages, .* waits for 50% of the"
+    assert any(re.search(match, text) for text in texts) == (rank == 0), texts
+
+
+def gradients_of_a_failed_step_stay(rank: int, world: int) -> None:
+    """If a forward fails on all ranks, the gradients are those before it."""
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    model(**rows).loss.backward()
+    grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+    def fail(*args: Any) -> None:
+        raise KeyError("planted")
+
+    if rank == 0:  # fails before it sends anything; stage 1 waits for it until its timeout
+        model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError if rank == 0 else RuntimeError):
+        model(**rows)
+    reshard(model)
+    # FSDP2 keeps some units gathered after an interrupted forward.
+    sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert len(sharded) > len(grads) // 2
+    for name, parameter in sharded.items():
+        assert torch.equal(parameter.grad.full_tensor(), grads[name]), name
+
+
+def is_described(rank: int, world: int) -> None:
+    text = describe(_sharded(rank, pp_layers=(1, 3), pp_microbatches=7))
+    held = ["layers 0 .. 0 of 4, embedding", "layers 1 .. 3 of 4, final norm and head"][rank]
+    assert f"stage      {rank} of 2 ({held}), column [0, 1]; 1f1b, 7 micro-batches" in text
+    assert "waits 12% of the time" in text, text
+    whole = sum(parameter.numel() for parameter in four_layers(0).parameters())
+    assert f"parameters {whole:,} in the model" in text
+
+
+TWO_RANKS = (
+    calls_are_refused,
+    stages_disagree,
+    backward_runs_once,
+    warns_of_few_rows,
+    is_described,
+)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(2, *TWO_RANKS),
+        *on_ranks(4, experts_are_not_moved),
+        *on_ranks(2, gradients_of_a_failed_step_stay, slow=True, alone=True, group_timeout=5.0),
+    ],
+)
+def test_calls_are_refused_on_every_rank(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _one_stage_dies(rank: int, world: int) -> None:
+    model = _sharded(rank, pp_microbatches=4)
+    (rows,) = rows_of(4)(model, 0, 0)
+    model(**rows).loss.backward()
+    stock = driver.Pipeline._backward
+
+    def die(self: Any, run: Any, operation: Any) -> None:
+        if rank == 1 and operation.micro_batch == 1:
+            os._exit(3)
+        stock(self, run, operation)
+
+    driver.Pipeline._backward = die
+    model(**rows)
+
+
+def _one_stage_stalls(rank: int, world: int) -> None:
+    model = _sharded(rank, pp_microbatches=4)
+    (rows,) = rows_of(4)(model, 0, 0)
+    if rank == 1:
+        model.lm_head.register_forward_pre_hook(lambda *_: time.sleep(60))
+    model(**rows)
+
+
+@pytest.mark.slow
+def test_a_stage_that_dies_ends_all_ranks() -> None:
+    began = time.monotonic()
+    first, second = run_ranks(_one_stage_dies, 2, expect_errors=True, group_timeout=20.0)
+    assert second[1] == "ProcessDied"
+    assert re.search(
+        r"pipeline stage 0 of 2, receiving from stage 1 \(rank 1\): the gradients of micro-batch 1 "
+        r"could not be transferred; rank 1 stopped",
+        first[2],
+    ), first
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_a_stage_that_stalls_ends_the_others_within_the_timeout() -> None:
+    first, _ = run_ranks(_one_stage_stalls, 2, expect_errors=True, group_timeout=8.0, timeout=100)
+    assert re.search(r"stage 0 of 2, receiving from stage 1.*micro-batch 0", first[2]), first

@@ -1,0 +1,87 @@
+"""The order of operations of every stage, run by a simulation without ranks.
+
+In the simulation a stage waits until the neighbour has computed the operand of its next operation,
+as it does on real ranks. A wrong order waits forever, or keeps too many activations, or takes
+longer than the formula of the bubble says.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+from hf_moe_ep.pipeline.schedule import Operation, bubble, forwards_only, operations
+
+STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
+
+
+def simulate(orders: Sequence[Sequence[Operation]]) -> tuple[int, list[int]]:
+    """Run each stage's operations, of one time unit each.
+
+    Returns the time of the last operation, and the most micro-batches that each stage has kept.
+    """
+    last = len(orders) - 1
+    done: dict[tuple[int, Operation], int] = {}
+    positions, times = [0] * len(orders), [0] * len(orders)
+    kept, most_kept = [0] * len(orders), [0] * len(orders)
+    while any(position < len(order) for position, order in zip(positions, orders, strict=True)):
+        before = list(positions)
+        for stage, order in enumerate(orders):
+            while positions[stage] < len(order):
+                operation = order[positions[stage]]
+                needed = []
+                if operation.is_forward and stage > 0:
+                    needed.append((stage - 1, operation))
+                if not operation.is_forward:
+                    needed.append((stage, Operation(True, operation.micro_batch)))
+                    needed += [(stage + 1, operation)] if stage < last else []
+                if any(key not in done for key in needed):
+                    break
+                times[stage] = max([times[stage], *(done[key] for key in needed)]) + 1
+                done[stage, operation] = times[stage]
+                kept[stage] += 1 if operation.is_forward else -1
+                most_kept[stage] = max(most_kept[stage], kept[stage])
+                positions[stage] += 1
+        assert positions != before, f"every stage waits: {[o[p:] for o, p in zip(orders, before)]}"
+    return max(times), most_kept
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_1f1b_fills_the_bubble_and_keeps_few_micro_batches(stages: int) -> None:
+    for count in MICRO_BATCHES:
+        orders = [operations("1f1b", stage, stages, count) for stage in range(stages)]
+        for order in orders:
+            assert len(order) == len(set(order)) == 2 * count
+        time, most_kept = simulate(orders)
+        # Each operation takes one unit, so a stage works for 2 * count of `time` units.
+        assert time == 2 * (count + stages - 1)
+        assert bubble(stages, count) == pytest.approx(1 - 2 * count / time)
+        assert most_kept == [min(stages - stage, count) for stage in range(stages)]
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_gpipe_runs_all_forwards_first(stages: int) -> None:
+    for count in MICRO_BATCHES:
+        orders = [operations("gpipe", stage, stages, count) for stage in range(stages)]
+        time, most_kept = simulate(orders)
+        assert time == 2 * (count + stages - 1) and most_kept == [count] * stages
+        assert all(operation.is_forward for operation in orders[0][:count])
+
+
+def test_the_examples_of_the_docstring() -> None:
+    def text(schedule: str, stage: int) -> str:
+        return " ".join(map(str, operations(schedule, stage, 2, 4)))
+
+    assert text("1f1b", 0) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert text("1f1b", 1) == "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert text("gpipe", 0) == "F0 F1 F2 F3 B0 B1 B2 B3"
+    assert [str(operation) for operation in forwards_only(3)] == ["F0", "F1", "F2"]
+
+
+def test_the_simulation_finds_a_changed_order() -> None:
+    orders = [operations("1f1b", stage, 2, 4) for stage in range(2)]
+    swapped = list(orders[1])
+    swapped[0], swapped[1] = swapped[1], swapped[0]
+    with pytest.raises(AssertionError, match="every stage waits"):
+        simulate([orders[0], swapped])
+    late = [*orders[0][:2], orders[0][3], orders[0][2], *orders[0][4:]]  # F2 before B0
+    assert simulate([late, orders[1]])[1] != simulate(orders)[1]

@@ -1,0 +1,144 @@
+"""Training with pipeline stages equals stock in one process: losses, gradients, norms, steps."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from support.adapters import with_lora
+from support.architectures.steps import build
+from support.checks import Check, Found
+from support.parity import checkpointing
+from support.stages import StagesCase, accumulated, even_rows, four_layers, on_ranks, rows_of
+from torch import nn
+
+AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+def model_of(model_type: str, **options: Any) -> Any:
+    """Return the function that builds a model of a type from a seed."""
+    return partial(_build, model_type, options)
+
+
+def _build(model_type: str, options: dict[str, Any], seed: int) -> nn.Module:
+    return build(model_type, seed=seed, **options)
+
+
+def in_micro_batches(count: int, **options: Any) -> dict[str, Any]:
+    return {"pp_microbatches": count, **options}
+
+
+FAST = [
+    StagesCase("7 rows in 4", 2, config=in_micro_batches(4), batches=rows_of(7)),
+    StagesCase(
+        "tied, accumulation, times 0.37",
+        2,
+        make=partial(four_layers, tie_word_embeddings=True),
+        batches=accumulated,
+        factor=0.37,
+    ),
+]
+TWO_RANKS = [
+    StagesCase("4 rows in 1", 2, config=in_micro_batches(1)),
+    StagesCase("4 rows in 2", 2),
+    StagesCase("4 rows in 4", 2, config=in_micro_batches(4)),
+    StagesCase("7 rows in 7", 2, config=in_micro_batches(7), batches=rows_of(7)),
+    StagesCase("4 rows in 7", 2, config=in_micro_batches(7)),
+    StagesCase("3 layers and 1", 2, config={"pp_layers": (3, 1)}),
+    StagesCase("gpipe", 2, config=in_micro_batches(3, pp_schedule="gpipe"), batches=rows_of(7)),
+    StagesCase(
+        "aux loss of micro-batches",
+        2,
+        make=partial(four_layers, **AUX),
+        config=in_micro_batches(3),
+        batches=rows_of(7),
+        cut_reference=True,
+    ),
+    StagesCase(
+        "aux loss of the batch",
+        2,
+        make=partial(four_layers, **AUX),
+        config=in_micro_batches(3, pp_schedule="gpipe"),
+        batches=rows_of(7),
+    ),
+    StagesCase(
+        "aux loss, a stage of dense layers",
+        2,
+        make=partial(four_layers, mlp_only_layers=[0, 1], **AUX),
+        config={"pp_schedule": "gpipe"},
+    ),
+    StagesCase(
+        "aux loss, dense layers at the end",
+        2,
+        make=partial(four_layers, mlp_only_layers=[2, 3], **AUX),
+        config={"pp_schedule": "gpipe"},
+    ),
+    StagesCase("checkpoints", 2, prepare=partial(checkpointing, use_reentrant=False)),
+    StagesCase("reentrant checkpoints", 2, prepare=partial(checkpointing, use_reentrant=True)),
+    StagesCase("LoRA", 2, wrap=partial(with_lora, r=3)),
+    StagesCase("compiled", 2, config={"compile_layers": "aot_eager"}),
+    StagesCase(
+        "aux loss per layer",
+        2,
+        make=partial(four_layers, mlp_only_layers=[1], **AUX),
+        config={"aux_loss_per_layer": True, "pp_schedule": "gpipe"},
+        per_layer=True,
+    ),
+    StagesCase("fused loss", 2, config={"fused_loss": True}, batches=accumulated),
+    StagesCase("deepseek_v3", 2, make=model_of("deepseek_v3")),
+    StagesCase("gpt_oss", 2, make=model_of("gpt_oss")),
+    StagesCase("qwen3_next", 2, make=model_of("qwen3_next")),
+]
+FOUR_RANKS = [
+    StagesCase("ep 2, 7 rows in 4", 4, ep=2, config=in_micro_batches(4), batches=rows_of(7)),
+]
+SLOW_FOUR_RANKS = [
+    StagesCase("ep 2", 4, ep=2),
+    StagesCase("ep 2, accumulation", 4, ep=2, batches=accumulated),
+    StagesCase("ep_fsdp 2", 4, config=in_micro_batches(4)),
+    StagesCase("HSDP", 4, replicate=2),
+    StagesCase("sp 2", 4, sp=2),
+    StagesCase("ep 2, sp 2", 4, ep=2, sp=2, config=in_micro_batches(3), batches=rows_of(7)),
+    StagesCase("pp 4", 4, pp=4, batches=rows_of(7), config=in_micro_batches(7)),
+    StagesCase("pp 4, 4 rows in 1", 4, pp=4, config=in_micro_batches(1)),
+    StagesCase("pp 4, tied", 4, pp=4, make=partial(four_layers, tie_word_embeddings=True)),
+    StagesCase("ep 2, tied", 4, ep=2, make=partial(four_layers, tie_word_embeddings=True)),
+    StagesCase(
+        "ep 2, aux loss",
+        4,
+        ep=2,
+        make=partial(four_layers, **AUX),
+        config={"pp_schedule": "gpipe"},
+        batches=even_rows,
+        joined=True,
+    ),
+    StagesCase(
+        "sp 2, aux loss",
+        4,
+        sp=2,
+        make=partial(four_layers, **AUX),
+        config={"pp_schedule": "gpipe"},
+    ),
+    StagesCase("ep 2, checkpoints", 4, ep=2, prepare=partial(checkpointing, use_reentrant=False)),
+    StagesCase(
+        "ep 2, reentrant checkpoints", 4, ep=2, prepare=partial(checkpointing, use_reentrant=True)
+    ),
+    StagesCase("ep 2, LoRA", 4, ep=2, wrap=partial(with_lora, r=3)),
+    StagesCase("ep 2, deepseek_v3", 4, ep=2, make=model_of("deepseek_v3")),
+    StagesCase("ep 2, gpt_oss", 4, ep=2, make=model_of("gpt_oss")),
+    StagesCase("pp 4, qwen3_next", 4, pp=4, make=model_of("qwen3_next")),
+    StagesCase("sp 2, qwen3_next", 4, sp=2, make=model_of("qwen3_next")),
+    StagesCase("sp 2, deepseek_v3", 4, sp=2, make=model_of("deepseek_v3")),
+]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(FAST),
+        *on_ranks(TWO_RANKS, slow=True),
+        *on_ranks(FOUR_RANKS),
+        *on_ranks(SLOW_FOUR_RANKS, slow=True),
+    ],
+)
+def test_stages_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

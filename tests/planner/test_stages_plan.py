@@ -1,0 +1,153 @@
+"""Plans of pipeline stages: their layers, their peak, what they send, and their seconds."""
+
+import json
+from functools import partial
+from typing import Any
+
+import plan as bench
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.stages import state_of
+from support.tiny_models import tiny
+from transformers import DeepseekV3Config, GptOssConfig
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.pipeline.run import Pipeline
+from hf_moe_ep.planner.hardware import find_hardware
+from hf_moe_ep.planner.search import Asked, find_layouts
+from hf_moe_ep.planner.seconds import step_time, time_of_work
+from hf_moe_ep.planner.stages import (
+    Transfers,
+    stage_config,
+    time_of_stages,
+    with_micro_batches,
+)
+from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
+
+SIZES = bench.Sizes(seq=128, hidden=64, layers=6, intermediate=32, vocab=512)
+MICRO_BATCHES = 4
+
+
+def planned(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPlan:
+    """Plan micro-batches of one sequence on a stage."""
+    config = stage_config(SIZES.config(), ParallelConfig(pp_size=pp_size))
+    step = plan_step(
+        config,
+        world_size=world // pp_size,
+        batch=Batch(SIZES.seq, 1, checkpointing, accumulates=True),
+        dtype=torch.float32,
+        like_gpu=False,
+    )
+    return with_micro_batches(step, pp_size=pp_size, micro_batches=MICRO_BATCHES)
+
+
+def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[int, int]:
+    """Return the peak of a step on this rank, and the bytes that it sends to other stages."""
+    parallel = {"pp_size": pp_size, "pp_microbatches": MICRO_BATCHES}
+    configuration = bench.Configuration(
+        "", parallel, checkpointing=checkpointing, batch=MICRO_BATCHES
+    )
+    training = bench.prepare(configuration, SIZES)
+    pipeline: Pipeline = vars(training.model)["_call_impl"].func
+    assert state_of(training.model).stage.index == rank // (world // pp_size)
+    before = pipeline.num_bytes
+    return bench.count(training).peak, pipeline.num_bytes - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp_size", "checkpointing"), [(2, False), (2, True), (3, False)])
+def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
+    pp_size: int, checkpointing: bool
+) -> None:
+    """The plan counts embedding and head on one stage, so it is up to a fifth above the measured
+    peak. The bytes that a stage sends are exact.
+    """
+    plan = planned(pp_size, pp_size, checkpointing=checkpointing)
+    ranks = run_ranks(partial(_measure, pp_size=pp_size, checkpointing=checkpointing), pp_size)
+    peaks, sent = zip(*ranks, strict=True)
+    assert 0.97 <= plan.peak / max(peaks) <= 1.2, (plan.peak, peaks)
+    assert sum(plan.parts.values()) == plan.peak
+    nbytes = SIZES.seq * SIZES.hidden * 4
+    assert max(sent) == Transfers(pp_size, MICRO_BATCHES, 1, nbytes).sent
+
+
+def test_a_stage_has_the_last_layers() -> None:
+    """It has no dense layer, and the windows of its layers alternate as at the end."""
+    deepseek, gpt_oss = DeepseekV3Config(), GptOssConfig()
+    stage = stage_config(deepseek, ParallelConfig(pp_size=4))
+    assert (stage.num_hidden_layers, stage.first_k_dense_replace) == (16, 0)
+    assert (deepseek.num_hidden_layers, deepseek.first_k_dense_replace) == (61, 3)
+    stage = stage_config(gpt_oss, ParallelConfig(pp_size=4, pp_layers=(8, 9, 9, 10)))
+    assert stage.layer_types == gpt_oss.layer_types[-10:]
+    with_dense = tiny(num_hidden_layers=5, mlp_only_layers=[0, 3]).config
+    assert stage_config(with_dense, ParallelConfig(pp_size=2)).mlp_only_layers == [1]
+
+
+def test_stages_that_training_or_the_plan_refuses() -> None:
+    with pytest.raises(ValueError, match="pp_size \\(7\\) needs at least one layer per stage"):
+        stage_config(SIZES.config(), ParallelConfig(pp_size=7))
+    every_second = tiny(num_hidden_layers=6, decoder_sparse_step=2).config
+    with pytest.raises(ValueError, match="cannot shorten the config of qwen3_moe to its last 3"):
+        stage_config(every_second, ParallelConfig(pp_size=2))
+
+
+def test_seconds_of_stages() -> None:
+    """Two stages wait for one micro-batch, and for its hidden states and their gradients."""
+    gpu, nbytes = find_hardware("h100"), 10**6
+    step = plan_step(
+        SIZES.config(), world_size=8, batch=Batch(SIZES.seq, accumulates=True), few=(6,)
+    )
+    without = step_time(step, gpu, micro_batches=4, tokens=512)
+    far, near = (
+        time_of_stages(step, gpu, Transfers(2, 4, ranks, nbytes), tokens=512) for ranks in (8, 4)
+    )
+    once, twice = (time_of_work(step.work, gpu, micro_batches=n).seconds for n in (1, 2))
+    assert far.parts["bubble"] == near.parts["bubble"] == pytest.approx(twice - once)
+    bandwidth = gpu.between_nodes_bandwidth * gpu.fractions["between_nodes"]
+    travels = gpu.between_nodes_latency + nbytes / bandwidth
+    assert far.parts["stages"] == pytest.approx(2 * travels) and far.seconds > near.seconds
+    more = far.seconds - without.seconds
+    assert more == pytest.approx(far.parts["bubble"] + far.parts["stages"])
+
+
+def asked(**more: Any) -> Asked:
+    config = tiny(num_hidden_layers=4).config
+    return Asked(config, gpus=4, limit=2**40, seq=16, batch=8, ep=2, sp=1, **more)
+
+
+@pytest.mark.slow
+def test_layouts_with_stages_are_listed_next_to_others() -> None:
+    found = find_layouts(asked(hardware=find_hardware("h100"), pp=(1, 2, 3)))
+    stages = {planned.layout.pp for planned in found.fit}
+    assert stages == {1, 2}
+    (reason,) = found.illegal.values()
+    assert "pp_size (3) must divide" in reason
+    with_stages = [planned for planned in found.fit if planned.layout.pp == 2]
+    assert {planned.layout.checkpointing for planned in with_stages} == {False, True}
+    for planned in with_stages:
+        layout = planned.layout
+        assert (layout.per_forward, layout.micro_batches, layout.accumulated) == (4, 4, 1)
+        assert layout.patch_line() == "patch(model, pp_size=2, pp_microbatches=4, ep_size=2)"
+        assert planned.bubble == 1 / 5
+        assert planned.sent == 4 * 16 * 32 * 2
+    seconds = [planned.time.seconds for planned in found.fit if planned.time is not None]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.slow
+def test_the_command_shows_stages(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(num_hidden_layers=4).config.save_pretrained(tmp_path)
+    arguments = ["plan", str(tmp_path), "--gpus", "4", "--gpu-memory", "1", "--seq", "16"]
+    arguments += ["--batch", "8", "--ep", "2", "--pp", "2"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "  bubble      share of the step" in out and "  20.0%  " in out
+    assert "Best layout: patch(model, pp_size=2, pp_microbatches=4, ep_size=2)" in out
+    assert main([*arguments, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["fit"][0]
+    assert (first["layout"]["pp"], first["bubble"]) == (2, 0.2)
+    assert first["sent_between_stages"] == 4 * 16 * 32 * 2
+    assert main([*arguments[:-1], "0"]) == 2
+    assert "--pp (0) must be more than 0" in capsys.readouterr().err
