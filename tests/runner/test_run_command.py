@@ -48,6 +48,7 @@ VALUES = {
     "ep_size": "8",
     "sp_size": "2",
     "dp_replicate_size": "4",
+    "etp_size": "1",  # the only size that fits the other values
     "pp_size": "2",
     "pp_microbatches": "8",
     "pp_schedule": "gpipe",
