@@ -63,13 +63,13 @@ def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[
 def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
     pp_size: int, checkpointing: bool
 ) -> None:
-    """The plan counts embedding and head on one stage, so it is up to a fifth above the measured
+    """The plan counts embedding and head on one stage, so it is up to 6 % above the measured
     peak. The bytes that a stage sends are exact.
     """
     plan = planned(pp_size, pp_size, checkpointing=checkpointing)
     ranks = run_ranks(partial(_measure, pp_size=pp_size, checkpointing=checkpointing), pp_size)
     peaks, sent = zip(*ranks, strict=True)
-    assert 0.97 <= plan.peak / max(peaks) <= 1.2, (plan.peak, peaks)
+    assert 0.97 <= plan.peak / max(peaks) <= 1.06, (plan.peak, peaks)
     assert sum(plan.parts.values()) == plan.peak
     nbytes = SIZES.seq * SIZES.hidden * 4
     assert max(sent) == Transfers(pp_size, MICRO_BATCHES, 1, nbytes).sent
