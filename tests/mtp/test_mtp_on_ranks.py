@@ -14,7 +14,7 @@ from support.extra_files import assert_same_bytes, read_files, write_with_extra
 from support.fp64 import FP64
 from support.launched import launched
 from support.mtp_reference import load_stock, write_base
-from support.parity import checkpointing, full_tensor
+from support.parity import checkpointing, full_tensor, whole_parameters
 from support.tiny_models import batch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
@@ -34,6 +34,7 @@ from hf_moe_ep import (
     update_router_bias,
 )
 from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.mtp_head import find_head
 
 OPTIONS = {"mtp_layers": 1, "mtp_loss_weight": 0.3}
@@ -101,14 +102,14 @@ def parity(
             got, want = mtp_loss(model), mtp_loss(one)
             assert abs(got / want - 1) < FP64_MODEL and want > 0.1, (got, want)
             wanted = dict(one.named_parameters())
-            for name, parameter in model.named_parameters():
-                grad = full_tensor(parameter.grad)
+            grads = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+            for name, grad in in_stock_shapes(model, grads).items():
                 assert_close(f"step {step}: {name}", grad, wanted[name].grad, FP64_MODEL)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        assert_close(name, full_tensor(parameter.detach()), wanted[name].detach(), FP64_MODEL)
+    for name, parameter in whole_parameters(model).items():
+        assert_close(name, parameter, wanted[name].detach(), FP64_MODEL)
     head = find_head(model)
     assert isinstance(head, FSDPModule) and isinstance(head.blocks[0], FSDPModule)
     stacked = [p for n, p in head.named_parameters() if n.endswith("mlp.experts.down_proj")]
