@@ -39,6 +39,7 @@ from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
+from hf_moe_ep.sequence import context_calls
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
@@ -162,6 +163,8 @@ def alone_on_fake_tensors(
         stack.enter_context(replace_attribute(torch_mlp.Block, "split", split))
         stack.enter_context(replace_attribute(*dtensor_shapes()))
         stack.enter_context(replace_attribute(torch, "chunk", _chunk))
+        bias = replace_attribute(context_calls, "causal_lower_right", _NoMask)
+        stack.enter_context(bias)
         if like_gpu:
             stack.enter_context(replace_attribute(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), DrawnChoicesMode(choices):
@@ -169,6 +172,21 @@ def alone_on_fake_tensors(
             codes = torch.empty(256)
             stack.enter_context(replace_attribute(quantised, "_nested_codes", lambda _: codes))
             yield
+
+
+class _NoMask:
+    """Replacement of torch's CausalBias, which is no fake tensor: attention without any mask.
+
+    On a GPU attention with a CausalBias needs no memory for a mask either. The plan counts all
+    scores of the queries to the keys, a few more than a causal kernel computes.
+    """
+
+    def __init__(self, queries: int, keys: int) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), "attn_mask": None})
 
 
 def split_in_three(

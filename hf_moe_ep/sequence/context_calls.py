@@ -10,7 +10,9 @@ the attention function:
                                 mask and forward
     a BlockMask                 a BlockMask of these queries, with the same function. The keys are
                                 those of the blocks that any query sees
-    sdpa without a mask         the rows of a causal mask; no mask if the model is not causal
+    sdpa without a mask         torch's causal_lower_right, with which the kernels of a GPU need no
+                                mask; nothing if the model is not causal
+    others without a mask       the rows of a causal mask; none if the model is not causal
     eager without a mask        all keys
     flash attention             no mask. It aligns the last query with the last key, so causal
                                 masks and windows are right if the keys end with the queries.
@@ -25,6 +27,7 @@ Calls of all ranks are planned alike on every rank, which therefore knows what t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,12 +36,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.sequence.gather import find_documents
 from hf_moe_ep.sequence.partial_attention import Box, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
-from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention
+from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # The first and the last token + 1 of each document.
@@ -92,14 +96,17 @@ class _Layer:
         return bool(getattr(self.module, "is_causal", True) if given is None else given)
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return what an earlier layer has computed alike in this forward, or compute it.
+        """Return what an earlier layer with this mask has computed in this forward, or compute it.
 
-        The mask is part of the key, and is kept so that no other one gets its id.
+        Masks are found by their ids. A layer may have a mask of its own, which is not kept alive;
+        another mask with its id is then recognised by the weak reference.
         """
         known, key = self.context.computed, (*key, id(self.mask))
-        if key not in known:
-            known[key] = self.mask, compute()
-        return known[key][1]
+        found = known.get(key)
+        if found is None or (self.mask is not None and found[0]() is not self.mask):
+            reference = None if self.mask is None else weakref.ref(self.mask)
+            found = known[key] = reference, compute()
+        return found[1]
 
 
 def plan_calls(
@@ -156,8 +163,11 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
         )
     if is_eager(layer.module) or not layer.is_causal:
         return call
-    if start == 0:
-        return replace(call, last=stop)  # stock code masks as many queries as keys by itself
+    if start == 0 or stop - start == 1:
+        # Stock code masks as many queries as keys by itself, and a single query sees all keys.
+        return replace(call, last=stop)
+    if uses_sdpa(layer.module):
+        return replace(call, last=stop, build_mask=lambda: causal_lower_right(stop - start, stop))
 
     def make() -> Tensor:
         ones = torch.ones(1, 1, stop - start, stop, dtype=torch.bool, device=layer.device)

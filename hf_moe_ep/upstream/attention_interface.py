@@ -77,6 +77,11 @@ def uses_flash_attention(module: Any) -> bool:
     return "flash" in module.config._attn_implementation
 
 
+def uses_sdpa(module: Any) -> bool:
+    """Return True if an attention module calls torch's scaled_dot_product_attention."""
+    return bool(module.config._attn_implementation == "sdpa")
+
+
 def uses_flex_attention(module: Any) -> bool:
     """Return True if an attention module calls FlexAttention."""
     return bool(module.config._attn_implementation == "flex_attention")

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from hf_moe_ep.sequence.context import _PieceExchange, _pieces_of
@@ -46,7 +47,12 @@ def test_sdpa_without_a_mask_gets_the_rows_of_a_causal_one() -> None:
     calls = plan("sdpa")
     assert ranges(calls) == CAUSAL
     assert calls[0][0].mask is None, "as many queries as keys: stock code masks them itself"
-    assert cast(Tensor, calls[1][0].mask).int().tolist() == [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
+    bias = calls[1][0].mask
+    assert isinstance(bias, CausalBias) and bias.variant == CausalVariant.LOWER_RIGHT
+    assert (bias.seq_len_q, bias.seq_len_kv) == (2, 4)
+    others = plan("of_mine")
+    assert ranges(others) == CAUSAL and others[0][0].mask is None
+    assert cast(Tensor, others[1][0].mask).int().tolist() == [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
     assert ranges(plan("sdpa", causal=False)) == ALL_KEYS
     assert plan("sdpa", causal=False)[1][1].mask is None
     assert ranges(plan("sdpa", is_causal=False)) == ALL_KEYS
