@@ -43,6 +43,7 @@ from hf_moe_ep.sequence.gather import find_documents
 from hf_moe_ep.sequence.partial_attention import Box, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
+from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # The first and the last token + 1 of each document.
@@ -167,13 +168,23 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
         # Stock code masks as many queries as keys by itself, and a single query sees all keys.
         return replace(call, last=stop)
     if uses_sdpa(layer.module):
-        return replace(call, last=stop, build_mask=lambda: causal_lower_right(stop - start, stop))
+        return replace(call, last=stop, build_mask=partial(_mask_lower_right, stop - start, stop))
 
     def make() -> Tensor:
         ones = torch.ones(1, 1, stop - start, stop, dtype=torch.bool, device=layer.device)
         return ones.tril(start)
 
     return replace(call, last=stop, build_mask=partial(layer.once, ("causal", start), make))
+
+
+def _mask_lower_right(queries: int, keys: int) -> Any:
+    """Return torch's mask that aligns the last query with the last key.
+
+    Torch cannot create this subclass of a tensor inside of a dispatch mode, such as that of
+    selective activation checkpointing.
+    """
+    with hidden_from_modes():
+        return causal_lower_right(queries, keys)
 
 
 def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, int]]:
