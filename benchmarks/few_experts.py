@@ -16,10 +16,11 @@ The figures are means over the ranks, of one step:
                their gradients
     held       bytes of the experts' weights on a rank
     gathered   bytes of the experts' weights of a layer on a rank while the layer runs
-    seconds    forward, backward and AdamW until the slowest rank is done; layouts take turns
+    seconds    forward, backward and SGD until the slowest rank is done; layouts take turns
     CPU        seconds of the processor, summed over ranks
 
-Each layout computes the same loss, or the benchmark raises and prints no table.
+Each layout computes the same losses in the first two steps, or the benchmark raises and prints no
+table.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Sizes:
     experts: int = 8
     top_k: int = 2
     tokens: int = 256
-    steps: int = 5
+    steps: int = 4
 
 
 class SentBytes(TorchDispatchMode):
@@ -84,7 +85,7 @@ class SentBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one layout on one rank."""
+    """The figures of one layout on one rank; `losses` are those of the first two steps."""
 
     losses: list[float]
     rows: int
@@ -122,7 +123,8 @@ def on_ranks(rank: int, sizes: Sizes) -> list[Measured]:
     for layout in LAYOUTS[sizes.experts]:
         torch.manual_seed(0)
         model = apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), **layout)
-        runs.append(_Run(model, torch.optim.AdamW(model.parameters(), lr=1e-3), [], [], []))
+        # The first step of AdamW is the sign of a gradient, which rounding flips near zero.
+        runs.append(_Run(model, torch.optim.SGD(model.parameters(), lr=0.1), [], [], []))
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCAB, (1, sizes.tokens), generator=generator)
     for _ in range(sizes.steps + 1):  # the first step is a warm-up
@@ -132,7 +134,7 @@ def on_ranks(rank: int, sizes: Sizes) -> list[Measured]:
 
 
 def _measure(run: _Run, ids: torch.Tensor) -> Measured:
-    seconds, cpu, losses = run.seconds[1:], run.cpu[1:], run.losses[1:]
+    seconds, cpu, losses = run.seconds[1:], run.cpu[1:], run.losses[:2]
     with SentBytes() as sent:
         run.step(ids)
     meshes = patched_state(run.model).meshes
@@ -166,7 +168,7 @@ def report(sizes: list[Sizes], machine: list[str] | None = None) -> str:
             of_ranks = [results[number] for results in ranks]
             for results in ranks:
                 for loss, first in zip(results[number].losses, results[0].losses, strict=True):
-                    assert abs(loss - first) < 1e-3 * abs(first), (layout, loss, first)
+                    assert abs(loss - first) < 1e-5 * abs(first), (layout, loss, first)
             name = " x ".join(f"{key.removesuffix('_size')} {n}" for key, n in layout.items())
             cells = [
                 f"{sum(r.__dict__[field] for r in of_ranks) / len(of_ranks) / 1e6:.2f}"

@@ -163,7 +163,7 @@ def report_bubbles(milliseconds: int) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for stages, count in BUBBLES:
-        ranks = spawn(waits_of_rank, stages, stages, count, milliseconds / 1000, timeout=200)
+        ranks = spawn(waits_of_rank, stages, stages, count, milliseconds / 1000, timeout=300)
         measured = sum(rank.part for rank in ranks) / stages
         formula = bubble(stages, count)
         sent, by_hand = (sum(getattr(r, name) for r in ranks) for name in ("sent", "by_hand"))
@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     over_nodes.add_options(parser, Sizes(), PAGE)
     parser.add_argument("--rate", default="200mbit", help="bandwidth of the link, in tc's format")
-    parser.add_argument("--wait", type=int, default=60, help="milliseconds of a forward")
+    parser.add_argument("--wait", type=int, default=300, help="milliseconds of a forward")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="batches of .* micro-batches")
     if args.rank:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
     from hf_moe_ep.describe import describe
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
+    from hf_moe_ep.mtp.attach import mtp_loss
     from hf_moe_ep.optim.muon import Muon
     from hf_moe_ep.patch import patch, unpatch
     from hf_moe_ep.placement.balance import balance_experts
@@ -71,6 +72,7 @@ _DEFINED_IN = {
     "global_token_count": "data_parallel",
     "hub_tensors": "checkpoints.hub.tensors",
     "load_checkpoint": "checkpoints.training.load",
+    "mtp_loss": "mtp.attach",
     "newest_checkpoint": "checkpoints.newest",
     "patch": "patch",
     "save_checkpoint": "checkpoints.training.save",
@@ -106,6 +108,7 @@ __all__ = [
     "global_token_count",
     "hub_tensors",
     "load_checkpoint",
+    "mtp_loss",
     "newest_checkpoint",
     "patch",
     "save_checkpoint",

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, refer_to
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
-from hf_moe_ep.config import ParallelConfig, launched_local_rank
+from hf_moe_ep.config import ParallelConfig, launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
-from hf_moe_ep.patch import check_unsharded, patch
+from hf_moe_ep.patch import check_unsharded, patch_model
 from hf_moe_ep.ranks.together import is_distributed, together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
@@ -88,7 +88,7 @@ def apply_ep_fsdp2(
                 "ignore_unexpected= is for the checkpoint that weights= names; a model that is "
                 "loaded already carries on what its class ignores"
             )
-        state = _patch_if_needed(model, config, overrides)
+        state = _patch_if_needed(model, config, overrides, weights)
         _check_group("apply_ep_fsdp2")
         empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
         if weights is not None:
@@ -109,11 +109,15 @@ def apply_ep_fsdp2(
 
 
 def _patch_if_needed(
-    model: nn.Module, config: ParallelConfig | None, overrides: dict[str, Any]
+    model: nn.Module,
+    config: ParallelConfig | None,
+    overrides: dict[str, Any],
+    weights: str | os.PathLike[str] | None,
 ) -> ModelState:
     state: ModelState | None = getattr(model, STATE, None)
     if state is None or config is not None or overrides:
-        patch(model, config, **overrides)
+        folder = None if weights is None else Path(weights)
+        patch_model(model, resolve_config(config, overrides), weights=folder)
         state = getattr(model, STATE)
     else:
         check_unsharded(model)

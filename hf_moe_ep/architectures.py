@@ -38,6 +38,7 @@ from hf_moe_ep.model_patches.standard import (
     SEQUENCE_PARALLEL,
     SPLITS_MIXERS,
 )
+from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -95,7 +96,8 @@ class Parts:
         config: the config of the model's language model (its text config).
         root: the model whose forward always runs. In a PeftModel this is the inner model, because
             some callers bypass the forward of the PeftModel.
-        layers: the decoder layers, in order. If a wrapper checkpoints a layer, this is the wrapper.
+        layers: the decoder layers, in order, and behind them those of `mtp`. If a wrapper
+            checkpoints a layer, this is the wrapper.
         experts: the experts modules of all MoE layers, by name, in order, without wrappers.
         adapted_experts: the experts modules with PEFT's wrappers, by the index of their decoder
             layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
@@ -109,6 +111,7 @@ class Parts:
         tied: True if head and embedding share a parameter.
         tower: a vision tower whose blocks are FSDP2 units; None if the model has no such tower.
         encoders: the encoders of a model whose `tower` is None; None if there are no encoders.
+        mtp: the head for multi-token prediction; None if it is not trained.
     """
 
     plan: ModelPlan
@@ -127,6 +130,12 @@ class Parts:
     tied: bool
     tower: Tower | None
     encoders: Encoders | None
+    mtp: MtpHead | None = None
+
+    @property
+    def main_layers(self) -> tuple[nn.Module, ...]:
+        """The decoder layers without those of `mtp`."""
+        return self.layers[: len(self.layers) - (0 if self.mtp is None else len(self.mtp.blocks))]
 
     @property
     def num_experts(self) -> int:
@@ -242,7 +251,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         _check_given_plan(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
     owners = (module for module in model.modules() if head in own_children(module))
-    return Parts(
+    parts = Parts(
         plan=plan,
         config=config,
         root=without_adapters(model),
@@ -263,6 +272,29 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
         encoders=_find_encoders(model, named, plan),
+    )
+    return parts if (mtp := find_head(model)) is None else _add_head(parts, mtp)
+
+
+def _add_head(parts: Parts, mtp: MtpHead) -> Parts:
+    """Add the decoder layers of an MTP head, and the parts in them, to the parts of its model."""
+    names = {module: name for name, module in parts.root.named_modules()}
+    experts = dict(parts.experts)
+    adapted_experts = dict(parts.adapted_experts)
+    attention = list(parts.attention)
+    for index, block in enumerate(mtp.blocks, len(parts.layers)):
+        in_block = [module for module in block.modules() if is_experts_module(module)]
+        experts |= {names[module]: module for module in in_block}
+        adapted_experts[index] = tuple(in_block)
+        attention += [module for module in block.modules() if is_attention(module)]
+    return replace(
+        parts,
+        layers=(*parts.layers, *mtp.blocks),
+        experts=experts,
+        adapted_experts=adapted_experts,
+        attention=tuple(attention),
+        mixers=(*parts.mixers, *({} for _ in mtp.blocks)),
+        mtp=mtp,
     )
 
 
@@ -339,7 +371,8 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
 class _Named:
     """The modules of a model by their stock names, the names before anything wrapped the modules.
 
-    Each attribute maps every stock name to one module:
+    A head for multi-token prediction and the modules in it are left out. Each attribute maps every
+    stock name to one module:
 
         outermost: the outermost wrapper of the module, or the module if it has no wrapper.
         unadapted: the outermost wrapper that is not PEFT's (a checkpoint wrapper, for example), or
@@ -353,11 +386,14 @@ class _Named:
         self.stock: dict[str, nn.Module] = {}
         adapters: set[str] = set()
         skipped: tuple[str, ...] = ()
+        in_head: tuple[str, ...] = ()
         for wrapped_name, module in model.named_modules():
             # The modules of an adapter (lora_A, ...) are skipped.
             if wrapped_name in adapters:
                 skipped = (f"{wrapped_name}.",)
-            if wrapped_name in adapters or wrapped_name.startswith(skipped):
+            if isinstance(module, MtpHead):
+                in_head = (f"{wrapped_name}.",)
+            if wrapped_name in adapters or f"{wrapped_name}.".startswith((*skipped, *in_head)):
                 continue
             name = stock_name(wrapped_name)
             self.outermost.setdefault(name, module)

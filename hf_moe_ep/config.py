@@ -125,6 +125,15 @@ class ParallelConfig:
             read the logits: in a Trainer, except for evaluations with `compute_metrics`, and with
             sp_size or cp_size > 1. True does so in every forward in training mode with labels. A
             model that scales or caps its logits computes them as in stock; True is then an error.
+        mtp_layers: the number of layers of the head for multi-token prediction that are trained
+            with the model (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5). They are built from the
+            tensors of the loaded checkpoint that transformers ignores, and are saved under the same
+            keys. The loss of the head is added to the model's loss in training. 0: the head is not
+            trained, and saves copy its tensors.
+        mtp_loss_weight: the weight of the mean loss of these layers. DeepSeek-V3 used 0.3, and 0.1
+            at the end. 0: the loss is only measured (`mtp_loss`), and the head is not trained.
+        mtp_from_scratch: give the head random initial values if the checkpoint has none. If False,
+            this is an error.
         gather_logits: with sp_size or cp_size > 1, a forward that computes a loss also returns the
             logits of the whole sequence. If False, `outputs.logits` of such a forward is None.
 
@@ -152,6 +161,9 @@ class ParallelConfig:
     recompute_activations: bool = False
     compile_layers: bool | str | dict[str, Any] = False
     fused_loss: str | bool = "auto"
+    mtp_layers: int = 0
+    mtp_loss_weight: float = 0.1
+    mtp_from_scratch: bool = False
     gather_logits: bool = False
     bias_update_rate: float | None = None
     aux_loss_per_layer: bool = False
@@ -182,11 +194,13 @@ class ParallelConfig:
             "ep_outside",
             "experts_double_quant",
             "gather_logits",
+            "mtp_from_scratch",
             "recompute_activations",
             "reshard_after_forward",
         ):
             check_choice(name, getattr(self, name), (False, True))
         _check_rate("bias_update_rate", self.bias_update_rate)
+        self._check_mtp()
         check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
         check_choice("experts_dtype", self.experts_dtype, (None, *EXPERTS_DTYPES))
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
@@ -248,6 +262,34 @@ class ParallelConfig:
             raise ValueError(
                 f"experts_backend='eager' cannot compute experts that are stored in "
                 f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
+            )
+
+    def _check_mtp(self) -> None:
+        layers, weight = self.mtp_layers, self.mtp_loss_weight
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+            raise ValueError(
+                f"mtp_layers must be a whole number >= 0, got {layers!r}; try mtp_layers=1"
+            )
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 <= weight < math.inf:
+            raise ValueError(
+                f"mtp_loss_weight must be a number >= 0, got {weight!r}; try mtp_loss_weight=0.1"
+            )
+        if self.mtp_from_scratch and not layers:
+            raise ValueError(
+                "mtp_from_scratch=True needs a number of layers, but mtp_layers is 0; try "
+                "mtp_layers=1"
+            )
+        for name in ("pp_size", "cp_size") if layers else ():
+            if (getattr(self, name) or 1) > 1:
+                raise ValueError(
+                    f"mtp_layers={layers} was not tested with {name}={getattr(self, name)}; use "
+                    f"{name}=1, or leave mtp_layers out"
+                )
+        if layers and self.experts_dtype is not None:
+            raise ValueError(
+                f"experts_dtype={self.experts_dtype!r} is for LoRA, which does not train the "
+                f"{layers} layers of mtp_layers; leave out one of them"
             )
 
     def _check_etp(self) -> None:

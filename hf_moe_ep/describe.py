@@ -41,6 +41,7 @@ def describe(model: nn.Module) -> str:
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
     lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
+    lines += _mtp(state)
     lines += _stages(state)
     lines += _context(model, state)
     lines += _sequence(state)
@@ -228,6 +229,13 @@ def _sequence(state: ModelState) -> list[str]:
         f"by {_sizes(state)}"
         for split, modules in state.mixers.items()
     ]
+
+
+def _mtp(state: ModelState) -> list[str]:
+    """Return the line about the head for multi-token prediction, if it is trained."""
+    num_layers, weight = state.config.mtp_layers, state.config.mtp_loss_weight
+    layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
+    return [f"  mtp        {layers}, loss weight {weight:g}"] if num_layers else []
 
 
 def _sizes(state: ModelState) -> str:

@@ -4,6 +4,8 @@
 of the model (`architectures.py`). Then all features check that they can do what the config asks
 for. Only if no check fails, the features attach themselves:
 
+    mtp        with mtp_layers, a head for multi-token prediction runs behind the model in training
+                                                                              (`mtp/attach.py`)
     moe        every experts module calls our forward; a model that needs sharding raises an error
                if it runs before it is sharded; the router's aux loss counts the tokens of all ranks
                                                                               (`moe/attach.py`)
@@ -37,7 +39,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -47,6 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_moe_ep.architectures import Parts, find_block, find_parts
 from hf_moe_ep.checkpoints.hub.extra import find_extra
+from hf_moe_ep.checkpoints.hub.head import add_head, remove_head
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
@@ -61,6 +66,7 @@ from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
+from hf_moe_ep.mtp import attach as mtp
 from hf_moe_ep.pipeline import attach as pipeline
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import check_stages, check_world
@@ -84,6 +90,7 @@ _logger = logging.getLogger("hf_moe_ep")
 # what the config asks for, and changes no module. `attach(parts, state)` changes the modules and
 # must not fail. Hooks run in the order of this table: `sequence` slices the batch first.
 FEATURES = (
+    (mtp.check, mtp.attach),
     (loss.check, loss.attach),
     (sequence.check, sequence.attach),
     (moe.check, moe.attach),
@@ -130,7 +137,16 @@ def patch(
             machine cannot run `experts_backend="triton"`; the model is sharded.
         ImportError: `dispatcher="deepep"` is set, but DeepEP is not installed.
     """
-    config = resolve_config(config, overrides)
+    return patch_model(model, resolve_config(config, overrides), plan)
+
+
+def patch_model(
+    model: nn.Module,
+    config: ParallelConfig,
+    plan: ModelPlan | None = None,
+    weights: Path | None = None,
+) -> nn.Module:
+    """Patch a model; `config` has no open fields, and `weights` is for a model on meta."""
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
     if (
@@ -142,13 +158,17 @@ def patch(
         return model
     check_unsharded(model)
     _warn_of_whole_model(model)
-    parts, state = _check(model, config, plan)
-    state.patch_alike = partial(patch, config=config, plan=plan)
+    parts, state = _check(model, config, plan, weights)
+    # A reference model computes no loss.
+    alike = replace(config, mtp_layers=0, mtp_from_scratch=False)
+    state.patch_alike = partial(patch, config=alike, plan=plan)
     if old_state is not None:
         state.adapts_experts = old_state.adapts_experts
         state.is_reported = old_state.is_reported
         state.unread, old_state.unread = old_state.unread, None
         state.extra = old_state.extra
+        if config.mtp_layers != old_state.config.mtp_layers:
+            state.extra = find_extra(model, state.plan)
         _detach(model, old_state)
     else:
         state.extra = find_extra(model, state.plan)
@@ -161,22 +181,25 @@ def patch(
 
 
 def _check(
-    model: nn.Module, config: ParallelConfig, plan: ModelPlan | None
+    model: nn.Module, config: ParallelConfig, plan: ModelPlan | None, weights: Path | None = None
 ) -> tuple[Parts, ModelState]:
     """Find the parts of a model, and run all checks of `patch`.
 
     If the experts do not use transformers' experts interface, modules that use it are put in their
-    places (`moe/stacked.py`). If a check fails, the model is unchanged.
+    places (`moe/stacked.py`). With `mtp_layers` the model gets its head. If a check fails, the
+    model is unchanged.
     """
     was_patched = hasattr(model, STATE)
     stack_experts(model, find_block(model, plan))
     try:
+        add_head(model, config, plan, weights)
         parts = find_parts(model, plan)
         state = ModelState(config, parts.plan, parts.num_experts)
         for check, _ in FEATURES:
             check(parts, state)
     except BaseException:
         if not was_patched:
+            remove_head(model)
             unstack_experts(model)
         raise
     return parts, state
@@ -189,7 +212,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
         ValueError: `patch` would raise it later; or the sizes do not divide the number of processes
             that the launcher started.
     """
-    config = resolve_config(config, {})
+    config = replace(resolve_config(config, {}), mtp_layers=0, mtp_from_scratch=False)
     parts, _ = _check(model, config, None)
     unstack_experts(model)
     world_size = world_size_of_launch()
@@ -213,7 +236,8 @@ def unpatch(model: nn.Module) -> nn.Module:
         patch(model, experts_backend="torch")
         unpatch(model)                                   # the model runs stock code, without hooks
 
-    If parameters were to be read when the model is sharded (`hf-moe-ep run`), they are read now.
+    If parameters were to be read when the model is sharded (`hf-moe-ep run`), they are read now. A
+    head for multi-token prediction (`mtp_layers`) is removed with its trained values.
 
     Raises:
         ValueError: the model is not patched, or it is sharded.
@@ -228,6 +252,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         )
     read_whole(model)
     _detach(model, state)
+    remove_head(model)
     unstack_experts(model)
     return model
 
@@ -288,7 +313,7 @@ def _warn_of_whole_model(model: nn.Module) -> None:
         f"every process holds the whole {type(model).__name__}: {gib:.1f} GiB x {processes} "
         f"processes on this host = {gib * processes:.1f} GiB of memory. Load it with "
         f"hf_moe_ep.from_pretrained(...) instead: each rank then reads only its own shards",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

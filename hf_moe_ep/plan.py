@@ -202,6 +202,20 @@ PER_EXPERT: Mapping[str, Stored] = {
 }
 
 
+# The name of the head for multi-token prediction (`mtp_head.py`) in the causal language model.
+MTP_HEAD = "mtp"
+_IN_HEAD = re.compile(rf"^{MTP_HEAD}\.(?:(?:model\.)?layers\.\d+\.(?:mtp_block\.)?)?(.*)")
+
+
+def name_in_layer(name: str, plan: ModelPlan) -> str:
+    """Return the name that a module of an MTP head would have in decoder layer 0.
+
+    Other names are returned unchanged: "mtp.layers.0.mlp.gate" becomes "layers.0.mlp.gate".
+    """
+    found = _IN_HEAD.search(name)
+    return name if found is None else f"{plan.layers.replace('*', '0')}.{found[1]}"
+
+
 def matches(pattern: str, module_name: str) -> bool:
     """Return True if the last components of `module_name` match `pattern`."""
     return _compiled(pattern).search(module_name) is not None

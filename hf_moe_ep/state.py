@@ -13,6 +13,7 @@ the row above.
     state.py | _hf_moe_ep replace restore | attributes of stock modules, and their old values
     patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
+    mtp/build.py | setattr data | of a new head, a child of the causal LM until unpatch
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
     upstream/experts_interface.py | _experts_implementation_internal register | names our forward
@@ -47,6 +48,8 @@ the row above.
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward
+    mtp/attach.py | mtp_sums | the sum of the head's losses since the last reset
+    mtp/attach.py | leads_to_gradients | false, while a head is only measured
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
     integrations/shared_batches.py | loss_divisor | the same, of TRL's SFTTrainer
@@ -64,6 +67,7 @@ the row above.
     -- for one forward or backward --
     loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
     loss/attach.py | loss_is_fused | during such a forward
+    mtp/attach.py | forward embeds args kwargs hidden | what the head gets, during a forward
     pipeline/stage.py | sent | what a micro-batch takes to the next stage, during its forward
     moe/aux_loss.py | sent_sums finish_aux_loss | the same, for the aux loss
     pipeline/run.py | deferred | sums of the aux loss of a batch, until its last forward
@@ -271,6 +275,9 @@ class ModelState:
     optimizers_in_order: list[Any] | None = None
     # The parameters that are read when the model is sharded (checkpoints/hub/unread.py), or None.
     unread: Any = None
+    # The sum of the losses of the head for multi-token prediction and the number of its labels on
+    # this rank since the last reset (mtp/attach.py); None if there were none.
+    mtp_sums: Tensor | None = None
     # Where the files lie that hold the extra tensors, which the model's class ignores
     # (checkpoints/hub/extra.py), on rank 0; None if the checkpoint has none.
     extra: Any = None

@@ -148,3 +148,13 @@ SINGLE_EXPERTS = {
     "qwen3_moe": "layers.*.mlp.experts",
     "qwen3_vl_moe": "language_model.layers.*.mlp.experts",
 }
+
+# Architectures whose heads for multi-token prediction were tested (`mtp_head.py`): the layout of
+# the head in checkpoints, "shared" or "own" projections, and the field of the text config that
+# announces it.
+MTP_HEADS = {
+    "deepseek_v3": ("own", "num_nextn_predict_layers"),
+    "glm4_moe": ("own", "num_nextn_predict_layers"),
+    "qwen3_5_moe_text": ("shared", "mtp_num_hidden_layers"),
+    "qwen3_next": ("shared", "num_nextn_predict_layers"),
+}

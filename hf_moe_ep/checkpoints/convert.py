@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
-from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy
+from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, known_digests
+from hf_moe_ep.checkpoints.hub.head import add_empty_head
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import described_model
 from hf_moe_ep.checkpoints.hub.write import (
@@ -106,6 +107,7 @@ def convert(
         raise ValueError(f"{config_folder} has no {CONFIG}; name the model's folder with --config")
     reader, metadata = _open_checkpoint(folder)
     model, plan = described_model(config_folder)
+    add_empty_head(model, plan, metadata.state_dict_metadata)
     saved_in = dtype or next(p.dtype for p in model.parameters())
     tensors = distinct_tensors(model)
     groups = group_tensors(
@@ -118,7 +120,8 @@ def convert(
     _check_fits(folder, model, metadata)
     extra = read_extra(folder / EXTRA) if extra_tensors else None
     own_keys = {key for group in groups for key in group.shapes}
-    groups += copy_groups(find_to_copy(extra, own_keys, reads=check_hashes))
+    to_copy = find_to_copy(extra, own_keys, reads=check_hashes)
+    groups += copy_groups(to_copy, known_digests(extra) if check_hashes else None)
     small_files = [
         file for file in config_folder.iterdir() if file.is_file() and describes_model(file)
     ]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, find_to_copy
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
-from hf_moe_ep.checkpoints.hub.write import HASHES
+from hf_moe_ep.checkpoints.hub.write import HASHES, HASHES_OF_COPIES
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index, sha256_of_tensors
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.upstream.hub import progress_bar
@@ -67,17 +67,18 @@ def verify(folder: str | os.PathLike[str], *, ignore_unexpected: Sequence[str] =
         facts["shapes"] = f"those of {type(model).__name__}"
         if weights.extra:
             facts["ignored tensors"] = f"{len(weights.extra)}, such as {min(weights.extra)}"
-    hashes: dict[str, str] = {}
+    hashes: dict[str, tuple[str, Callable[..., str]]] = {}
     if (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text("utf-8"))
+        metadata = json.loads((path / INDEX).read_text("utf-8")).get("metadata", {})
         # Files that are not read are not hashed: a model.safetensors has precedence over an index.
         used = {tensor.file.name for tensor in tensors.values()}
-        in_index = index.get("metadata", {}).get(HASHES, {})
-        hashes = {name: digest for name, digest in in_index.items() if name in used}
+        for kind, hash_file in ((HASHES, sha256_of), (HASHES_OF_COPIES, sha256_of_tensors)):
+            in_index = metadata.get(kind, {})
+            hashes |= {name: (in_index[name], hash_file) for name in in_index if name in used}
     size = sum((path / name).stat().st_size for name in hashes)
     with progress_bar(size, f"reading {path}", bool(hashes)) as progress:
-        for name, digest in hashes.items():
-            actual = sha256_of(path / name, progress.update)
+        for name, (digest, hash_file) in hashes.items():
+            actual = hash_file(path / name, progress.update)
             if actual != digest:
                 raise ValueError(
                     f"{path / name} has changed since it was written: sha256 {actual}, {INDEX} "

@@ -402,6 +402,8 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.layout.pp > 1 and request.hardware is not None:
+        lines.append(_about_layers(best, request.shape, request.hardware))
     if best.layout.cp > 1:
         lines += _about_context(best.layout, request)
     if best.time is not None:
@@ -424,6 +426,20 @@ def _about_context(layout: Layout, request: Asked) -> list[str]:
         f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
         f"per layer in a forward, before the attention of that layer"
     ]
+
+
+def _about_layers(planned: Planned, shape: Any, hardware: Hardware) -> str:
+    """Return the layers per stage with which all stages take equally long."""
+    from hf_moe_ep.planner.config import find_config
+    from hf_moe_ep.planner.stages import layers_of_equal_time
+    from hf_moe_ep.upstream.models import text_config
+
+    num_layers = text_config(find_config(shape)).num_hidden_layers
+    layers = layers_of_equal_time(planned.step, hardware, num_layers, planned.layout.pp)
+    return (
+        f"The last stage also computes the head. With pp_layers={layers} all stages take about "
+        f"equally long; the seconds above are those of equal numbers of layers."
+    )
 
 
 def _shares(time: StepTime) -> str:

@@ -48,6 +48,7 @@ from hf_moe_ep.compiled.subclasses import (
 from hf_moe_ep.moe.counting import reserve_counts
 from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.moe.stacked import StackedExperts
+from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import as_pattern, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
@@ -238,8 +239,13 @@ class BeginForward(Ours):
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by stock name, without wrappers: a wrapped module is listed later."""
-    return {stock_name(name): module for name, module in root.named_modules()}
+    """Return the modules by stock name, without wrappers: a wrapped module is listed later.
+
+    The modules of a head for multi-token prediction are not compiled.
+    """
+    of_head = set() if (head := find_head(root)) is None else set(head.modules())
+    named = root.named_modules()
+    return {stock_name(name): module for name, module in named if module not in of_head}
 
 
 def _select(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:

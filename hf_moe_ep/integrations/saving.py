@@ -86,7 +86,8 @@ def save_in_hub_layout(
     Without a state dict every rank has to call this, as Accelerate's examples do. Rank 0 writes the
     files; `is_main_process` and `save_function` are ignored. A model that is not sharded is saved
     in the same way if its checkpoint had tensors that its class ignores, because stock would lose
-    them. `extra_tensors=False` leaves them out.
+    them, and if a head for multi-token prediction is trained, which has other keys in checkpoints.
+    `extra_tensors=False` leaves out the tensors that the class ignores.
 
     Raises:
         ValueError: an option is given that such a save would ignore.
@@ -98,7 +99,8 @@ def save_in_hub_layout(
         original(self, save_directory, *args, **kwargs)
         return
     copies_extra = extra_tensors and state.extra is not None
-    if state.meshes is None and not copies_extra:
+    needs_ours = copies_extra or state.config.mtp_layers > 0
+    if state.meshes is None and not needs_ours:
         original(self, save_directory, *args, **kwargs)
         return
     options = _bind_options(original, self, save_directory, args, kwargs)
@@ -113,10 +115,10 @@ def save_in_hub_layout(
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, **size)
-    elif options.get("push_to_hub") and not copies_extra:
+    elif options.get("push_to_hub") and not needs_ours:
         original(self, save_directory, *args, **kwargs)
     elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
-        if copies_extra:
+        if needs_ours:
             _check_options(options)
         save_state_dict(self, save_directory, state_dict, **size)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.lora.computed import stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
-from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.plan import ModelPlan, matches, name_in_layer
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.adapters import adapter_parameters
 from hf_moe_ep.upstream.experts_interface import experts_flags, is_experts_module
@@ -148,7 +148,7 @@ def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
     heads = dict(_find_heads(inner, plan)) if split_heads else {}
     layouts = Layouts({}, {})
     for path, module in inner.named_modules():
-        name = stock_name(path)
+        name = name_in_layer(stock_name(path), plan)
         of_adamw = not _is_hidden(name, plan) or _is_router(name, plan)
         if of_adamw or isinstance(module, (nn.Embedding, *_CONVOLUTIONS)):
             continue
@@ -213,7 +213,7 @@ def _owners(name: str) -> Iterator[str]:
 def _find_heads(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, int]]:
     """Yield the projections of attention that consist of heads, and their numbers of heads."""
     for path, module in model.named_modules():
-        name = stock_name(path)
+        name = name_in_layer(stock_name(path), plan)
         if not plan.attention or not matches(plan.attention, name):
             continue
         config = getattr(module, "config", None)

@@ -482,7 +482,7 @@ def _with_stages(layout: Layout, asked: Asked, step: StepPlan, tokens: int) -> P
     rows = layout.per_forward // layout.micro_batches
     hidden = text_config(find_config(asked.shape)).hidden_size
     dtype: torch.dtype = asked.options.get("dtype", torch.bfloat16)
-    nbytes = rows * (asked.seq // layout.sp) * hidden * dtype.itemsize
+    nbytes = rows * (asked.seq // layout.ranks_per_batch) * hidden * dtype.itemsize
     transfers = Transfers(layout.pp, layout.micro_batches, asked.gpus, nbytes)
     seconds = None
     if asked.hardware is not None:

@@ -34,7 +34,7 @@ from hf_moe_ep.planner.config import meta_model
 from hf_moe_ep.planner.counted import TRANSIENT
 from hf_moe_ep.planner.extrapolate import layer_descriptions
 from hf_moe_ep.planner.hardware import Hardware
-from hf_moe_ep.planner.seconds import StepTime, step_time, time_of_work
+from hf_moe_ep.planner.seconds import StepTime, step_time, stretch_parts, time_of_work
 from hf_moe_ep.planner.step import StepPlan
 from hf_moe_ep.upstream.models import text_config
 
@@ -109,6 +109,33 @@ def _kept_by_layers(step: StepPlan) -> int:
 
 def _transient(step: StepPlan, name: str) -> int:
     return step.made_of[name].get(TRANSIENT, 0)
+
+
+def layers_of_equal_time(
+    step: StepPlan, hardware: Hardware, num_layers: int, pp_size: int
+) -> tuple[int, ...]:
+    """Return the numbers of layers with which all stages take about the same time.
+
+    The last stage gets fewer layers, because it also computes the head and the loss.
+
+    Args:
+        step: the plan of a micro-batch on a stage.
+        num_layers: the layers of the whole model.
+    """
+    head = layers = 0.0
+    for name, stretch in step.work.stretches.items():
+        seconds = stretch.times * sum(stretch_parts(stretch, hardware).values())
+        head += seconds if name.endswith("head") else 0.0
+        layers += seconds if "layer " in name else 0.0
+    head_in_layers = head / (layers / step.layers)
+    others = pp_size - 1
+
+    def slowest(last: int) -> float:
+        return max(-(-(num_layers - last) // others), last + head_in_layers)
+
+    last = min(range(1, num_layers - others + 1), key=lambda count: (slowest(count), -count))
+    each, more = divmod(num_layers - last, others)
+    return (*(each + (stage < more) for stage in range(others)), last)
 
 
 @dataclass(frozen=True)

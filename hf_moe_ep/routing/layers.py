@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.code import calls
@@ -75,7 +76,11 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     plan = state.plan
     # A wrapper and the module in it have the same stock name (the name without wrappers).
     # named_modules yields the module after its wrapper, so this dict contains the module.
-    named = {stock_name(name): module for name, module in root.named_modules()}
+    # A head for multi-token prediction chooses anew: an engine returns no routes of it.
+    of_head = set() if (head := find_head(root)) is None else set(head.modules())
+    named = {
+        stock_name(name): module for name, module in root.named_modules() if module not in of_head
+    }
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
     routers = [name for name in named if plan.router and matches(plan.router, name)]

@@ -222,13 +222,13 @@ def attach(parts: Parts, state: ModelState) -> None:
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)
         if layer_arguments.model_keeps_inputs:
             layer.register_forward_hook(GatherOutput(layer_slices[index]))
-            if index == len(parts.layers) - 1:
+            if index == len(parts.main_layers) - 1:
                 parts.final_norm[0].register_forward_hook(SliceNorm(layer_slices[index]))
     owner = _owner_of_loss(parts)
     split_sequence = SplitSequence(state, has_mixers=any(parts.mixers), zigzag=zigzag)
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
-    _replace_loss(parts, state, layer_slices[-1])
+    _replace_loss(parts, state, layer_slices[len(parts.main_layers) - 1])
 
 
 def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:

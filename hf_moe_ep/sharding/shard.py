@@ -10,6 +10,8 @@ are described in `ranks/mesh.py`.
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
+    MTP head             fsdp; its decoder layers and   averaged by FSDP2
+                         experts as above
     vision block, tower  fsdp                           averaged by FSDP2
     encoder              fsdp; `vision/encoders.py`     averaged by FSDP2 at the end of backward
                          gathers it
@@ -180,6 +182,9 @@ def shard_units(
             experts_options = _ignore(options, _sharded_parameters(experts))
             new_entries = fill([experts])
             _shard_experts(experts, new_entries, state, meshes, experts_options)
+    if units.mtp is not None:
+        fill([units.mtp])
+        shard(units.mtp)
     for module in units.vision:
         fill([module])
         shard(module)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.architectures import Parts, find_parts
+from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.upstream.sharded_models import forget_finished_backward
 
@@ -26,6 +27,7 @@ class Units:
         tail: final norm and head, which are one unit. If the weights are tied, the unit begins with
             the embedding.
         tied: True if the embedding and the head share their weight.
+        mtp: the head for multi-token prediction, whose decoder layers are the last of `layers`.
     """
 
     layers: list[nn.Module]
@@ -35,6 +37,12 @@ class Units:
     embedding: nn.Module | None
     tail: list[nn.Module]
     tied: bool
+    mtp: MtpHead | None
+
+    @property
+    def num_main_layers(self) -> int:
+        """The number of decoder layers without those of `mtp`."""
+        return len(self.layers) - (0 if self.mtp is None else len(self.mtp.blocks))
 
     @property
     def all_experts(self) -> list[nn.Module]:
@@ -60,6 +68,7 @@ def units_of(parts: Parts) -> Units:
         embedding=parts.embedding,
         tail=[*tied_embedding, *parts.final_norm, *head],
         tied=parts.tied,
+        mtp=parts.mtp,
     )
 
 
@@ -77,7 +86,7 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
       shards, but not the gathered weights. A later backward through the last forward still works,
       because FSDP2 gathers the parameters again.
     """
-    last_index = len(units.layers) - 1
+    last_index = units.num_main_layers - 1
     last_layer = [units.layers[last_index], *units.experts.get(last_index, ())]
     for unit in last_layer:
         if isinstance(unit, FSDPModule):
@@ -131,6 +140,11 @@ def set_prefetch(units: Units) -> None:
         assert isinstance(layer, FSDPModule)
         experts = units.experts.get(index, ())
         stages.append([layer, *(unit for unit in experts if isinstance(unit, FSDPModule))])
+    # A head for multi-token prediction has a chain of its own, because it runs only in training.
+    of_mtp, stages = stages[units.num_main_layers :], stages[: units.num_main_layers]
+    if units.mtp is not None:
+        assert isinstance(units.mtp, FSDPModule)
+        of_mtp.insert(0, [units.mtp])
     if isinstance(units.embedding, FSDPModule):
         stages.insert(0, [units.embedding])
     if units.tail and not units.tied:
@@ -142,7 +156,7 @@ def set_prefetch(units: Units) -> None:
     for module in (*units.vision[-1:], *units.vision[:-1]):
         assert isinstance(module, FSDPModule)
         tower.append([module])
-    for chain in (stages, tower):
+    for chain in (stages, tower, of_mtp):
         trains = False
         for stage, next_stage in pairwise(chain):
             stage[0].set_modules_to_forward_prefetch(next_stage)

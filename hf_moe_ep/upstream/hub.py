@@ -29,8 +29,10 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
 
@@ -38,6 +40,7 @@ from hf_moe_ep.upstream.module_names import stock_name
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
 # The components that PEFT adds to the names of modules in modules_to_save.
+_HEAD = re.compile(rf"^{MTP_HEAD}\.model\.(layers\.\d+\.)(?:mtp_block\.)?")
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 # The options of snapshot_download that callers may pass.
 _DOWNLOAD_OPTIONS = (
@@ -252,6 +255,18 @@ def empty_model(
     return model
 
 
+def empty_module(build: Callable[[], Any]) -> Any:
+    """Build a module. Its parameters are on meta, and its buffers have values."""
+    with init_empty_weights(include_buffers=False):
+        return build()
+
+
+def initialise(model: Any, module: nn.Module) -> None:
+    """Give the parameters of a new module of `model` their initial values (modeling_utils.py)."""
+    with torch.no_grad():
+        module.apply(model._init_weights)
+
+
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     """Convert the tensors that stock keeps in fp32 to fp32 (modeling_utils.py)."""
     patterns = [
@@ -344,8 +359,12 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Return a parameter's name in checkpoints, which has no components of wrappers and PEFT."""
-    return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
+    """Return a parameter's name in checkpoints, which has no components of wrappers and PEFT.
+
+    Some heads for multi-token prediction are stored as decoder layers (`mtp_head.py`).
+    """
+    in_file = _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
+    return _HEAD.sub(r"model.\1", in_file)
 
 
 def ignored_patterns(model: Any) -> list[str]:

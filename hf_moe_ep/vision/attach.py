@@ -98,7 +98,7 @@ def attach(parts: Parts, state: ModelState) -> None:
             _wrap_encoding(partial(refuse.encode_before_generate, parts.root), parts.root, state)
     if tower is None:
         return
-    run_tower_once = TowerOnce(state, tower.module, len(parts.layers))
+    run_tower_once = TowerOnce(state, tower.module, len(parts.main_layers))
     tower.owner.register_forward_pre_hook(run_tower_once, with_kwargs=True)
     encode_on_all_ranks = partial(run_tower_once.encode_before_generate, parts.root, tower.owner)
     _wrap_encoding(encode_on_all_ranks, parts.root, state)

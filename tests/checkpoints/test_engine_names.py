@@ -1,7 +1,8 @@
-"""vLLM's own classes take every key of our stream: none is unknown, none is skipped.
+"""Classes of vLLM and SGLang take every key of our stream: none is unknown, none is skipped.
 
-`benchmarks/engine_names.py` has recorded what vLLM does with each key. The keys of today's stream
-must be the recorded ones.
+`benchmarks/engine_names.py` and `benchmarks/sglang_names.py` have recorded what the engines do with
+each key. The keys of today's stream must be the recorded ones. The rows "head of .." are the
+engines' classes for drafts, which get the keys of a trained head for multi-token prediction.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.architectures.models import tiny
+from support.extra_files import is_of_head, write_with_extra
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import hub_tensors, patch
 
@@ -19,17 +22,33 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("engine_names.json").read_text()
 )
 ROWS = [(engine, kind) for engine, rows in TABLE.items() for kind in rows]
+HEAD = "head of "
 
 
 def test_the_table_has_the_types_that_people_train() -> None:
-    assert {"qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "mixtral"} <= {k for _, k in ROWS}
+    for engine in ("vllm", "sglang"):
+        (rows,) = (rows for name, rows in TABLE.items() if name.startswith(engine))
+        assert {"qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "mixtral"} <= rows.keys()
 
 
 @pytest.mark.parametrize(("engine", "model_type"), ROWS)
-def test_the_engine_takes_every_key(engine: str, model_type: str) -> None:
+def test_the_engine_takes_every_key(engine: str, model_type: str, tmp_path: Path) -> None:
     row = TABLE[engine][model_type]
     assert row["skipped"] == [] and row["unfilled"] == []
-    model = tiny(model_type, dtype=torch.bfloat16)
-    keys = sorted(info.key for info in hub_tensors(patch(model)).metadata())
+    keys = keys_of(model_type, row.get("options", {}), tmp_path)
     assert len(keys) == row["keys"]
     assert hashlib.sha256("\n".join(keys).encode()).hexdigest() == row["sha256"]
+    assert set(row.get("together", [])) <= set(keys)
+
+
+def keys_of(model_type: str, options: dict[str, Any], folder: Path) -> list[str]:
+    """Return the sorted keys of the stream of a tiny model, or of its trained head."""
+    if not model_type.startswith(HEAD):
+        model = patch(tiny(model_type, dtype=torch.bfloat16, **options))
+        return sorted(info.key for info in hub_tensors(model).metadata())
+    kind = model_type.removeprefix(HEAD)
+    write_with_extra(folder / "base", kind, dtype=torch.bfloat16, in_fp8=False)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    model = patch(base, mtp_layers=1)
+    infos = hub_tensors(model, extra_tensors=False).metadata()
+    return sorted(info.key for info in infos if is_of_head(info.key, model))

@@ -27,6 +27,7 @@ from support.extra_files import (
     TYPES,
     add_tensors,
     assert_same_bytes,
+    is_of_head,
     read_files,
     write_with_extra,
 )
@@ -100,7 +101,7 @@ def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder
     extra = {key: tensor for key, tensor in before.items() if key not in changed}
     assert len(extra) >= 10 and changed, "training changes the model's own tensors"
     from_first = load("lean", root / "saved", ep_size=2)
-    names = {key for key in before if is_extra(model_type, key, from_first)}
+    names = {key for key in before if is_of_head(key, from_first)}
     assert names and names <= extra.keys() and not names & own
     assert_same_bytes(saved, {key: before[key] for key in names})
     assert_same_bytes(read_files(root / "method"), saved)
@@ -122,12 +123,6 @@ def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder
     load_checkpoint(root / "step", resumed, new_optimizer)
     save_pretrained(resumed, root / "again")
     assert_same_bytes(read_files(root / "again"), saved)
-
-
-def is_extra(model_type: str, key: str, model: Any) -> bool:
-    """Return True if a key belongs to the layer for multi-token prediction."""
-    layers = model.config.num_hidden_layers
-    return bool(re.match(rf"(model\.)?mtp\.|model\.layers\.{layers}\.", key))
 
 
 MATRIX = {
@@ -209,7 +204,7 @@ def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> No
     with pytest.raises(ValueError, match="unexpected 2 tensors: head"):
         verify(root / "out")
     facts = verify(root / "out", ignore_unexpected=["^head"]).facts
-    count = sum(is_extra("qwen3_next", key, model) for key in read_files(root / "out")) + 2
+    count = sum(is_of_head(key, model) for key in read_files(root / "out")) + 2
     assert facts["ignored tensors"].startswith(f"{count}, such as ")
     assert main(["verify", str(root / "out"), "--ignore-unexpected", "^head"]) == 0
 
@@ -304,7 +299,7 @@ def with_the_trainer(rank: int, world: int, folder: str) -> None:
         trainer.save_model(str(root / "saved"))
     dist.barrier()
     saved = read_files(root / "saved")
-    extra = {key: t for key, t in before.items() if is_extra("", key, model)}
+    extra = {key: t for key, t in before.items() if is_of_head(key, model)}
     assert saved.keys() == before.keys() and len(extra) > 40
     assert_same_bytes(saved, extra)
     assert {t.dtype for t in extra.values()} >= {torch.float8_e4m3fn, torch.float32}

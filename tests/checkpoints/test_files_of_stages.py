@@ -15,7 +15,7 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.hub_files import read_all
-from support.parity import full_tensor
+from support.parity import whole_parameters, whole_state
 from support.stages import even_rows, four_layers, state_of
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from hf_moe_ep import (
 
 TIED = {"tie_word_embeddings": True}
 STAGES = {"pp_size": 2, "ep_size": 2}
+ETP = {"pp_size": 2, "etp_size": 2}
 # Layouts at which a state is loaded that was saved with 2 stages and ep_size 2.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "the same": STAGES,
@@ -40,6 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "4 stages": {"pp_size": 4},
     "sp": {"pp_size": 2, "sp_size": 2},
     "other layers": {**STAGES, "pp_layers": (1, 3)},
+    "cp": {"pp_size": 2, "cp_size": 2},
+    "etp": ETP,
 }
 
 
@@ -69,11 +72,9 @@ class Run:
         stage = state_of(self.model).stage
         aliases = {} if stage is None else stage.aliases
         own = {}
-        for name, parameter in self.model.named_parameters():
-            name = aliases.get(name, name)
-            own[name] = full_tensor(parameter.detach()).clone()
-            for key, value in self.optimizer.state[parameter].items():
-                own[f"{name}, {key}"] = full_tensor(value).clone()
+        for key, tensor in whole_state(self.model, self.optimizer).items():
+            name, comma, moment = key.partition(",")
+            own[aliases.get(name, name) + comma + moment] = tensor
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, own)
         joined: dict[str, Tensor] = {}
@@ -117,9 +118,11 @@ def resumes(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
         assert_equal(f"back from {name}", again.state(), saved)
 
 
-def writes_hub_files(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
+def writes_hub_files(
+    sizes: dict[str, int], config: dict[str, Any], rank: int, world: int, folder: str
+) -> None:
     """Files, streams and keys equal those of the same model without stages."""
-    run = Run(rank, STAGES, **config)
+    run = Run(rank, sizes, **config)
     run.step(0)
     save_pretrained(run.model, f"{folder}/stages")
     whole = four_layers(0, **config)
@@ -136,12 +139,12 @@ def writes_hub_files(config: dict[str, Any], rank: int, world: int, folder: str)
     assert_equal("stream", streamed, want)
     infos = {info.key: (info.shape, info.dtype) for info in hub_tensors(run.model).metadata()}
     assert infos == {key: (tuple(x.shape), x.dtype) for key, x in want.items()}
-    for sizes in ({"pp_size": 2, "ep_size": 2}, {"pp_size": 4}):
-        loaded = from_pretrained(f"{folder}/stages", experts_implementation="eager", **sizes)
+    for layout in (sizes, {"pp_size": 4}):
+        loaded = from_pretrained(f"{folder}/stages", experts_implementation="eager", **layout)
         assert _count(loaded) < 0.7 * _count(whole)
-        for name, parameter in loaded.named_parameters():
+        for name, parameter in whole_parameters(loaded).items():
             name = state_of(loaded).stage.aliases.get(name, name)
-            assert torch.equal(full_tensor(parameter.detach()), joined[name]), name
+            assert torch.equal(parameter, joined[name]), name
 
 
 def adapters_are_saved_without_stages(rank: int, world: int, folder: str) -> None:
@@ -171,8 +174,9 @@ def adapters_are_saved_without_stages(rank: int, world: int, folder: str) -> Non
 CHECKS: dict[str, Any] = {
     "resumes": partial(resumes, {}),
     "resumes, tied": partial(resumes, TIED),
-    "hub": partial(writes_hub_files, {}),
-    "hub, tied": partial(writes_hub_files, TIED),
+    "hub": partial(writes_hub_files, STAGES, {}),
+    "hub, tied": partial(writes_hub_files, STAGES, TIED),
+    "hub, etp": partial(writes_hub_files, ETP, {}),
     "adapters": adapters_are_saved_without_stages,
 }
 

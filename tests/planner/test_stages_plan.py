@@ -1,6 +1,7 @@
 """Plans of pipeline stages: their layers, their peak, what they send, and their seconds."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,10 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.search import Asked, find_layouts
-from hf_moe_ep.planner.seconds import step_time, time_of_work
+from hf_moe_ep.planner.seconds import step_time, stretch_parts, time_of_work
 from hf_moe_ep.planner.stages import (
     Transfers,
+    layers_of_equal_time,
     stage_config,
     time_of_stages,
     with_micro_batches,
@@ -61,13 +63,13 @@ def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[
 def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
     pp_size: int, checkpointing: bool
 ) -> None:
-    """The plan counts embedding and head on one stage, so it is up to a fifth above the measured
+    """The plan counts embedding and head on one stage, so it is up to 6 % above the measured
     peak. The bytes that a stage sends are exact.
     """
     plan = planned(pp_size, pp_size, checkpointing=checkpointing)
     ranks = run_ranks(partial(_measure, pp_size=pp_size, checkpointing=checkpointing), pp_size)
     peaks, sent = zip(*ranks, strict=True)
-    assert 0.97 <= plan.peak / max(peaks) <= 1.2, (plan.peak, peaks)
+    assert 0.97 <= plan.peak / max(peaks) <= 1.06, (plan.peak, peaks)
     assert sum(plan.parts.values()) == plan.peak
     nbytes = SIZES.seq * SIZES.hidden * 4
     assert max(sent) == Transfers(pp_size, MICRO_BATCHES, 1, nbytes).sent
@@ -110,6 +112,30 @@ def test_seconds_of_stages() -> None:
     assert far.parts["stages"] == pytest.approx(2 * travels) and far.seconds > near.seconds
     more = far.seconds - without.seconds
     assert more == pytest.approx(far.parts["bubble"] + far.parts["stages"])
+
+
+def test_layers_of_equal_time() -> None:
+    """With a head as long as some layers, the last stage has fewer; the stages are balanced."""
+    gpu, layers = find_hardware("h100"), 12
+    for vocab in (64, 60_000):
+        step = plan_step(replace(SIZES, vocab=vocab).config(), world_size=8, batch=Batch(SIZES.seq))
+        seconds = {
+            part: sum(
+                stretch.times * sum(stretch_parts(stretch, gpu).values())
+                for name, stretch in step.work.stretches.items()
+                if part in name
+            )
+            for part in ("head", "layer ")
+        }
+        head = seconds["head"] / (seconds["layer "] / step.layers)
+        for pp_size in (2, 3, 4):
+            counts = layers_of_equal_time(step, gpu, layers, pp_size)
+            assert sum(counts) == layers and len(counts) == pp_size and min(counts) >= 1
+            times = [*counts[:-1], counts[-1] + head]
+            moved = [*counts[:-2], counts[-2] - 1, counts[-1] + 1 + head]
+            assert max(times) <= max(moved), (counts, head)
+            if head >= 1:
+                assert counts[-1] < counts[0]
 
 
 def asked(**more: Any) -> Asked:

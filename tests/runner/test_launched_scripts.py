@@ -86,6 +86,19 @@ def test_inside_a_launcher(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipeline_stages(tied: bool, tmp_path: Path) -> None:
+    """Each rank reads the layers of its stage alone, and both ranks share a batch."""
+    tiny(dtype=torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    write_launch_config(tmp_path)
+    run_stock([sys.executable, SCRIPT, *options("stock", STOCK_BATCH)], tmp_path)
+    command = f"{ACCELERATE} -m hf_moe_ep.run --pp-size 2 {SCRIPT}".split()
+    printed = run_stock([*command, *options("stages", STOCK_BATCH)], tmp_path)
+    assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--pp-size 2)") == 1
+    assert_same_training(tmp_path / "stages", tmp_path / "stock")
+
+
+@pytest.mark.slow
 def test_a_launch_without_fsdp_names_what_is_missing(folder: Path) -> None:
     """The error comes before the first step, where the Trainer moves the model to its device."""
     command = f"{sys.executable} {SCRIPT} --spawn {RANKS}".split()

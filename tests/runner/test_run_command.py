@@ -47,7 +47,9 @@ def environment(**variables: str) -> dict[str, str]:
 VALUES = {
     "ep_size": "8",
     "sp_size": "2",
+    "cp_size": "2",
     "dp_replicate_size": "4",
+    "etp_size": "1",  # the only size that fits the other values
     "pp_size": "2",
     "pp_microbatches": "8",
     "pp_schedule": "gpipe",
@@ -68,6 +70,9 @@ VALUES = {
     "ep_outside": "true",
     "expert_shard_dim": "1",
     "compile_layers": "aot_eager",
+    "mtp_layers": "0",  # the only number that fits pp_size and cp_size
+    "mtp_loss_weight": "0.2",
+    "mtp_from_scratch": "false",
     "reshard_after_forward": "false",
     "lora_experts": "true",
     "stock_load": "true",

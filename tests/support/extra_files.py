@@ -13,6 +13,7 @@ the model itself gives the names and sizes of the decoder layer in it.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,24 @@ _BLOCK = 128
 
 
 def write_with_extra(
-    folder: Path, model_type: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    folder: Path,
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    in_fp8: bool = True,
+    std: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Write a tiny checkpoint in three files or more, and return its extra tensors by key."""
+    """Write a tiny checkpoint in three files or more, and return its extra tensors by key.
+
+    `in_fp8` stores the layer of DeepSeek-V3 in FP8. `std` is the size of the extra tensors' values.
+    """
     model = tiny(model_type, dtype=dtype, seed=seed)
     for name, value in ANNOUNCED[model_type].items():
         setattr(model.config, name, value)
     model.save_pretrained(folder, max_shard_size="60KB")
     own = read_files(folder)
-    extra = extra_of(model_type, model, own)
+    extra = extra_of(model_type, model, own, in_fp8=in_fp8, std=std)
     assert not extra.keys() & own.keys()
     return extra if not extra else add_tensors(folder, extra)
 
@@ -99,14 +109,28 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def extra_of(model_type: str, model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def is_of_head(key: str, model: Any) -> bool:
+    """Return True if a key belongs to the layer for multi-token prediction."""
+    layers = model.config.num_hidden_layers
+    return bool(re.match(rf"(model\.)?mtp\.|model\.layers\.{layers}\.", key))
+
+
+def extra_of(
+    model_type: str,
+    model: PreTrainedModel,
+    own: dict[str, Tensor],
+    *,
+    seed: int = 17,
+    in_fp8: bool = True,
+    std: float = 1.0,
+) -> dict[str, Tensor]:
     """Make the tensors of one layer for multi-token prediction."""
-    draw = torch.Generator().manual_seed(17)
+    draw = torch.Generator().manual_seed(seed)
     config: Any = model.config
     hidden, layers = config.hidden_size, config.num_hidden_layers
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=draw).to(dtype)
+        return (std * torch.randn(shape, generator=draw)).to(dtype)
 
     def layer(prefix: str, like: int) -> dict[str, Tensor]:
         of_layer = f"model.layers.{like}."
@@ -149,10 +173,12 @@ def extra_of(model_type: str, model: PreTrainedModel, own: dict[str, Tensor]) ->
         f"{prefix}shared_head.norm.weight": random(hidden),
         f"{prefix}shared_head.head.weight": random(config.vocab_size, hidden),
     }
-    if model_type == "glm4_moe":
+    if model_type == "glm4_moe" or not in_fp8:
         return tensors
-    in_fp8 = {key for key in tensors if ".experts." in key or ("_proj" in key and "eh_" not in key)}
-    for key in in_fp8:
+    quantised = {
+        key for key in tensors if ".experts." in key or ("_proj" in key and "eh_" not in key)
+    }
+    for key in quantised:
         rows, columns = tensors[key].shape
         tensors[key] = tensors[key].to(torch.float8_e4m3fn)
         blocks = (-(-rows // _BLOCK), -(-columns // _BLOCK))

@@ -23,6 +23,7 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
+from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import STATE, ModelState
 from support.checks import Check
@@ -58,6 +59,8 @@ class StagesCase:
     pp: int = 2
     ep: int = 1
     sp: int = 1
+    cp: int = 1
+    etp: int = 1
     replicate: int = 1
     make: Callable[[int], nn.Module] | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -118,13 +121,15 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
             case.prepare(changed)
     if case.per_layer:
         patch(reference, aux_loss_per_layer=True, experts_backend="torch")
-    sizes = {"pp_size": case.pp, "ep_size": case.ep, "sp_size": case.sp}
+    sizes = {"pp_size": case.pp, "ep_size": case.ep, "sp_size": case.sp, "cp_size": case.cp}
+    sizes |= {"etp_size": case.etp}
     apply_ep_fsdp2(model, **sizes, dp_replicate_size=case.replicate, **case.config)
     state = state_of(model)
     data_rank, num_data_ranks = data_parallel_rank(model), data_parallel_size(model)
     ranks_per_stage = world // case.pp
-    assert data_rank == rank % ranks_per_stage // case.sp
-    assert num_data_ranks == ranks_per_stage // case.sp
+    ranks_per_batch = case.sp * case.cp
+    assert data_rank == rank % ranks_per_stage // ranks_per_batch
+    assert num_data_ranks == ranks_per_stage // ranks_per_batch
     assert state.stage.index == rank // ranks_per_stage
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3, foreach=False)
     reference_optimizer = torch.optim.AdamW(trainable(reference), lr=1e-3, foreach=False)
@@ -228,6 +233,9 @@ def compare(
     wanted = dict(reference.named_parameters())
     aliases = state_of(model).stage.aliases
     gathered = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
+    gathered = in_stock_shapes(model, {n: x for n, x in gathered.items() if x is not None}) | {
+        name: None for name, x in gathered.items() if x is None
+    }
     gathered |= pack_factors(model, {name: x for name, x in gathered.items() if x is not None})
     for name, got in gathered.items():
         want = pick(wanted[aliases.get(name, name)])

@@ -19,10 +19,8 @@ Rank 0 writes checkpoints, so only the references of rank 0 are used.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +38,6 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
 )
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.ranks.together import StillHere, is_first, rank_of_launch
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -55,8 +52,6 @@ from hf_moe_ep.upstream.hub import (
 from hf_moe_ep.upstream.models import is_quantized, persistent_buffers, source_of
 
 _logger = logging.getLogger("hf_moe_ep")
-# The bytes of a tensor that are in memory at a time.
-_SLAB_BYTES = 1 << 24
 # The number of parameters by which a model is compared with the commits in the hub's cache.
 _SAMPLES = 32
 
@@ -100,10 +95,7 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     if not ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
         return None
     try:
-        folders = {folder: read_index(folder) for folder in folders_of_loaded(stock)}
-        if not folders:
-            return None
-        folder, tensors = _choose_loaded(stock, folders)
+        loaded = find_loaded(stock)
     except (ValueError, OSError) as error:
         _logger.warning(
             "%s ignores some tensors of checkpoints (layers for multi-token prediction). Whether "
@@ -113,6 +105,9 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
             error,
         )
         return None
+    if loaded is None:
+        return None
+    folder, tensors = loaded
     candidates = tensors.keys() - set(unexpected_keys(stock, tensors))
     if not candidates:
         return None
@@ -126,6 +121,18 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     own_keys = _own_keys(hub_layout(model, plan, shapes), base_prefix(stock))
     extra = {key: t for key, t in tensors.items() if key in candidates - own_keys}
     return refer_to(stock, folder, extra)
+
+
+def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
+    """Return the folder from which stock's from_pretrained has loaded a model, and its tensors.
+
+    The result is None if the model was not loaded.
+
+    Raises:
+        ValueError: the folder does not exist any more, or it is unclear which folder it is.
+    """
+    folders = {folder: read_index(folder) for folder in folders_of_loaded(stock)}
+    return _choose_loaded(stock, folders) if folders else None
 
 
 def _choose_loaded(
@@ -208,35 +215,45 @@ def find_to_copy(
     return tensors
 
 
-def copy_groups(tensors: Mapping[str, FileTensor]) -> list[TensorGroup]:
-    """Describe copies of tensors in files, which are read when they are written."""
+def copy_groups(
+    tensors: Mapping[str, FileTensor], known: Mapping[str, bytes] | None = None
+) -> list[TensorGroup]:
+    """Describe copies of tensors in files, in the order of their bytes.
+
+    `known` has the sha256 of tensors that were hashed before.
+    """
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
     return [
         TensorGroup(
-            [([whole_piece(key, tensor.shape)], partial(_read_slabs, tensor))], tensor.dtype
+            [([whole_piece(key, tensor.shape)], tuple)],
+            tensor.dtype,
+            source=tensor,
+            sha256=(known or {}).get(key),
         )
-        for key, tensor in tensors.items()
+        for key, tensor in in_order
     ]
 
 
-def follow_copies(state: ModelState, folder: Path) -> None:
-    """Refer to the copies if a save has replaced the files that held the extra tensors."""
+def known_digests(extra: FileReferences | None) -> dict[str, bytes]:
+    """Return the sha256 of the extra tensors that are known without reading them."""
+    return {} if extra is None else extra.known_digests()
+
+
+def follow_copies(state: ModelState, folder: Path, copied: Mapping[str, bytes]) -> None:
+    """Remember the hashes of the copies, and refer to the copies if they replace their sources.
+
+    Args:
+        copied: the sha256 of each copied tensor, by key.
+    """
     extra: FileReferences | None = state.extra
-    if extra is not None and folder.resolve() == extra.folder.resolve():
+    if extra is None:
+        return
+    if extra.tensors().keys() <= copied.keys():
+        extra.learn(copied)
+    if folder.resolve() == extra.folder.resolve():
         copies = read_index(folder)
         kept = extra.tensors().keys() <= copies.keys()
         state.extra = extra.moved(folder, copies) if kept else extra
-
-
-def _read_slabs(tensor: FileTensor) -> Iterator[tuple[Box, Tensor]]:
-    with Reader() as reader:
-        if not tensor.shape:
-            yield (), reader.read(tensor, ())
-            return
-        rows, *inner = tensor.shape
-        step = max(1, _SLAB_BYTES // max(1, math.prod(inner) * tensor.dtype.itemsize))
-        for start in range(0, rows, step):
-            box = ((start, min(start + step, rows)), *((0, size) for size in inner))
-            yield box, reader.read(tensor, box)
 
 
 def send_extra(

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.derived import PieceFinder
 from hf_moe_ep.checkpoints.hub.pieces import (
@@ -33,6 +33,7 @@ from hf_moe_ep.checkpoints.hub.pieces import (
 from hf_moe_ep.checkpoints.hub.traced import ZEROS, Tracer, Untraceable
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.moe.stacked import as_stock
+from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -58,13 +59,17 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     return dict(by_id.values())
 
 
-def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layout:
+def hub_layout(
+    model: Any, plan: ModelPlan, shapes: Mapping[str, Shape], *, copies: bool = True
+) -> Layout:
     """Find the pieces of every parameter in a checkpoint that is saved in the hub's layout.
 
     Args:
         model: its class and config determine which conversion transformers runs.
         plan: `plan.stored` overrides the conversion for stacked weights.
         shapes: the shapes of the parameters and buffers, by their names in a stock model.
+        copies: add the second copies that checkpoints with a head for multi-token prediction have
+            of the embedding and the output head (`MtpHead.copies`).
 
     Raises:
         ValueError: the conversion uses an operation that cannot be traced. The error names the
@@ -78,7 +83,20 @@ def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layo
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
+    for key, name in _copies_of(model).items() if copies else ():
+        if name in pieces_of:
+            pieces_of[name] = [*pieces_of[name], whole_piece(key, shapes[name])]
     return pieces_of | {PADDING: layout[PADDING]}
+
+
+def copied_keys(model: Any) -> set[str]:
+    """Return the keys of second copies in the checkpoints of a model."""
+    return set(_copies_of(model))
+
+
+def _copies_of(model: Any) -> Mapping[str, str]:
+    head = find_head(model) if isinstance(model, nn.Module) else None
+    return {} if head is None else head.copies
 
 
 def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:

@@ -25,7 +25,13 @@ from hf_moe_ep.checkpoints.hub.fp8 import (
     scaled_keys,
     unscaled_keys,
 )
-from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
+from hf_moe_ep.checkpoints.hub.layout import (
+    Layout,
+    copied_keys,
+    find_pieces,
+    hub_layout,
+    list_names,
+)
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
@@ -169,7 +175,7 @@ def match_checkpoint(
         )
     }
     file_tensors = read_index(directory)
-    layout = hub_layout(model, plan, shapes)
+    layout = hub_layout(model, plan, shapes, copies=False)
     tensors: Mapping[str, FileTensor] = file_tensors
     try:
         of_others = _find_scaled_extra(model, file_tensors, layout, ignore_unexpected)
@@ -191,6 +197,7 @@ def match_checkpoint(
                 "and save the model"
             )
         raise _not_fitting(model, directory, text) from error
+    known |= copied_keys(model)  # saves write the values of the embedding and the head there
     others = [key for key in tensors if key not in known]
     unexpected = unexpected_keys(model, others, ignore_unexpected)
     ignored = set(others) - set(unexpected)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
-from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies
+from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.stages import slabs_of_stages, tensors_of_model
@@ -135,17 +135,18 @@ def _save_weights(
     configs, num_files = on_first(f"saving to {folder}", prepare)
     # Every rank takes part in writing each file, but only rank 0 reads and writes extra tensors.
     files.extend([] for _ in range(num_files - len(files)))
-    write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
+    copied = write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
     if is_first():
-        follow_copies(state, folder)
+        follow_copies(state, folder, copied)
 
 
 def _extra_files(
     state: ModelState, groups: Iterable[TensorGroup], max_shard_size: int, wanted: bool
 ) -> list[list[TensorGroup]]:
     own_keys = {key for group in groups for key in group.shapes}
-    tensors = find_to_copy(state.extra if wanted else None, own_keys)
-    return split_files(copy_groups(tensors), max_shard_size)
+    extra = state.extra if wanted else None
+    tensors = find_to_copy(extra, own_keys)
+    return split_files(copy_groups(tensors, known_digests(extra)), max_shard_size)
 
 
 def save_state_dict(
@@ -188,8 +189,7 @@ def save_state_dict(
     files = split_files(groups, max_bytes) + _extra_files(state, groups, max_bytes, extra_tensors)
     folder.mkdir(parents=True, exist_ok=True)
     configs = stage_configs(model, folder, first_dtype(groups), ())
-    write_checkpoint(folder, files, configs=configs)
-    follow_copies(state, folder)
+    follow_copies(state, folder, write_checkpoint(folder, files, configs=configs))
 
 
 def _save_adapters(

@@ -22,7 +22,7 @@ the rename of the index. Otherwise `switch.py` replaces configs and index with o
 it also removes a model.safetensors, which readers would prefer to the index. A file system without
 links does not allow that: configs, index and model.safetensors are then changed one after the other
 within milliseconds, and a warning says that a kill in between leaves a folder that cannot be
-loaded. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
+loaded. The index also stores a hash of every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hf_moe_ep.checkpoints.hub.layout import PADDING, group_by_shared_tensors, h
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
 from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
 from hf_moe_ep.etp import find_apart, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
@@ -55,7 +55,10 @@ from hf_moe_ep.upstream.hub import file_name, progress_bar
 
 _logger = logging.getLogger("hf_moe_ep")
 
+# The fields of the index with the sha256 of each file, and for files of copied tensors with the
+# sha256 of the header and the tensors' hashes (`sha256_of_tensors`).
 HASHES = "hf_moe_ep_sha256"
+HASHES_OF_COPIES = "hf_moe_ep_sha256_of_tensors"
 # The names of shards that this package and transformers write. Files with other names, such as
 # model-ema.safetensors, belong to the user.
 _SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
@@ -81,11 +84,16 @@ class TensorGroup:
             listed like a parameter.
         dtype: the dtype in the checkpoint.
         names: the names of the parameters in the model.
+        source: a tensor in another file. It is copied byte for byte and is the group's only tensor;
+            its slabs are not read.
+        sha256: the hash of `source`, if it is known.
     """
 
     parameters: Sequence[tuple[list[Piece], Callable[[], Slabs]]]
     dtype: torch.dtype
     names: tuple[str, ...] = ()
+    source: FileTensor | None = None
+    sha256: bytes | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -170,11 +178,15 @@ def parse_size(size: int | str) -> int:
 
 
 def split_files(groups: list[TensorGroup], max_bytes: int) -> list[list[TensorGroup]]:
-    """Assign groups to files in order; a group larger than `max_bytes` gets a file of its own."""
+    """Assign groups to files in order; a group larger than `max_bytes` gets a file of its own.
+
+    Copies have files of their own, too.
+    """
     files: list[list[TensorGroup]] = []
     size = 0
     for group in groups:
-        if not files or size + group.num_bytes > max_bytes:
+        is_other_kind = bool(files) and (files[-1][-1].source is None) != (group.source is None)
+        if not files or is_other_kind or size + group.num_bytes > max_bytes:
             files.append([])
             size = 0
         files[-1].append(group)
@@ -200,7 +212,7 @@ def write_checkpoint(
     configs: Path | None = None,
     names: Sequence[str] | None = None,
     what: str | None = None,
-) -> None:
+) -> dict[str, bytes]:
     """Write all files, then commit the index; after an error the previous checkpoint is unchanged.
 
     Args:
@@ -211,6 +223,9 @@ def write_checkpoint(
         names: the names of the files, for a folder without a checkpoint; None chooses names that no
             earlier checkpoint in the folder has.
         what: describes the work in the progress bar and in errors.
+
+    Returns:
+        The sha256 of each copied tensor, by key, on the process that writes.
     """
     writer = _HubWriter(folder, files, configs, names) if writes else None
     total = sum(group.num_bytes for groups in files for group in groups)
@@ -224,6 +239,7 @@ def write_checkpoint(
         if writer is not None:
             writer.abandon()
         raise
+    return {} if writer is None else writer.copied
 
 
 def _write_file(
@@ -236,10 +252,14 @@ def _write_file(
         return
     try:
         with writer.open(number, groups) as file:
-            for dtype, pieces, box, slab in slabs:
+            for group, pieces, box, slab in slabs:
+                if group.source is not None:
+                    file.copy(pieces[0].key, group.source, group.sha256)
+                    progress.update(group.source.nbytes)
+                    continue
                 assert slab is not None
-                _write_slab(file, dtype, pieces, box, slab)
-                progress.update(slab.numel() * dtype.itemsize)
+                _write_slab(file, group.dtype, pieces, box, slab)
+                progress.update(slab.numel() * group.dtype.itemsize)
                 del slab
         writer.finish_file(number, file)
     finally:
@@ -249,10 +269,14 @@ def _write_file(
 
 def _iterate_slabs(
     groups: list[TensorGroup],
-) -> Iterator[tuple[torch.dtype, list[Piece], Box, Tensor | None]]:
+) -> Iterator[tuple[TensorGroup, list[Piece], Box, Tensor | None]]:
+    """Yield the slabs of all groups; a group with a source is yielded once, without a slab."""
     for group in groups:
+        if group.source is not None:
+            yield group, group.parameters[0][0], (), None
+            continue
         for pieces, box, slab in group.slabs():
-            yield group.dtype, pieces, box, slab
+            yield group, pieces, box, slab
             del slab  # free it before the next one is allocated
 
 
@@ -297,21 +321,29 @@ class _HubWriter:
         }
         self._total = sum(group.num_bytes for groups in files for group in groups)
         self._hashes: dict[str, str] = {}
+        self._hashes_of_copies: dict[str, str] = {}
+        self.copied: dict[str, bytes] = {}
 
     def open(self, number: int, groups: list[TensorGroup]) -> Writer:
         """Create a file with the header of all tensors of its groups."""
         header = [
             (key, shape, group.dtype) for group in groups for key, shape in group.shapes.items()
         ]
-        return Writer(self._folder / self._names[number], header)
+        return Writer(self._folder / self._names[number], header, aligned_with=groups[0].source)
 
     def finish_file(self, number: int, writer: Writer) -> None:
         """Store the hash of a complete file for the index."""
-        self._hashes[self._names[number]] = writer.sha256
+        self.copied |= writer.copied_hashes
+        if writer.has_only_copies:
+            self._hashes_of_copies[self._names[number]] = writer.sha256_of_tensors
+        else:
+            self._hashes[self._names[number]] = writer.sha256
 
     def commit(self) -> None:
         """Make the new shards the checkpoint, then remove the shards of earlier checkpoints."""
-        metadata = {"total_size": self._total, HASHES: self._hashes}
+        metadata: dict[str, Any] = {"total_size": self._total, HASHES: self._hashes}
+        if self._hashes_of_copies:
+            metadata[HASHES_OF_COPIES] = self._hashes_of_copies
         index = {"metadata": metadata, "weight_map": dict(sorted(self._file_of.items()))}
         text = json.dumps(index, indent=2) + "\n"
         if not self._switch(text):

@@ -16,7 +16,6 @@ a checkpoint (`from_json`) know hashes but no times, so their first check reads 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import zlib
@@ -28,10 +27,10 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     dtype_name,
     dtype_named,
+    tensor_sha256,
 )
 
 _FORMAT = 1
-_CHUNK = 4 << 20  # bytes
 _DIGEST = 32  # bytes of a sha256
 
 
@@ -162,8 +161,18 @@ class FileReferences:
         """
         if self._digests is None:
             self.check_unchanged()
-            self._digests = b"".join(_sha256(tensor) for tensor in self.tensors().values())
+            self._digests = b"".join(tensor_sha256(tensor) for tensor in self.tensors().values())
         return dict(zip(self.tensors(), self._known_hashes(), strict=True))
+
+    def known_digests(self) -> dict[str, bytes]:
+        """Return the sha256 of each tensor by key if `hashes` or `learn` was called, else none."""
+        if self._digests is None:
+            return {}
+        return dict(zip(self.tensors(), map(bytes.fromhex, self._known_hashes()), strict=True))
+
+    def learn(self, digests: Mapping[str, bytes]) -> None:
+        """Keep the sha256 of all tensors, which another reader of their bytes has computed."""
+        self._digests = b"".join(digests[key] for key in self.tensors())
 
     def _known_hashes(self) -> Iterator[str]:
         assert self._digests is not None
@@ -172,7 +181,10 @@ class FileReferences:
 
     def _compare_hashes(self, name: str) -> None:
         for (key, tensor), known in zip(self.tensors().items(), self._known_hashes(), strict=True):
-            if _name_in(self.folder, tensor) == name and (actual := _sha256(tensor).hex()) != known:
+            if (
+                _name_in(self.folder, tensor) == name
+                and (actual := tensor_sha256(tensor).hex()) != known
+            ):
                 raise ValueError(f"{tensor.file}: {key} has changed: sha256 {actual}, was {known}")
 
     def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
@@ -238,16 +250,3 @@ def _name_in(folder: Path, tensor: FileTensor) -> str:
 
 def _pack(names: list[str], rows: list[list[Any]]) -> bytes:
     return zlib.compress(json.dumps([names, rows], separators=(",", ":")).encode())
-
-
-def _sha256(tensor: FileTensor) -> bytes:
-    digest, remaining = hashlib.sha256(), tensor.nbytes
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.start)
-        while remaining:
-            data = file.read(min(remaining, _CHUNK))
-            if not data:
-                raise ValueError(f"{tensor.file} ends in the middle of a tensor")
-            digest.update(data)
-            remaining -= len(data)
-    return digest.digest()

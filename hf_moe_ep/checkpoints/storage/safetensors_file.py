@@ -7,6 +7,8 @@
 https://huggingface.co/docs/safetensors/en/index#format
 
 The library's own `save_file` needs all tensors of a file in memory; `Writer` needs one at a time.
+A whole tensor of another file is copied by the kernel, without a detour over the memory of this
+process.
 
 The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
 ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
@@ -24,13 +26,14 @@ file is killed by SIGBUS.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -71,6 +74,17 @@ _MAX_HEADER = 100_000_000  # the library's own limit
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
 _CHUNK = 4 << 20  # bytes
 _HASHED_ASIDE = 1 << 18  # bytes
+# The kernel copies the fewest pages if two files have the same bytes at the same position of blocks
+# of this size.
+_COPY_BLOCK = 1 << 16  # bytes
+_COPIED_AT_ONCE = 1 << 24  # bytes
+# A copy of more bytes than this begins to reach the disk while it goes on.
+_SYNCED_ASIDE = 1 << 26  # bytes
+# Blocks of this size stay in a core's cache while they are hashed.
+_HASH_BLOCK = 1 << 18  # bytes
+_HASHING_THREADS = 4
+# What copy_file_range raises where the kernel cannot copy: between some file systems, for example.
+_CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -286,7 +300,7 @@ class Reader:
         while target:
             count = os.preadv(self._open[file], [target], start)  # reads at most 2 GiB
             if count == 0:
-                raise ValueError(f"{file} ends at byte {start}; it was truncated during the read")
+                raise _truncated(file, start)
             target, start = target[count:], start + count
 
 
@@ -318,12 +332,17 @@ class Writer:
         path: Path,
         header: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
         metadata: Mapping[str, str] | None = None,
+        *,
+        aligned_with: FileTensor | None = None,
     ) -> None:
         """Open the file and write its header.
 
         Args:
             header: (key, shape, dtype) of all tensors, in the order of their bytes.
             metadata: texts by name, which are stored in the header.
+            aligned_with: a tensor from which the first tensor is copied. The header is padded with
+                spaces, so that both tensors begin at the same position of a block: the kernel
+                copies 512 MiB in 0.13 to 0.16 s then, and otherwise in 0.21 s (ext4).
         """
         table: dict[str, object] = {"__metadata__": {**(metadata or {}), "format": "pt"}}
         tensors, end = [], 0
@@ -337,14 +356,19 @@ class Writer:
             }
             end = offsets[1]
         text = json.dumps(table, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        start, step = (0, 8) if aligned_with is None else (aligned_with.start, _COPY_BLOCK)
+        text += b" " * ((start - 8 - len(text)) % step)
         data = 8 + len(text)
         self._tensors = {key: replace(tensor, start=data + tensor.start) for key, tensor in tensors}
         self._path, self._num_missing = path, data + end
         self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
-        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_moe_ep hashes")
+        self._hashing = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="hf_moe_ep hashes")
+        self._copied: dict[str, bytes | Future[bytes]] = {}
+        self._num_unsynced, self._syncing = 0, Future[None]()
+        self._syncing.set_result(None)
         self._file = path.open("wb", buffering=0)
-        self._write_bytes(len(text).to_bytes(8, "little") + text, 0)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._write_bytes(self._header, 0)
 
     def write(self, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Write a box of a tensor that is viewed in the shape `view`.
@@ -357,6 +381,32 @@ class Writer:
         for start, length in _byte_ranges(self._tensors[key], view, box):
             self._write_bytes(data[position : position + length], start)
             position += length
+
+    def copy(self, key: str, source: FileTensor, sha256: bytes | None = None) -> None:
+        """Copy a whole tensor from another file, byte for byte; the kernel copies where it can.
+
+        Args:
+            sha256: the hash of the tensor's bytes, if it is known. Otherwise other threads read the
+                tensor and hash it, and the end of the file waits for them.
+
+        Raises:
+            ValueError: the source ends in the middle of the tensor.
+        """
+        tensor = self._tensors[key]
+        assert source.nbytes == tensor.nbytes, f"{key} and its source have different sizes"
+        self._copied[key] = sha256 or self._hashing.submit(tensor_sha256, source)
+        self._in_order = False  # the hash of the whole file would lack these bytes
+        with source.file.open("rb", buffering=0) as file:
+            try:
+                _copy_bytes(file.fileno(), self._file.fileno(), source, tensor.start)
+            except OSError as error:
+                raise self._with_name(error) from error
+        self._num_missing -= tensor.nbytes
+        self._num_unsynced += tensor.nbytes
+        if self._num_unsynced > _SYNCED_ASIDE and self._syncing.done():
+            self._syncing.result()
+            self._syncing = self._hashing.submit(os.fdatasync, self._file.fileno())
+            self._num_unsynced = 0
 
     def _write_bytes(self, data: bytes | memoryview, start: int) -> None:
         self._in_order = self._in_order and start == self._end
@@ -373,13 +423,17 @@ class Writer:
         try:
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
-        except OSError as error:  # add the file name: the disk may be full
-            raise OSError(error.errno, error.strerror, os.fspath(self._path)) from error
+        except OSError as error:
+            raise self._with_name(error) from error
         finally:
             if hashed is not None:
                 hashed.result()
         self._end = start + len(data)
         self._num_missing -= len(data)
+
+    def _with_name(self, error: OSError) -> OSError:
+        """Add the name of the file to an error: the disk may be full."""
+        return OSError(error.errno, error.strerror, os.fspath(self._path))
 
     def __enter__(self) -> Writer:
         return self
@@ -394,12 +448,96 @@ class Writer:
             if kind is None:
                 missing = self._num_missing
                 assert missing == 0, f"{missing} bytes of the tensors in the header are not written"
+                self._syncing.result()  # an error of the disk is reported only once
                 os.fsync(self._file.fileno())
+                for key, hashed in self._copied.items():
+                    self._copied[key] = hashed if isinstance(hashed, bytes) else hashed.result()
         finally:
+            self._hashing.shutdown(cancel_futures=True)
             self._file.close()
-            self._hashing.shutdown()
 
     @property
     def sha256(self) -> str:
         """The hash of the complete file."""
         return self._digest.hexdigest() if self._in_order else sha256_of(self._path)
+
+    @property
+    def copied_hashes(self) -> dict[str, bytes]:
+        """The sha256 of each copied tensor by key, once the file is complete."""
+        return {key: digest for key, digest in self._copied.items() if isinstance(digest, bytes)}
+
+    @property
+    def has_only_copies(self) -> bool:
+        """True if all tensors of the file were copied."""
+        return bool(self._copied) and self._copied.keys() == self._tensors.keys()
+
+    @property
+    def sha256_of_tensors(self) -> str:
+        """The hash of the header and of the hashes of all tensors, which are all copied."""
+        hashes = self.copied_hashes
+        return _hash_of_hashes(self._header, [hashes[key] for key in self._tensors])
+
+
+def sha256_of_tensors(path: Path, on_read: Callable[[int], object] | None = None) -> str:
+    """Hash a file as `Writer.sha256_of_tensors` does; `on_read` gets the size of each tensor.
+
+    The hash of a tensor does not depend on the file, so copies of a tensor are hashed only once,
+    and several tensors at the same time.
+    """
+    tensors, _ = read_header(path)
+    with path.open("rb") as file:
+        header = file.read(min((tensor.start for tensor in tensors.values()), default=-1))
+    digests = []
+    with ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="hf_moe_ep hashes") as pool:
+        for tensor, digest in zip(tensors.values(), pool.map(tensor_sha256, tensors.values())):
+            digests.append(digest)
+            if on_read is not None:
+                on_read(tensor.nbytes)
+    return _hash_of_hashes(header, digests)
+
+
+def _hash_of_hashes(header: bytes, digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(header + b"".join(digests)).hexdigest()
+
+
+def tensor_sha256(tensor: FileTensor) -> bytes:
+    """Return the sha256 of the bytes of a tensor in a file."""
+    digest, remaining = hashlib.sha256(), tensor.nbytes
+    buffer = memoryview(bytearray(min(_HASH_BLOCK, remaining)))
+    with tensor.file.open("rb", buffering=0) as file:
+        file.seek(tensor.start)
+        while remaining:
+            count = file.readinto(buffer[:remaining])
+            if not count:
+                raise _truncated(tensor.file, tensor.start + tensor.nbytes - remaining)
+            digest.update(buffer[:count])
+            remaining -= count
+    return digest.digest()
+
+
+def _copy_bytes(source: int, target: int, tensor: FileTensor, start: int) -> None:
+    """Copy the bytes of a tensor between two open files, to the position `start` of the second."""
+    position, remaining = tensor.start, tensor.nbytes
+    kernel_copies = hasattr(os, "copy_file_range")
+    buffer = memoryview(b"")
+    while remaining:
+        size, count = min(remaining, _COPIED_AT_ONCE), 0
+        if kernel_copies:
+            try:
+                count = os.copy_file_range(source, target, size, position, start)
+            except OSError as error:
+                if error.errno not in _CANNOT_COPY:
+                    raise
+            # Some file systems return 0 instead of an error.
+            kernel_copies = count > 0
+        if not kernel_copies:
+            buffer = buffer or memoryview(bytearray(_CHUNK))
+            count = os.preadv(source, [buffer[: min(size, _CHUNK)]], position)
+            if count == 0:
+                raise _truncated(tensor.file, position)
+            count = os.pwrite(target, buffer[:count], start)
+        position, start, remaining = position + count, start + count, remaining - count
+
+
+def _truncated(file: Path, position: int) -> ValueError:
+    return ValueError(f"{file} ends at byte {position}; it was truncated during the read")

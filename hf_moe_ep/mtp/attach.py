@@ -1,0 +1,312 @@
+"""Run the head for multi-token prediction in training, and add its loss to the model's.
+
+causal LM          a pre-forward hook that begins a forward with labels in training, and a forward
+                   hook that runs the head and adds its loss
+first layer        a pre-forward hook that keeps its input, the embeddings of the tokens
+a later layer      a pre-forward hook that keeps its other arguments (mask, positions), which the
+                   layers of the head get as well
+final norm         a forward hook that keeps its output
+
+The loss of depth k is the cross-entropy of the labels k + 1 positions ahead, divided by the number
+that the loss of the model is divided by. With D depths the loss of the model becomes
+
+    loss + mtp_loss_weight / D * (loss of depth 1 + .. + loss of depth D)
+
+A position counts if the label is not ignored, if the position is no padding (a 2-D attention mask
+is 1), and if the label is in the same document: packed documents have position ids that restart.
+The main model's loss function computes the cross-entropy, so slices of sequences (sp_size > 1) and
+losses without logits (fused_loss) work as for the main model.
+
+The hooks are registered before those of other features. They see whole sequences, and the loss
+function and head that these features have put into the model for this forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.mtp.build import announce, check_no_adapters, find_template
+from hf_moe_ep.mtp_head import MtpHead
+from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.sequence.slices import SLICE, Slice
+from hf_moe_ep.state import ModelState, Ours, patched_state
+from hf_moe_ep.upstream.models import (
+    CACHE_NAMES,
+    IGNORED_LABEL,
+    bind_forward,
+    is_fused_head,
+    output_head,
+    text_config,
+)
+
+
+def check(parts: Parts, state: ModelState) -> None:
+    """Raise ValueError if the head cannot be trained with this model."""
+    if parts.mtp is not None:
+        check_no_adapters(parts.root, state.config.mtp_layers)
+
+
+def attach(parts: Parts, state: ModelState) -> None:
+    """Register the hooks, if the model has a head."""
+    if parts.mtp is None:
+        return
+    if state.config.mtp_from_scratch:
+        announce(parts, state)
+    begins = MtpBegins(state, parts.mtp)
+    parts.causal_lm.register_forward_pre_hook(begins, with_kwargs=True)
+    parts.main_layers[0].register_forward_pre_hook(KeepInput(begins), with_kwargs=True)
+    find_template(parts).register_forward_pre_hook(KeepArguments(begins), with_kwargs=True)
+    parts.final_norm[0].register_forward_hook(KeepHidden(begins))
+    parts.causal_lm.register_forward_hook(MtpEnds(begins), always_call=True)
+
+
+def mtp_loss(model: nn.Module, *, reset: bool = True) -> float | None:
+    """Return the mean loss of the head for multi-token prediction; every rank calls this.
+
+    The mean is over all labels of all ranks and depths since the last reset, in training forwards.
+    It is not multiplied by `mtp_loss_weight`. The call costs one all-reduce and one host sync.
+
+    Returns:
+        The mean, or None if there was no label.
+
+    Raises:
+        ValueError: the model is not patched, or has no head (mtp_layers is 0).
+    """
+    state = patched_state(model)
+    if not state.config.mtp_layers:
+        raise ValueError("this model was patched with mtp_layers=0; patch it with mtp_layers=1")
+    sums = state.mtp_sums
+    if sums is None:
+        sums = torch.zeros(2, dtype=torch.float64, device=state.device)
+    total = sums if state.meshes is None else sum_over_ranks(sums.clone())
+    if reset:
+        state.mtp_sums = None
+    loss, count = total.tolist()
+    return loss / count if count else None
+
+
+@dataclass
+class _Forward:
+    """One forward that trains the head.
+
+    Attributes:
+        given: the arguments of the causal LM, by name.
+        embeds: the input of the first decoder layer, (B, S, H).
+        args, kwargs: the arguments of a decoder layer behind its first one.
+        hidden: the output of the final norm.
+    """
+
+    given: dict[str, Any]
+    embeds: Tensor | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    hidden: Tensor | None = None
+
+    @property
+    def ignored(self) -> int:
+        """The label of positions that do not count."""
+        return int(self.given.get("ignore_index", IGNORED_LABEL))
+
+    @property
+    def part(self) -> Slice | None:
+        """This rank's slice of the sequences, with sp_size > 1."""
+        part: Slice | None = self.kwargs.get(SLICE)
+        return part if part is not None and part.size > 1 else None
+
+
+class MtpBegins(Ours):
+    """Pre-forward hook of the causal LM: begins a forward with labels in training."""
+
+    def __init__(self, state: ModelState, head: MtpHead) -> None:
+        self.state, self.head = state, head
+        self.forward: _Forward | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the forward: in a copy of the model no forward is running."""
+        return vars(self) | {"forward": None}
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.forward = None
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        # Adapters may have been attached since `patch`.
+        check_no_adapters(model, self.state.config.mtp_layers)
+        given = bind_forward(model, args, kwargs)
+        layers = self.state.config.mtp_layers
+        if given.get("labels") is None or is_fused_head(given):
+            raise ValueError(
+                f"mtp_layers={layers} trains a head from the labels of a forward in training, and "
+                f"this forward computes no loss of labels; pass labels=, or leave mtp_layers out "
+                f"if the loss is computed outside of the model"
+            )
+        if given.get("return_dict") is False:
+            raise ValueError(
+                f"mtp_layers={layers} adds to the loss in the model's output, which "
+                f"return_dict=False makes a tuple; leave return_dict out"
+            )
+        self.forward = _Forward(given)
+
+
+class KeepInput(Ours):
+    """Pre-forward hook of the first decoder layer: keeps its input."""
+
+    def __init__(self, begins: MtpBegins) -> None:
+        self.begins = begins
+
+    @torch.compiler.disable
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward = self.begins.forward
+        if forward is not None and forward.embeds is None:
+            forward.embeds = args[0] if args else kwargs["hidden_states"]
+
+
+class KeepArguments(Ours):
+    """Pre-forward hook of a decoder layer: keeps all arguments but the hidden states."""
+
+    def __init__(self, begins: MtpBegins) -> None:
+        self.begins = begins
+
+    @torch.compiler.disable
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward = self.begins.forward
+        if forward is not None and not forward.kwargs:
+            without = dict.fromkeys((*CACHE_NAMES, "hidden_states"))
+            forward.args = args[1:]
+            forward.kwargs = {name: x for name, x in kwargs.items() if name not in without}
+            if "use_cache" in kwargs:
+                forward.kwargs["use_cache"] = False
+
+
+class KeepHidden(Ours):
+    """Forward hook of the final norm: keeps its output."""
+
+    def __init__(self, begins: MtpBegins) -> None:
+        self.begins = begins
+
+    @torch.compiler.disable
+    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self.begins.forward is not None:
+            self.begins.forward.hidden = output
+
+
+class MtpEnds(Ours):
+    """Forward hook of the causal LM: runs the head, and adds its loss to the output."""
+
+    def __init__(self, begins: MtpBegins) -> None:
+        self.begins = begins
+
+    @torch.compiler.disable
+    def __call__(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+        forward, self.begins.forward = self.begins.forward, None
+        if forward is None or output is None:  # the output of a forward that raised an error
+            return None
+        state = self.begins.state
+        weight = state.config.mtp_loss_weight
+        if weight:
+            loss = self._compute_loss(model, forward)
+            return replace(output, loss=output.loss + weight * loss)
+        leads_to_gradients, state.leads_to_gradients = state.leads_to_gradients, False
+        try:
+            with torch.no_grad():
+                self._compute_loss(model, forward)
+        finally:
+            state.leads_to_gradients = leads_to_gradients
+        return None
+
+    def _compute_loss(self, model: Any, forward: _Forward) -> Tensor:
+        """Return the mean of the losses of all depths."""
+        assert forward.embeds is not None and forward.hidden is not None
+        head = self.begins.head
+        next_labels, count = _next_labels(forward)
+        depths = range(1, len(head.blocks) + 1)
+        embeds = [_shift(forward.embeds, depth) for depth in depths]
+        if forward.part is not None:
+            embeds = [forward.part.take(x, 1) for x in embeds]
+        outputs = head(forward.hidden, embeds, forward.args, forward.kwargs)
+        losses: list[Tensor] = []
+        for depth, hidden in zip(depths, outputs, strict=True):
+            labels = _labels_of_depth(next_labels, depth, forward)
+            hidden = hidden.to(forward.hidden.dtype)
+            losses.append(self._loss_of_depth(model, hidden, labels, count, forward))
+            self._measure(losses[-1], labels, count, forward.ignored)
+        return torch.stack(losses).mean()
+
+    def _loss_of_depth(
+        self, model: Any, hidden: Tensor, labels: Tensor, count: Any, forward: _Forward
+    ) -> Tensor:
+        output_layer: Any = output_head(model)
+        # The forward of the module is called without its hooks: the main model has called them, and
+        # its FSDP2 unit stays gathered. Before a later backward it may have to be gathered again.
+        logits = output_layer.forward(hidden)
+        if isinstance(output_layer, FSDPModule) and logits.requires_grad:
+            logits.register_hook(partial(_gather, output_layer))
+        given = {SLICE: forward.part} if forward.part is not None else {}
+        if "ignore_index" in forward.given:
+            given["ignore_index"] = forward.given["ignore_index"]
+        loss: Tensor = model.loss_function(
+            logits=logits,
+            labels=None,
+            vocab_size=text_config(model.config).vocab_size,
+            num_items_in_batch=count,
+            shift_labels=labels,
+            **given,
+        )
+        return loss
+
+    @torch.no_grad()
+    def _measure(self, loss: Tensor, labels: Tensor, count: Any, ignored: int) -> None:
+        """Add the loss and the number of labels of one depth to the sums of `mtp_loss`."""
+        state = self.begins.state
+        num_labels = (labels != ignored).sum()
+        sums = torch.stack([loss.detach().double() * count, num_labels.to(loss.device).double()])
+        state.mtp_sums = sums if state.mtp_sums is None else state.mtp_sums + sums
+
+
+def _gather(unit: FSDPModule, grad: Tensor) -> None:
+    unit.unshard()
+
+
+def _shift(x_BSH: Tensor, by: int) -> Tensor:
+    """Move the entries of later positions to the front, and fill with zeros."""
+    return functional.pad(x_BSH[:, by:], (0, 0, 0, min(by, x_BSH.shape[1])))
+
+
+def _next_labels(forward: _Forward) -> tuple[Tensor, Any]:
+    """Return the next label of each position, and the divisor of the model's loss."""
+    given, ignored = forward.given, forward.ignored
+    shifted: Tensor | None = given.get("shift_labels")
+    if shifted is None:
+        shifted = functional.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
+    count = given.get("num_items_in_batch")
+    return shifted, (shifted != ignored).sum() if count is None else count
+
+
+def _labels_of_depth(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor:
+    """Return the label `depth + 1` positions ahead of each position.
+
+    Labels that do not count, as the module docstring says, are ignored.
+    """
+    given, ignored = forward.given, forward.ignored
+    labels = _move(next_labels, depth, ignored)
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        labels = labels.masked_fill((mask == 0).to(labels.device), ignored)
+    if isinstance(positions, Tensor) and positions.ndim == 2:
+        in_document = _move(positions, depth + 1, -1) - positions == depth + 1
+        labels = labels.masked_fill(~in_document.to(labels.device), ignored)
+    return labels.contiguous()
+
+
+def _move(numbers_BS: Tensor, by: int, fill: int) -> Tensor:
+    """Move the numbers of later positions to the front, and fill the end of each row."""
+    length = numbers_BS.shape[1]
+    return functional.pad(numbers_BS[:, by:], (0, min(by, length)), value=fill)

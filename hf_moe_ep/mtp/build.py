@@ -1,0 +1,171 @@
+"""Build a head for multi-token prediction for a model, without values.
+
+The decoder layers of a head are of the class of the model's own layers: that of the last layer with
+attention and experts. A head has the dtypes of that layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.model_patches.standard import MTP_HEADS
+from hf_moe_ep.mtp_head import MtpHead, OwnProjectionHead, SharedProjectionHead
+from hf_moe_ep.plan import MTP_HEAD
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.adapters import adapter_layers
+from hf_moe_ep.upstream.hub import empty_module, file_name
+
+_SHARED = "shared"
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+# A layer of a head among the names of a trained model's parameters.
+_LAYER = re.compile(rf"(?:^|\.){MTP_HEAD}\.(?:model\.)?layers\.(\d+)\.")
+
+
+def check_type(parts: Parts, num_layers: int) -> None:
+    """Raise ValueError if a head for this model was not tested, or cannot be trained."""
+    model_type = parts.plan.model_type
+    if model_type not in MTP_HEADS:
+        raise ValueError(
+            f"mtp_layers={num_layers}: heads for multi-token prediction were tested on "
+            f"{', '.join(sorted(MTP_HEADS))}, not on {model_type}; leave mtp_layers out, and saves "
+            f"copy the head of the loaded checkpoint"
+        )
+    if parts.causal_lm is None or not parts.final_norm or parts.embedding is None:
+        raise ValueError(
+            f"mtp_layers={num_layers}: the head shares embedding, final norm and output head with "
+            f"a causal language model, and {type(parts.root).__name__} does not have all three; "
+            f"load the model as a causal language model"
+        )
+    check_no_adapters(parts.root, num_layers)
+
+
+def check_no_adapters(model: nn.Module, num_layers: int) -> None:
+    """Raise ValueError if a model has adapters, with which a head cannot be trained."""
+    if any(True for _ in adapter_layers(model)):
+        raise ValueError(
+            f"mtp_layers={num_layers} trains the head for multi-token prediction, but this model "
+            f"has adapters, which are saved without the head; leave mtp_layers out, or train "
+            f"without adapters"
+        )
+
+
+def count_stored(parts: Parts, keys: Iterable[str]) -> int:
+    """Return the number of layers of the head that a checkpoint with these keys has."""
+    layout, _ = MTP_HEADS[parts.plan.model_type]
+    first = len(parts.main_layers)
+    pattern = r"^mtp\.layers\.(\d+)\." if layout == _SHARED else r"^model\.layers\.(\d+)\.eh_proj\."
+    found = {int(match[1]) for match in map(re.compile(pattern).search, keys) if match}
+    return len(found if layout == _SHARED else {index for index in found if index >= first})
+
+
+def count_trained(names: Iterable[str]) -> int:
+    """Return the number of layers of a head among the names of a trained model's parameters."""
+    return len({match[1] for match in map(_LAYER.search, names) if match})
+
+
+def build_head(parts: Parts, num_layers: int) -> MtpHead:
+    """Build the head of a model, with parameters on meta, and add it to the causal LM.
+
+    Raises:
+        ValueError: no layer of the model has both attention and experts.
+    """
+    template = find_template(parts)
+    index = parts.main_layers.index(template)
+    stock = _stock_layer(template)
+    norm = parts.final_norm[0]
+    eps = getattr(parts.config, "rms_norm_eps", 1e-6)
+    make_norm = partial(type(norm), parts.config.hidden_size, eps=eps)
+    layout, _ = MTP_HEADS[parts.plan.model_type]
+
+    def build() -> MtpHead:
+        blocks = [type(stock)(parts.config, index) for _ in range(num_layers)]
+        if layout == _SHARED:
+            return SharedProjectionHead(blocks, parts.config.hidden_size, make_norm)
+        embedding, head = _names_of_weights(parts)
+        return OwnProjectionHead(
+            blocks,
+            parts.config.hidden_size,
+            make_norm,
+            first=len(parts.main_layers),
+            embedding=embedding,
+            head=head,
+        )
+
+    mtp: MtpHead = empty_module(build)
+    _set_dtypes(mtp, stock, norm)
+    for block in mtp.blocks:
+        for name in _CHECKPOINTING:
+            if hasattr(stock, name):
+                setattr(block, name, getattr(stock, name))
+    mtp.train(parts.root.training)
+    parts.causal_lm.add_module(MTP_HEAD, mtp)
+    return mtp
+
+
+def announce(parts: Parts, state: ModelState) -> None:
+    """Set the field of the config by which an engine knows how many layers a head has."""
+    _, field = MTP_HEADS[parts.plan.model_type]
+    field = getattr(parts.config, "attribute_map", {}).get(field, field)
+    state.replace(parts.config, field, state.config.mtp_layers)
+
+
+def find_template(parts: Parts) -> nn.Module:
+    """Return the last decoder layer that has both attention and experts.
+
+    The layers of the head are of its class and get its arguments, too.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    attention, experts = set(parts.attention), set(parts.experts.values())
+    for layer in reversed(parts.main_layers):
+        inside = set(layer.modules())
+        if inside & attention and inside & experts:
+            return layer
+    raise ValueError(
+        f"mtp_layers: no decoder layer of this {type(parts.root).__name__} has both attention and "
+        f"experts, as the layers of its head would have; leave mtp_layers out"
+    )
+
+
+def _stock_layer(layer: nn.Module) -> nn.Module:
+    """Return the decoder layer inside of a wrapper for activation checkpointing."""
+    children = list(layer.children())
+    return _stock_layer(children[0]) if len(children) == 1 else layer
+
+
+def _names_of_weights(parts: Parts) -> tuple[str, str]:
+    """Return the names of the weights of embedding and head in checkpoints.
+
+    Tied weights have one name.
+    """
+    assert parts.embedding is not None and parts.head is not None
+    weights = (parts.embedding.weight, parts.head.weight)
+    name_of = {id(parameter): file_name(name) for name, parameter in parts.root.named_parameters()}
+    embedding, head = (name_of[id(weight)] for weight in weights)
+    return embedding, head
+
+
+def _set_dtypes(mtp: MtpHead, stock: nn.Module, norm: nn.Module) -> None:
+    """Give each tensor of the head the dtype of the main model's tensor of the same name."""
+    dtype = next(norm.parameters()).dtype
+    mtp.to(dtype)
+    of_layer = {name: tensor.dtype for name, tensor in stock.state_dict(keep_vars=True).items()}
+    for block in mtp.blocks:
+        for name, tensor in block.state_dict(keep_vars=True).items():
+            tensor.data = tensor.detach().to(of_layer[name])
+
+
+def allocate(mtp: MtpHead, device: torch.device) -> None:
+    """Allocate uninitialised memory for the parameters of a head that are on meta."""
+    for module in mtp.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                values = torch.empty_like(parameter, device=device)
+                setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
