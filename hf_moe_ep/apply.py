@@ -116,8 +116,13 @@ def _patch_if_needed(
 ) -> ModelState:
     state: ModelState | None = getattr(model, STATE, None)
     if state is None or config is not None or overrides:
-        folder = None if weights is None else Path(weights)
-        patch_model(model, resolve_config(config, overrides), weights=folder)
+        fields = {name: value for name, value in overrides.items() if name != "plan"}
+        patch_model(
+            model,
+            resolve_config(config, fields),
+            overrides.get("plan"),
+            None if weights is None else Path(weights),
+        )
         state = getattr(model, STATE)
     else:
         check_unsharded(model)

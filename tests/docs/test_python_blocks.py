@@ -39,6 +39,7 @@ BLOCKS = {
 SMALLER = {
     '"Qwen/Qwen3-30B-A3B"': '"start"',
     "ep_size=8": "ep_size=2",
+    "sp_size=8, cp_size=4": "cp_size=2",
     "fsdp_size=8": "fsdp_size=2",
     "sp_size=4": "sp_size=2",
 }
@@ -154,6 +155,12 @@ def shard_sequences(page: str, number: int, rank: int, world: int, folder: str) 
     with _work_in(folder) as inputs:
         model = _run(page, number)["model"]
         assert model(**inputs).logits is None and "sp group [0, 1]" in describe(model)
+
+
+def split_attention(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _work_in(folder) as inputs:
+        model = _run(page, number)["model"]
+        assert model(**inputs).logits is None and "cp group [0, 1]" in describe(model)
 
 
 def train_on_images(page: str, number: int, rank: int, world: int, folder: str) -> None:
@@ -318,6 +325,7 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/checkpoints.md", 0): resume_from_checkpoints,
     ("docs/engines.md", 0): send_to_an_engine,
     ("docs/sequence.md", 0): shard_sequences,
+    ("docs/long-sequences.md", 0): split_attention,
     ("docs/pictures.md", 0): train_on_images,
     ("docs/lora.md", 0): train_qlora,
     ("docs/muon.md", 0): create_muon,
