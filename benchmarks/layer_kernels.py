@@ -49,13 +49,13 @@ from block_candidates import CANDIDATES
 from timing import milliseconds
 from torch import Tensor
 
+from hf_moe_ep.config import EXPERTS_DTYPES
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks as table
 from hf_moe_ep.ops.kernels.blocks import Blocks
-from hf_moe_ep.ops.quantised import KINDS
 from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.self_check import some_bytes
 
@@ -504,7 +504,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for size in (size for size in fields(Sizes) if size.name != "quantised"):
         name = f"--{size.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=size.default)
-    parser.add_argument("--quantised", choices=KINDS, default="", help="quantise frozen experts")
+    parser.add_argument(
+        "--quantised", choices=EXPERTS_DTYPES, default="", help="quantise frozen experts"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sweep", action="store_true", help="time other blocks as well")
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of a sweep")

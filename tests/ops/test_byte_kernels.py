@@ -22,6 +22,7 @@ from support.largest_tensor import LargestTensor
 from test_quantised import FORMATS, dequantised, run, weights_of
 from torch import Tensor
 
+from hf_moe_ep.config import EXPERTS_DTYPES
 from hf_moe_ep.ops import reference, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
@@ -29,7 +30,6 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import TABLE, generation
 from hf_moe_ep.ops.kernels.dequantise import dequantised_tile, e4m3
 from hf_moe_ep.ops.quantised import (
-    KINDS,
     NF4_CODES,
     Quantised,
     dequantise,
@@ -110,7 +110,7 @@ ON_DEVICES = [
 @pytest.mark.parametrize(("device", "dtype"), ON_DEVICES)
 @pytest.mark.parametrize("sizes", [(192, 320), (256, 384), (1024, 768)])
 @pytest.mark.parametrize("rank", [0, 16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXPERTS_DTYPES)
 def test_random_bytes_equal_their_values_on_each_device(
     kind: str, rank: int, sizes: tuple[int, int], device: str, dtype: torch.dtype
 ) -> None:
