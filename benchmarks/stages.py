@@ -6,7 +6,7 @@
 1. The bubble. Each stage waits --wait milliseconds in each forward of a micro-batch and twice as
    long in each backward, and computes a tiny model besides. So all stages take equally long,
    however many cores the ranks share. "waits" is the part of a step in which a stage waits for
-   hidden states or gradients of a neighbour, averaged over stages. The formula is
+   hidden states, gradients or the loss of other stages, averaged over stages. The formula is
    (p - 1) / (m + p - 1) for p stages and m micro-batches.
 
 2. A step over two nodes. The nodes are network namespaces of this machine with two ranks each
@@ -42,6 +42,7 @@ from ranks import spawn
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.pipeline import run
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.neighbours import Arrival
@@ -103,8 +104,17 @@ def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
         waited += time.perf_counter() - began
         return tensors
 
-    stock = Arrival.wait
-    with patch.object(Arrival, "wait", wait):
+    def wait_for_loss(*args: Any) -> Tensor:
+        # Stages that are done early wait here for the others.
+        nonlocal waited
+        began = time.perf_counter()
+        numbers = stock_broadcast(*args)
+        waited += time.perf_counter() - began
+        return numbers
+
+    stock, stock_broadcast = Arrival.wait, run.broadcast_numbers
+    waits = patch.object(Arrival, "wait", wait)
+    with waits, patch.object(run, "broadcast_numbers", wait_for_loss):
         for turn in range(4):
             dist.barrier()
             waited, before, began = 0.0, pipeline.num_bytes, time.perf_counter()
