@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import tiny as tiny_of
+from support.architectures.types import INSTALLED
 from support.quantised import SIZES
 from support.tiny_models import tiny
 
@@ -125,6 +126,7 @@ def test_a_quantised_block_is_never_cut() -> None:
         patch(tiny(**SIZES["nf4"]), experts_dtype="nf4", etp_size=4)
 
 
+@pytest.mark.skipif("muse_spark" not in INSTALLED, reason="transformers has no muse_spark")
 def test_a_norm_after_each_expert_is_refused() -> None:
     with pytest.raises(ValueError, match=r"norm after each expert.*etp_size \(2\)"):
         patch(tiny_of("muse_spark"), etp_size=2)
