@@ -48,8 +48,13 @@ def test_the_plan_names_all_mixing_modules(model_type: str) -> None:
     assert names_and_classes == MIXERS[model_type]
 
 
+# Routers of JetMoE return the tokens sorted by their experts, so outputs of a token that is changed
+# move those of other tokens. patch() refuses diffusion_gemma.
+NOT_IN_ORDER = ("diffusion_gemma", "jetmoe")
+
+
 @pytest.mark.parametrize(
-    "model_type", few_fast(name for name in MODEL_TYPES if name != "diffusion_gemma")
+    "model_type", few_fast(name for name in MODEL_TYPES if name not in NOT_IN_ORDER)
 )
 def test_the_table_lists_exactly_the_mixing_modules(model_type: str) -> None:
     """`mixing` changes one token and finds the modules that change at other tokens. It must find no
