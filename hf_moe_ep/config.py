@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 _PREFIX = "HF_MOE_EP_"
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+# The fields whose sizes divide the ranks.
+_SIZES = ("pp_size", "dp_replicate_size", "ep_size", "etp_size", "cp_size", "sp_size")
 EXPERTS_DTYPES = ("nf4", "fp8")
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
@@ -324,15 +326,12 @@ class ParallelConfig:
     @property
     def needs_sharding(self) -> bool:
         """True if these settings would have no effect on a model that is not sharded."""
-        sizes = (
-            self.ep_size,
-            self.etp_size,
-            self.sp_size,
-            self.cp_size,
-            self.dp_replicate_size,
-            self.pp_size,
-        )
-        return max(size or 1 for size in sizes) > 1 or self.experts_dtype is not None
+        return max(self.sizes.values()) > 1 or self.experts_dtype is not None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that divide the ranks, by the names of their fields; 1 stands for None."""
+        return {name: getattr(self, name) or 1 for name in _SIZES}
 
     @property
     def ranks_per_batch(self) -> int:

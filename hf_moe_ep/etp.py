@@ -279,8 +279,10 @@ def ids_of_parts(slots_TK: Tensor, num_local: int, num_experts: int, etp_size: i
     """
     of_ep_rank = slots_TK.div(num_local, rounding_mode="floor") * (etp_size * num_local)
     first_TK = of_ep_rank + slots_TK % num_local
-    step = num_local * torch.arange(etp_size, device=slots_TK.device, dtype=slots_TK.dtype)
-    parts_TKD = first_TK.unsqueeze(2) + step
+    steps_D = torch.arange(
+        0, etp_size * num_local, num_local, device=slots_TK.device, dtype=slots_TK.dtype
+    )
+    parts_TKD = first_TK.unsqueeze(2) + steps_D
     return parts_TKD.clamp_(max=num_experts * etp_size).flatten(1)
 
 

@@ -69,7 +69,7 @@ from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.mtp import attach as mtp
 from hf_moe_ep.pipeline import attach as pipeline
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.mesh import check_stages, check_world
+from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
@@ -217,16 +217,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     unstack_experts(model)
     world_size = world_size_of_launch()
     if world_size > 1:
-        pp_size = config.pp_size or 1
-        check_stages(pp_size, world_size)
-        sizes = (config.ep_size or 1, config.dp_replicate_size or 1)
-        check_world(
-            *sizes,
-            world_size // pp_size,
-            sp_size=config.sp_size or 1,
-            cp_size=config.cp_size or 1,
-            etp_size=config.etp_size or 1,
-        )
+        check_world(config, world_size)
     return parts
 
 

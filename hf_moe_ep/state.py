@@ -324,6 +324,11 @@ class ModelState:
         """The device on which this rank computes; the CPU if the model is not sharded."""
         return torch.device("cpu") if self.meshes is None else self.meshes.device
 
+    @property
+    def exchanges_rows(self) -> bool:
+        """True if MoE layers send rows to other ranks: if ep_size or etp_size is more than 1."""
+        return self.meshes is not None and self.meshes.dispatch.size() > 1
+
     def never_sharded(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""

@@ -38,7 +38,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.integrations.uneven_loaders import check_even
-from hf_moe_ep.ranks.mesh import check_stages, check_world
+from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.trainers import (
@@ -66,9 +66,7 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     size = num_stages * state.config.ranks_per_batch
     if size == sharing(accelerator) and num_stages == _num_stages(accelerator):
         return
-    check_stages(num_stages, launched_world_size())
-    sp_size, cp_size = state.config.sp_size or 1, state.config.cp_size or 1
-    check_world(1, 1, launched_world_size() // num_stages, sp_size=sp_size, cp_size=cp_size)
+    check_world(state.config, launched_world_size())
     if prepared_loaders(accelerator):
         raise ValueError(
             f"{_sizes_of_batch(state)}: this Accelerator prepared a data loader before it saw the "

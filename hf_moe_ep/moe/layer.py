@@ -81,9 +81,7 @@ class ForwardGuard(Ours):
         self.state.forward_number += 1
         apply_choice(self.state)
         if module.training:
-            meshes = self.state.meshes
-            dispatches = meshes is not None and meshes.dispatch.size() > 1
-            self._checkpoints.look(module, dispatches=dispatches)
+            self._checkpoints.look(module, dispatches=self.state.exchanges_rows)
 
 
 def moe_forward(

@@ -92,10 +92,8 @@ class PaddingBegins(Ours):
 
     @torch.compiler.disable
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        meshes, given = self.state.meshes, bind_forward(model, args, kwargs)
-        if (meshes is None or meshes.dispatch.size() == 1) and not self._outputs_are_unseen(
-            model, given
-        ):
+        given = bind_forward(model, args, kwargs)
+        if not self.state.exchanges_rows and not self._outputs_are_unseen(model, given):
             return
         mask_T = find_real_tokens(given)
         self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)

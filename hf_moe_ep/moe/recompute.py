@@ -302,7 +302,6 @@ def _checkpoint(
         return checkpoint(function, *args, **kwargs)  # a traced forward exchanges no rows
     if state.real_tokens is not None:
         function = KeptTokens(state, function)
-    exchanges_rows = state.meshes is not None and state.meshes.dispatch.size() > 1
-    if exchanges_rows or state.routing is not None or state.frame is not None:
+    if state.exchanges_rows or state.routing is not None or state.frame is not None:
         function = Frame(state, function)
     return checkpoint(function, *args, **kwargs)

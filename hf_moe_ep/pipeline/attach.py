@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import takes_chosen_tokens
-from hf_moe_ep.pipeline.cut import layers_of_stages, parameters_outside
+from hf_moe_ep.pipeline.cut import even_counts, layers_of_stages, parameters_outside
 from hf_moe_ep.sequence.layer_arguments import named_parameters
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.causal_loss import is_causal_loss, passes_arguments_to_loss
@@ -55,10 +55,11 @@ def check(parts: Parts, state: ModelState) -> None:
             f"these arguments; {remedy}"
         )
     if state.config.pp_layers is None and "layers" not in pipeline_plan(parts.config):
+        even = even_counts(len(parts.layers), size)
         raise ValueError(
             f"pp_size ({size}) > 1: the config of {model_type} has no base_model_pp_plan with "
             f"'layers', so it is not known if its layers pass on hidden states alone; if they do, "
-            f"give the number of layers of each stage: pp_layers={_example(parts, size)}"
+            f"give the number of layers of each stage: pp_layers={even}"
         )
     layers_of_stages(len(parts.layers), state.config)
     outside = parameters_outside(parts.root, parts)
@@ -79,11 +80,6 @@ def check(parts: Parts, state: ModelState) -> None:
 
 def attach(parts: Parts, state: ModelState) -> None:
     """Attach nothing; see the module docstring."""
-
-
-def _example(parts: Parts, size: int) -> tuple[int, ...]:
-    count = len(parts.layers)
-    return tuple(count // size + (stage < count % size) for stage in range(size))
 
 
 def _passes_on_more(layer: nn.Module) -> str:

@@ -54,9 +54,7 @@ def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
         )
     counts = config.pp_layers
     if counts is None:
-        counts = tuple(
-            num_layers // pp_size + (stage < num_layers % pp_size) for stage in range(pp_size)
-        )
+        counts = even_counts(num_layers, pp_size)
     if len(counts) != pp_size or sum(counts) != num_layers:
         raise ValueError(
             f"pp_layers={counts} gives {sum(counts)} layers to {len(counts)} stages, but the model "
@@ -65,6 +63,12 @@ def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
         )
     ends = [sum(counts[: stage + 1]) for stage in range(pp_size)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Divide layers over stages; the first stages get one layer more than the others."""
+    count, more = divmod(num_layers, num_stages)
+    return tuple(count + (stage < more) for stage in range(num_stages))
 
 
 def stage_of_names(model: nn.Module, parts: Parts, stages: list[range]) -> dict[str, int | None]:

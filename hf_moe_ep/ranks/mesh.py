@@ -198,27 +198,9 @@ class Meshes:
 
     def fit(self, config: ParallelConfig, device: torch.device) -> bool:
         """Return True if `build_meshes(config, device)` would create equal meshes."""
-        sizes = (
-            self.ep_size,
-            self.etp_size,
-            self.sp_size,
-            self.cp_size,
-            self.dp_replicate_size,
-            self.pp_size,
-        )
-        wanted = (
-            config.ep_size,
-            config.etp_size,
-            config.sp_size,
-            config.cp_size,
-            config.dp_replicate_size,
-            config.pp_size,
-        )
+        sizes = {name: getattr(self, name) for name in config.sizes}
         layout = (self.ep_outside, self.node_size, self.device)
-        return (*sizes, *layout) == (
-            *(size or 1 for size in wanted),
-            *(config.ep_outside, config.node_size, device),
-        )
+        return sizes == config.sizes and layout == (config.ep_outside, config.node_size, device)
 
     @property
     def dp_replicate_size(self) -> int:
@@ -310,13 +292,10 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
 def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes, list[DeviceMesh]]:
     """Return the meshes, and a list of meshes with all process groups that were created."""
     let_threads_finish()
-    pp = config.pp_size or 1
     num_ranks = dist.get_world_size()
-    check_stages(pp, num_ranks)
+    check_world(config, num_ranks)
+    pp, replicate, ep, etp, cp, sp = config.sizes.values()
     world_size = num_ranks // pp
-    ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
-    sp, cp, etp = config.sp_size or 1, config.cp_size or 1, config.etp_size or 1
-    check_world(ep, replicate, world_size, sp_size=sp, cp_size=cp, etp_size=etp)
     ep_fsdp = world_size // (replicate * ep * etp)
     ranks = torch.arange(num_ranks)
     # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice a mesh of it.
@@ -529,38 +508,36 @@ def check_stages(pp_size: int, num_ranks: int) -> None:
         )
 
 
-def check_world(
-    ep_size: int,
-    dp_replicate_size: int,
-    world_size: int,
-    *,
-    sp_size: int = 1,
-    cp_size: int = 1,
-    etp_size: int = 1,
-) -> None:
-    """Raise ValueError if the sizes do not divide the world size; the message lists valid sizes."""
-    if dp_replicate_size > world_size or world_size % dp_replicate_size:
+def check_world(config: ParallelConfig, num_ranks: int) -> None:
+    """Raise ValueError if the sizes do not divide the number of ranks.
+
+    The messages list valid sizes. The world size in them is that of one pipeline stage.
+    """
+    pp, replicate, ep, etp, cp, sp = config.sizes.values()
+    check_stages(pp, num_ranks)
+    world = num_ranks // pp
+    if replicate > world or world % replicate:
         raise ValueError(
-            f"dp_replicate_size ({dp_replicate_size}) must divide the world size ({world_size}); "
-            f"try {_divisors(world_size)}"
+            f"dp_replicate_size ({replicate}) must divide the world size ({world}); try "
+            f"{_divisors(world)}"
         )
-    ranks = world_size // dp_replicate_size
-    sizes = {"ep_size": ep_size, "sp_size": sp_size, "cp_size": cp_size}
-    if cp_size > 1 and sp_size > 1:
-        sizes[f"cp_size x sp_size = {cp_size} x {sp_size}"] = cp_size * sp_size
+    ranks = world // replicate
+    sizes = {"ep_size": ep, "sp_size": sp, "cp_size": cp}
+    if cp > 1 and sp > 1:
+        sizes[f"cp_size x sp_size = {cp} x {sp}"] = cp * sp
     for name, size in sizes.items():
         if size > ranks or ranks % size:
             raise ValueError(
-                f"{name} ({size}) must divide world size / dp_replicate_size "
-                f"({world_size} / {dp_replicate_size} = {ranks}); try {_divisors(ranks)}, "
-                f"or launch a multiple of {size * dp_replicate_size} processes"
+                f"{name} ({size}) must divide world size / dp_replicate_size ({world} / "
+                f"{replicate} = {ranks}); try {_divisors(ranks)}, or launch a multiple of "
+                f"{size * replicate * pp} processes"
             )
-    if etp_size > 1 and ranks % (ep_size * etp_size):
+    if etp > 1 and ranks % (ep * etp):
         raise ValueError(
-            f"etp_size ({etp_size}) times ep_size ({ep_size}) must divide world size / "
-            f"dp_replicate_size ({world_size} / {dp_replicate_size} = {ranks}); with ep_size "
-            f"{ep_size} try etp_size {_divisors(ranks // ep_size)}, or launch a multiple of "
-            f"{ep_size * etp_size * dp_replicate_size} processes"
+            f"etp_size ({etp}) times ep_size ({ep}) must divide world size / dp_replicate_size "
+            f"({world} / {replicate} = {ranks}); with ep_size {ep} try etp_size "
+            f"{_divisors(ranks // ep)}, or launch a multiple of {ep * etp * replicate * pp} "
+            f"processes"
         )
 
 

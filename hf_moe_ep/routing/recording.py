@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.routes import Routes
-from hf_moe_ep.routing.sessions import Forward, Session, exchanges_rows
+from hf_moe_ep.routing.sessions import Forward, Session
 from hf_moe_ep.sequence.slices import gather_slices
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -47,7 +47,7 @@ class Recording(Session):
         key = layer.decoder_layer
         if backward_is_running() or (frame is not None and frame.replaying):
             return weights_TK
-        if frame is not None and not exchanges_rows(self._state):
+        if frame is not None and not self._state.exchanges_rows:
             frame.keep(layer.index, ids_TK.detach(), None)
         if self._forward is None:
             raise ValueError(

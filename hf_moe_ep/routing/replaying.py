@@ -18,7 +18,7 @@ from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.report import Counts
 from hf_moe_ep.routing.routes import LIVE
-from hf_moe_ep.routing.sessions import Forward, Session, exchanges_rows
+from hf_moe_ep.routing.sessions import Forward, Session
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import assert_later, backward_is_running, hidden_from_modes
 
@@ -98,7 +98,7 @@ class Replaying(Session):
         if self.refusal is None:
             if self._ids_BSLK is not None:
                 self._slice_routes(forward)
-        elif self._state.meshes is None or self._state.meshes.dispatch.size() == 1:
+        elif not self._state.exchanges_rows:
             raise self.refusal
 
     def end(self, completed: bool) -> None:
@@ -141,7 +141,7 @@ class Replaying(Session):
             return weights_TK
         error = self._find_error(layer, ids_TK)
         if error is not None:
-            if not exchanges_rows(self._state):
+            if not self._state.exchanges_rows:
                 raise error
             self.refusal = error  # the exchange of this layer informs the other ranks
             return weights_TK
@@ -154,7 +154,7 @@ class Replaying(Session):
                 )
             self._count(layer)
             frame: Frame | None = self._state.frame
-            if frame is not None and not exchanges_rows(self._state):
+            if frame is not None and not self._state.exchanges_rows:
                 frame.keep(layer.index, self._replayed_TK, None, self._num_topks)
             if self._weights_LTK is None:
                 return weights_TK
@@ -221,4 +221,4 @@ def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
 def ranks_compare_routes(state: ModelState) -> bool:
     """Return True if ranks compare their routes, or their `RouteSource`s, in a forward."""
     meshes = state.meshes
-    return meshes is not None and (meshes.dispatch.size() > 1 or meshes.ranks_per_batch > 1)
+    return state.exchanges_rows or (meshes is not None and meshes.ranks_per_batch > 1)

@@ -110,11 +110,6 @@ def session_hooks(
             handle.remove()
 
 
-def exchanges_rows(state: ModelState) -> bool:
-    """Return True if MoE layers exchange rows; such layers store their choices in the `Frame`."""
-    return state.meshes is not None and state.meshes.dispatch.size() > 1
-
-
 class _Hook(Ours):
     """A hook of a session. In a deep copy of the model it has no session, and does nothing."""
 

@@ -430,7 +430,7 @@ def test_sizes_that_do_not_divide_the_world(
     ep: int, replicate: int, world: int, match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
-        check_world(ep, replicate, world)
+        check_world(ParallelConfig(ep_size=ep, dp_replicate_size=replicate), world)
     with _as_rank(0, world), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(ep_size=ep, dp_replicate_size=replicate), CPU)
 
@@ -486,4 +486,4 @@ def test_groups_of_ranks_that_share_experts(name: str) -> None:
 def test_ep_times_etp_must_divide_a_replica() -> None:
     match = r"etp_size \(4\) times ep_size \(4\).*8 / 1 = 8.*ep_size 4 try etp_size 1, 2,.*16 proc"
     with pytest.raises(ValueError, match=match):
-        check_world(4, 1, 8, etp_size=4)
+        check_world(ParallelConfig(ep_size=4, etp_size=4), 8)
