@@ -44,7 +44,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from figures import setting, spread
-from mixers import PeakBytes, SentInForward
+from mixers import Measured, PeakBytes, SentInForward
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
 from torch import nn
@@ -69,15 +69,6 @@ class Sizes:
     kv_heads: int = 4
     head_dim: int = 32
     steps: int = 1
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The figures of one rank; sizes are in bytes."""
-
-    activations: int
-    peak: int
-    sent: int
 
 
 def build(sizes: Sizes, way: str) -> nn.Module:

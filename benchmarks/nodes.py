@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import over_nodes
@@ -34,7 +32,7 @@ import torch
 import torch.distributed as dist
 from figures import row, setting
 from models import qwen3_moe
-from over_nodes import Figures, namespaces
+from over_nodes import Figures, namespaces, run_in_turn
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
@@ -73,28 +71,7 @@ def measure(sizes: Sizes) -> Figures:
     generator = torch.Generator().manual_seed(dist.get_rank())
     input_ids = torch.randint(VOCAB, (sizes.tokens // sizes.seq, sizes.seq), generator=generator)
     batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
-    figures: Figures = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
-    for turn in range(1 + sizes.steps):
-        # The order within a turn alternates.
-        for kind in KINDS if turn % 2 else KINDS[::-1]:
-            dist.barrier()
-            before, began = _sent(), time.perf_counter()
-            loss = models[kind](**batch).loss
-            loss.backward()
-            optimizers[kind].step()
-            optimizers[kind].zero_grad()
-            dist.barrier()
-            seconds = time.perf_counter() - began
-            if turn:
-                figures[kind]["seconds"].append(seconds)
-                figures[kind]["sent"].append((_sent() - before) / 2**20)
-                figures[kind]["loss"].append(float(loss.detach()))
-    return figures
-
-
-def _sent() -> int:
-    """Return the bytes that this node's interface has sent, or 0 outside a network namespace."""
-    return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
+    return run_in_turn(models, optimizers, dict.fromkeys(KINDS, batch), sizes.steps)
 
 
 def run(sizes: Sizes, num_nodes: int, rate: str | None) -> Figures:

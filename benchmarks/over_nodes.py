@@ -12,13 +12,15 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import namespaces
@@ -34,6 +36,37 @@ def add_options(parser: argparse.ArgumentParser, sizes: Any, page: str) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--write", type=Path, help=f"also write {page} to this folder")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+
+
+def run_in_turn(
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    batches: Mapping[str, Mapping[str, Any]],
+    steps: int,
+) -> Figures:
+    """Run steps of several models in turn, with the batch of each, and drop the first turn."""
+    figures: Figures = {name: {"seconds": [], "sent": [], "loss": []} for name in models}
+    for turn in range(1 + steps):
+        # The order within a turn alternates.
+        for name in list(models)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            before, began = _sent(), time.perf_counter()
+            loss = models[name](**batches[name]).loss
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            dist.barrier()
+            seconds = time.perf_counter() - began
+            if turn:
+                figures[name]["seconds"].append(seconds)
+                figures[name]["sent"].append((_sent() - before) / 2**20)
+                figures[name]["loss"].append(float(loss.detach()))
+    return figures
+
+
+def _sent() -> int:
+    """Return the bytes that this node's interface has sent, or 0 outside a network namespace."""
+    return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
 
 
 def rank_main(file: Path, measure: Callable[[Any], Figures], sizes_class: type) -> None:

@@ -27,7 +27,6 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 from figures import row, setting
 from models import qwen3_moe
-from over_nodes import Figures, namespaces
+from over_nodes import Figures, namespaces, run_in_turn
 from ranks import spawn
 from torch import Tensor, nn
 
@@ -136,34 +135,14 @@ def measure(sizes: Sizes) -> Figures:
         torch.manual_seed(0)
         models[name] = apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), **layout).train()
         optimizers[name] = torch.optim.AdamW(models[name].parameters(), lr=1e-5)
-    figures: Figures = {name: {"seconds": [], "sent": [], "loss": []} for name in LAYOUTS}
     rows = sizes.tokens // sizes.seq
     generator = torch.Generator().manual_seed(0)
     # With stages there are two data ranks, without them four: both train the same rows.
     everything = torch.randint(VOCAB, (4 * rows, sizes.seq), generator=generator)
     rank = dist.get_rank()
-    batches = {"stages": everything.chunk(2)[rank % 2], "ep 4": everything.chunk(4)[rank]}
-    for turn in range(1 + sizes.steps):
-        # The order within a turn alternates.
-        for name in list(LAYOUTS)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            before, began = _sent(), time.perf_counter()
-            loss = models[name](input_ids=batches[name], labels=batches[name]).loss
-            loss.backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            dist.barrier()
-            seconds = time.perf_counter() - began
-            if turn:
-                figures[name]["seconds"].append(seconds)
-                figures[name]["sent"].append((_sent() - before) / 2**20)
-                figures[name]["loss"].append(float(loss.detach()))
-    return figures
-
-
-def _sent() -> int:
-    """Return the bytes that this node's interface has sent, or 0 outside a network namespace."""
-    return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
+    rows_of = {"stages": everything.chunk(2)[rank % 2], "ep 4": everything.chunk(4)[rank]}
+    batches = {name: {"input_ids": rows, "labels": rows} for name, rows in rows_of.items()}
+    return run_in_turn(models, optimizers, batches, sizes.steps)
 
 
 def report_bubbles(milliseconds: int) -> list[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import parity
 from support.adapters import with_lora
 from support.architectures import recording
 from support.architectures.steps import (
@@ -28,6 +27,7 @@ from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.jobs.resume import Run, assert_equal, everything
+from support.parity import CHECKPOINT, REENTRANT
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
@@ -78,8 +78,6 @@ def _assert_norms_are_on_the_dense_mesh(model: nn.Module) -> None:
         assert isinstance(norm, DTensor) and norm.device_mesh == state.meshes.dense
 
 
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2": (2, {"ep_size": 2}),
     "ep 1": (2, {"ep_size": 1}),

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from support.adapters import EXPERTS, with_lora
 from support.architectures import tiny as tiny_of
 from support.architectures.steps import adamw
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
-from support.hub_files import assert_equal, read_all
+from support.hub_files import assert_saved_as_read
 from support.launched import launched, prepared
 from support.parity import full_tensor, whole_parameters, whole_state
 from support.tiny_models import batch, tiny
@@ -50,14 +49,7 @@ def _same_hub_files(
     dist.barrier()
     model = from_pretrained(stock, model_class=model_class, **sizes)
     assert patched_state(model).meshes.etp_size == 2
-    save_pretrained(model, ours, max_shard_size="90KB")
-    iterated = dict(hub_tensors(model, max_bytes=20_000))
-    dist.barrier()
-    written: dict[str, Tensor] = {}
-    for file in stock.glob("*.safetensors"):
-        written |= load_file(file)
-    assert_equal(read_all(ours), written)
-    assert_equal(iterated, written)
+    assert_saved_as_read(model, stock, ours)
 
 
 HUB = [

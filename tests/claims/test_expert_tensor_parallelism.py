@@ -13,16 +13,10 @@ from support.adapters import with_lora
 from support.architectures.adapted import build_adapted
 from support.architectures.steps import adamw, assert_same_step, build
 from support.checks import Check, Found
-from support.parity import Case, on_ranks
+from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
 
 from hf_moe_ep import apply_ep_fsdp2
 
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
-TWO_FORWARDS = {
-    "micro_batches": parity.three_micro_batches,
-    "backward": parity.two_forwards_backward,
-}
 TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 
 

@@ -3,22 +3,15 @@
 All ranks run on one machine; `node_size=2` makes the dispatcher treat every two ranks as one node.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
 from support import parity
 from support.adapters import with_lora
 from support.checks import Check, Found
-from support.parity import Case, on_ranks
+from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
 
 NODES_OF_2 = {"dispatcher": "hierarchical", "node_size": 2}
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
-TWO_FORWARDS = {
-    "micro_batches": parity.three_micro_batches,
-    "backward": parity.two_forwards_backward,
-}
 
 
 def _nodes(name: str, **changes: Any) -> Case:

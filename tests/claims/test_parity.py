@@ -11,15 +11,9 @@ import torch
 from support import parity
 from support.checks import Check, Found
 from support.close import FP32_INSIDE
-from support.parity import Case, on_ranks, run_case
+from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks, run_case
 from torch._dynamo.utils import counters
 
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
-TWO_FORWARDS = {
-    "micro_batches": parity.three_micro_batches,
-    "backward": parity.two_forwards_backward,
-}
 TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 
 ONE_RANK = [Case("1 rank", 1)]

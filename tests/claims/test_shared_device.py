@@ -14,12 +14,11 @@ import torch
 from support import parity
 from support.checks import Check, Found
 from support.close import FP64_MODEL
-from support.parity import Case
+from support.parity import CHECKPOINT, Case
 
 FP32_MODEL = 1e-4  # fp32 sums in another order, in two layers
 # A size that the Triton kernels support.
 SIZES = {"moe_intermediate_size": 32}
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 # The cheapest cases come first, so that an interrupted run has results for them.
 CASES = [
     Case("ep 2", 2, 2),

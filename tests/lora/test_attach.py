@@ -14,7 +14,7 @@ from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.modalities import modality_by_step
 from support.needs import NO_ADD_ADAPTER
-from support.parity import Case, on_ranks
+from support.parity import CHECKPOINT, Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch, tiny
 from torch import nn
@@ -22,8 +22,6 @@ from torch import nn
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, patch, save_checkpoint, unpatch
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import STATE, MoELayer
-
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 
 
 def adapt_one_layer(model: nn.Module) -> nn.Module:

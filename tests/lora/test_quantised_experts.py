@@ -13,14 +13,12 @@ from support.architectures.steps import CUT_LOGITS, adamw, assert_same_step, bui
 from support.checks import Check, Found
 from support.close import FP32_INSIDE
 from support.modalities import modality_by_step
-from support.parity import Case, on_ranks
+from support.parity import CHECKPOINT, REENTRANT, Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import QWEN3_VL_MOE, batch
 
 from hf_moe_ep import apply_ep_fsdp2
 
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
 # fp32 sums in another order, through two layers and steps of AdamW. AdamW divides by the size of a
 # gradient, also of a tiny one: without quantisation the same case has an error of 5e-5 in step 2.
 FP32_MODEL = 1e-4

@@ -12,7 +12,7 @@ from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.needs import SINCE_5_23
-from support.parity import Case
+from support.parity import TWO_FORWARDS, Case
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -72,10 +72,6 @@ def _trained_head(model: nn.Module) -> nn.Module:
 
 
 BASE = Case("ep 2", 2, 2, config=FUSED, prepare=small_chunks)
-TWO_FORWARDS = {
-    "micro_batches": parity.three_micro_batches,
-    "backward": parity.two_forwards_backward,
-}
 CASES = [
     BASE.with_(name="ep 2, two forwards, checkpoint", prepare=_checkpointing, **TWO_FORWARDS),
     BASE.with_(name="tied", model={"tie_word_embeddings": True}),

@@ -7,7 +7,7 @@ import pytest
 from support.adapters import with_lora
 from support.architectures.steps import build
 from support.checks import Check, Found
-from support.parity import checkpointing
+from support.parity import CHECKPOINT, REENTRANT
 from support.stages import StagesCase, accumulated, even_rows, four_layers, on_ranks, rows_of
 from torch import nn
 
@@ -72,8 +72,8 @@ TWO_RANKS = [
         make=partial(four_layers, mlp_only_layers=[2, 3], **AUX),
         config={"pp_schedule": "gpipe"},
     ),
-    StagesCase("checkpoints", 2, prepare=partial(checkpointing, use_reentrant=False)),
-    StagesCase("reentrant checkpoints", 2, prepare=partial(checkpointing, use_reentrant=True)),
+    StagesCase("checkpoints", 2, prepare=CHECKPOINT),
+    StagesCase("reentrant checkpoints", 2, prepare=REENTRANT),
     StagesCase("LoRA", 2, wrap=partial(with_lora, r=3)),
     StagesCase("compiled", 2, config={"compile_layers": "aot_eager"}),
     StagesCase(
@@ -136,10 +136,8 @@ SLOW_FOUR_RANKS = [
         make=partial(four_layers, **AUX),
         config={"pp_schedule": "gpipe"},
     ),
-    StagesCase("ep 2, checkpoints", 4, ep=2, prepare=partial(checkpointing, use_reentrant=False)),
-    StagesCase(
-        "ep 2, reentrant checkpoints", 4, ep=2, prepare=partial(checkpointing, use_reentrant=True)
-    ),
+    StagesCase("ep 2, checkpoints", 4, ep=2, prepare=CHECKPOINT),
+    StagesCase("ep 2, reentrant checkpoints", 4, ep=2, prepare=REENTRANT),
     StagesCase("ep 2, LoRA", 4, ep=2, wrap=partial(with_lora, r=3)),
     StagesCase("ep 2, deepseek_v3", 4, ep=2, make=model_of("deepseek_v3")),
     StagesCase("ep 2, gpt_oss", 4, ep=2, make=model_of("gpt_oss")),

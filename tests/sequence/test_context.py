@@ -10,63 +10,26 @@ from unittest import mock
 
 import pytest
 import torch
-from support import checks, parity
+from support import checks, parity, split_rows
 from support.adapters import with_lora
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
-from support.parity import Batch, Case, on_ranks
+from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
+from support.split_rows import padded, three_tokens
 from support.tiny_models import batch, tiny
-from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, describe
 from hf_moe_ep.sequence import slices
 
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
-TWO_FORWARDS = {
-    "micro_batches": parity.three_micro_batches,
-    "backward": parity.two_forwards_backward,
-}
-
-
-def padded(side: str, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Return padded rows of 13 tokens, a length that no cp_size > 1 divides."""
-    micro = batch(model, 3, 13, seed=10 * step + rank, pad=7)
-    if side == "left":
-        micro = {name: value.flip(1) for name, value in micro.items()}
-        micro["labels"][:, -1] = micro["input_ids"][:, -1]
-    return [micro]
-
-
-def three_tokens(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Return rows of 3 tokens. With cp 4, all tokens of a rank are padding."""
-    return [batch(model, 2, 3, seed=10 * step + rank)]
-
-
-def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Pack documents of 5, 3, 9 and 2 tokens in one row; position_ids restart at 0 in each."""
-    micro = batch(model, 1, 19, seed=10 * step + rank)
-    del micro["attention_mask"]
-    position_ids = torch.cat([torch.arange(length) for length in (5, 3, 9, 2)]).unsqueeze(0)
-    micro["labels"][:, [0, 5, 8, 17]] = -100
-    return [{**micro, "position_ids": position_ids, "use_cache": False}]
-
-
-def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Return the same row, with the lengths of its documents for flash attention."""
-    (micro,) = packed(model, rank, world, step)
-    lengths = torch.tensor([0, 5, 8, 17, 19], dtype=torch.int32)
-    return [
-        {**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
-        | {"max_length_q": 9, "max_length_k": 9}
-    ]
-
-
+# A length that no cp_size > 1 divides, and documents in a row of 19 tokens.
+LENGTH, DOCUMENTS = 13, (5, 3, 9, 2)
+packed = partial(split_rows.packed, DOCUMENTS)
+packed_by_lengths = partial(split_rows.packed_by_lengths, DOCUMENTS)
 FLASH = {"prepare": use_fake_flash}
-PADDED = {"micro_batches": partial(padded, "right")}
-LEFT = {"micro_batches": partial(padded, "left")}
+PADDED = {"micro_batches": partial(padded, "right", LENGTH, 7)}
+LEFT = {"micro_batches": partial(padded, "left", LENGTH, 7)}
 TWO_RANKS = [
     Case("cp 2", 2, 1, cp=2),
     Case("cp 2, padded right", 2, 2, cp=2).with_(**PADDED),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
-from support.parity import Batch, Case
+from support.parity import CHECKPOINT, Batch, Case
 from support.tiny_models import batch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
@@ -226,7 +226,6 @@ def run_uncompiled(case: Case, rank: int, world: int) -> None:
 
 
 FLEX = {"model": {"attn_implementation": "flex_attention"}, "change_reference": use_sdpa}
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 MODELS = [
     Case("flex, padded", 2, 2, cp=2, micro_batches=flex_padded).with_(**FLEX),
     Case("flex, checkpoint", 2, 2, cp=2, prepare=CHECKPOINT).with_(**FLEX),

@@ -7,79 +7,47 @@ from functools import partial
 
 import pytest
 import torch
-from support import checks, parity
+from support import checks, parity, split_rows
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
-from support.parity import Batch, Case, on_ranks
+from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
+from support.split_rows import padded, three_tokens
 from support.tiny_models import batch, tiny
-from torch import nn
 from torch._dynamo.utils import counters
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
 
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
-TWO_FORWARDS = {
-    "micro_batches": parity.three_micro_batches,
-    "backward": parity.two_forwards_backward,
-}
-
-
-def padded(side: str, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Return padded rows of 11 tokens, a length that no sp_size > 1 divides."""
-    micro = batch(model, 3, 11, seed=10 * step + rank, pad=6)
-    if side == "left":
-        micro = {name: value.flip(1) for name, value in micro.items()}
-        micro["labels"][:, -1] = micro["input_ids"][:, -1]
-    return [micro]
-
-
-def shorter_than_sp(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Return rows of 3 tokens. With sp 4, the slice of one rank is padding."""
-    return [batch(model, 2, 3, seed=10 * step + rank)]
-
-
-def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Pack documents of 5, 3 and 4 tokens in one row; position_ids restart at 0 in each. With a
-    cache, which is the default, stock treats the row as one document.
-    """
-    micro = batch(model, 1, 12, seed=10 * step + rank)
-    del micro["attention_mask"]
-    position_ids = torch.cat([torch.arange(length) for length in (5, 3, 4)]).unsqueeze(0)
-    micro["labels"][:, [0, 5, 8]] = -100
-    return [{**micro, "position_ids": position_ids, "use_cache": False}]
-
-
-def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Return the same row, with the lengths of its documents for flash attention."""
-    (micro,) = packed(model, rank, world, step)
-    lengths = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
-    return [{**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 5}]
-
-
+# A length that no sp_size > 1 divides, and documents in a row of 12 tokens.
+LENGTH, DOCUMENTS = 11, (5, 3, 4)
+packed = partial(split_rows.packed, DOCUMENTS)
+packed_by_lengths = partial(split_rows.packed_by_lengths, DOCUMENTS)
 FLASH = {"prepare": use_fake_flash}
+PADDED = {"micro_batches": partial(padded, "right", LENGTH, 6)}
+LEFT = {"micro_batches": partial(padded, "left", LENGTH, 6)}
 TWO_RANKS = [
     Case("sp 2, ep 2, checkpoint", 2, 2, sp=2, prepare=CHECKPOINT),
-    Case("sp 2, padded right", 2, 2, sp=2, micro_batches=partial(padded, "right")),
+    Case("sp 2, padded right", 2, 2, sp=2).with_(**PADDED),
     Case("sp 2, packed", 2, 2, sp=2, micro_batches=packed),
     Case("sp 2, packed, flash", 2, 2, sp=2, micro_batches=packed).with_(**FLASH),
 ]
 TWO_RANKS_MORE = [
     Case("sp 2", 2, 1, sp=2),
     Case("flash", 2, 1, sp=2, micro_batches=parity.even_batches).with_(**FLASH),
-    Case("flash, padded", 2, 1, sp=2, micro_batches=partial(padded, "right")).with_(**FLASH),
+    Case("flash, padded", 2, 1, sp=2).with_(**PADDED).with_(**FLASH),
     Case("flash, lengths", 2, 1, sp=2, micro_batches=packed_by_lengths).with_(**FLASH),
 ]
 FOUR_RANKS = [
-    Case("sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left")),
+    Case(
+        "sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left", LENGTH, 6)
+    ),
     Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
     Case("sp 4, ep 2: one kv head on two ranks", 4, 2, sp=4),
     Case("sp 2, ep 2", 4, 2, sp=2),
     Case("sp 4, ep 4, two forwards, reentrant", 4, 4, sp=4, prepare=REENTRANT).with_(
         **TWO_FORWARDS
     ),
-    Case("sp 4, three tokens", 4, 2, sp=4, micro_batches=shorter_than_sp),
+    Case("sp 4, three tokens", 4, 2, sp=4, micro_batches=three_tokens),
     Case("sp 2, gather_logits", 4, 4, sp=2).with_config(gather_logits=True),
 ]
 
@@ -116,7 +84,7 @@ def aux_loss_counts_no_padding(rank: int, world: int) -> None:
     sizes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model, reference = tiny(seed=rank, **sizes), tiny(seed=0, **sizes)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
-    (micro,) = padded("right", reference, 0, 1, 0)
+    (micro,) = padded("right", LENGTH, 6, reference, 0, 1, 0)
     for count in (None, global_token_count(model, micro["labels"])):
         model.zero_grad()
         reference.zero_grad()

@@ -1,12 +1,18 @@
-"""Write and read checkpoints in the hub's layout, without the code under test."""
+"""Write and read checkpoints in the hub's layout.
+
+Only `assert_saved_as_read` calls the code under test.
+"""
 
 import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from hf_moe_ep import hub_tensors, save_pretrained
 
 
 def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -58,3 +64,18 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for key, tensor in want.items():
         assert got[key].dtype == tensor.dtype and torch.equal(got[key], tensor), key
+
+
+def assert_saved_as_read(model: PreTrainedModel, read: Path, saved: Path) -> None:
+    """Save a sharded model, and compare its files and `hub_tensors` with those that were read.
+
+    Every rank calls this.
+    """
+    save_pretrained(model, saved, max_shard_size="90KB")
+    iterated = dict(hub_tensors(model, max_bytes=20_000))
+    dist.barrier()
+    written: dict[str, Tensor] = {}
+    for file in read.glob("*.safetensors"):
+        written |= load_file(file)
+    assert_equal(read_all(saved), written)
+    assert_equal(iterated, written)

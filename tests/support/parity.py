@@ -308,3 +308,12 @@ def _compare_grads(where: str, model: nn.Module, reference: nn.Module, budget: f
         assert (got is None) == (want is None), f"{where}: grad of {name}: {got}, want {want}"
         if want is not None:
             assert_close(f"{where}: grad of {name}", got, want, budget)
+
+
+# Values of `Case.prepare`, and fields of a `Case` with two forwards before a backward.
+CHECKPOINT = partial(checkpointing, use_reentrant=False)
+REENTRANT = partial(checkpointing, use_reentrant=True)
+TWO_FORWARDS: dict[str, Any] = {
+    "micro_batches": three_micro_batches,
+    "backward": two_forwards_backward,
+}

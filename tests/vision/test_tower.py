@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import checks, parity
+from support import checks
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.modalities import BOTH, IMAGE, IMAGES, TEXT, VIDEO, modality_by_step, rows_of
 from support.needs import NO_TOWER_IN_BLOCKS, needs_tower_in_blocks
-from support.parity import Batch, Case, on_ranks
+from support.parity import CHECKPOINT, REENTRANT, Batch, Case, on_ranks
 from support.ranks import run_ranks
 from support.tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
 from torch import nn
@@ -27,8 +27,6 @@ from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 
 MODEL = {"name": "qwen3_vl_moe"}
-CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
-REENTRANT = partial(parity.checkpointing, use_reentrant=True)
 
 
 DATA: dict[str, tuple[list[Row], ...]] = {
