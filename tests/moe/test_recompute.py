@@ -70,7 +70,7 @@ def _model(config: dict[str, Any], use_reentrant: bool | None, noise: float = 0)
         _noisy_gate(layer.mlp.gate, noise)
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
-    return apply_ep_fsdp2(model, ep_size=2, **config)
+    return apply_ep_fsdp2(model, **({"ep_size": 2} | config))
 
 
 def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -87,12 +87,13 @@ def counts_are_exchanged_once(rank: int, world: int) -> None:
     """Forward and backward exchange rows and results per chunk, and counts only once.
 
     With one chunk these are five collectives per layer. A recompute repeats the exchanges of rows,
-    but not that of the counts.
+    but not that of the counts. Ranks that share experts (etp_size) do the same.
     """
-    for chunks, use_reentrant in itertools.product((1, 3), (None, False, True)):
-        name = f"chunks {chunks}, reentrant {use_reentrant}"
+    cases = [({}, *case) for case in itertools.product((1, 3), (None, False, True))]
+    for sizes, chunks, use_reentrant in [*cases, ({"ep_size": 1, "etp_size": 2}, 1, False)]:
+        name = f"{sizes}, chunks {chunks}, reentrant {use_reentrant}"
         rows_each_way = 2 * chunks * LAYERS
-        model = _model({"dispatch_chunks": chunks}, use_reentrant)
+        model = _model({"dispatch_chunks": chunks, **sizes}, use_reentrant)
         for _ in range(2):  # the first forward sets FSDP2 up
             with counting(WATCHED) as forward:
                 loss = model(**_inputs(rank)).loss
