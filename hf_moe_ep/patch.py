@@ -159,9 +159,7 @@ def patch_model(
     check_unsharded(model)
     _warn_of_whole_model(model)
     parts, state = _check(model, config, plan, weights)
-    # A reference model computes no loss.
-    alike = replace(config, mtp_layers=0, mtp_from_scratch=False)
-    state.patch_alike = partial(patch, config=alike, plan=plan)
+    state.patch_alike = partial(patch, config=config, plan=plan)
     if old_state is not None:
         state.adapts_experts = old_state.adapts_experts
         state.is_reported = old_state.is_reported

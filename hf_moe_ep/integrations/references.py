@@ -74,7 +74,9 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
         return original(model, accelerator)
     if kind == _STOCK:
         assert policy is not None and policy.patch_alike is not None
-        together("the reference model", partial(policy.patch_alike, model))
+        # A reference model computes no loss, so it needs no head for multi-token prediction.
+        without_head = {"mtp_layers": 0, "mtp_from_scratch": False}
+        together("the reference model", partial(policy.patch_alike, model, **without_head))
     _shard_frozen(model, accelerator, policy)
     model.eval()
     return model

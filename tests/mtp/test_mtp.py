@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from support.close import FP64_MODEL, assert_close, max_error
 from support.extra_files import assert_same_bytes, read_files
@@ -19,7 +20,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, modeling_layers
 
 from hf_moe_ep import describe, expert_load, hub_tensors, mtp_loss, patch, save_pretrained, unpatch
+from hf_moe_ep.integrations.prepare import take_over_sizes
 from hf_moe_ep.mtp_head import find_head
+from hf_moe_ep.state import patched_state
 
 WEIGHT = 0.3
 TYPES = [
@@ -306,6 +309,18 @@ def test_copies_and_unpatched_models(glm: Path) -> None:
         assert torch.equal(model(**data).loss, load_stock(glm)(**data).loss)
         again = patch(patch(model), mtp_layers=1, mtp_loss_weight=WEIGHT)
         assert torch.equal(again(**data).loss, want)
+
+
+def test_a_size_of_accelerate_keeps_the_head(glm: Path) -> None:
+    """The model is patched a second time, with the size of Accelerate's ParallelismConfig."""
+    model = load(glm)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    take_over_sizes(ParallelismConfig(sp_size=2), [model])
+    state = patched_state(model)
+    assert (state.config.sp_size, state.config.mtp_layers) == (2, 1)
+    after = model.state_dict()
+    assert find_head(model) is not None and before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_a_new_head(glm: Path, tmp_path: Path) -> None:
