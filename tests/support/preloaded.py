@@ -82,13 +82,9 @@ def _wait_for(server: "subprocess.Popen[bytes]", path: str, output: Path, patien
 
 
 def _serve(path: str, while_stdin_is_open: bool) -> NoReturn:
-    from importlib import import_module
-
     sys.path.pop(0)  # removes this folder, because its files have names of packages
-    from support.ranks import _IMPORTED_ONCE
+    import support.imported_once  # noqa: F401
 
-    for name in _IMPORTED_ONCE:
-        import_module(name)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + "~")
     listener.listen(64)
