@@ -101,9 +101,15 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pictures on one rank": (2, {"ep_size": 2}, {"kind": "qwen3_vl_moe"}),
 }
 FAST = ("bf16",)
+# torch 2.11 recomputes a layer with forward's order of prefetches as well as backward's.
+THREE_UNITS = "" if hasattr(torch.distributed, "all_gather_single") else "gathers three units"
 CHECKS = [
     Check(
-        name, world, partial(_has_the_same_bits, config, options), slow=name not in FAST
+        name,
+        world,
+        partial(_has_the_same_bits, config, options),
+        slow=name not in FAST,
+        skip=THREE_UNITS if name == "reentrant checkpoints" else "",
     ).as_parameter()
     for name, (world, config, options) in CASES.items()
 ]
