@@ -1,4 +1,4 @@
-"""Train models with stages whose loss TRL computes from the log-probabilities of labels.
+"""Train a model with pipeline stages if TRL computes the loss from log-probabilities of labels.
 
 TRL's SFTTrainer calls a model with `fused_lm_head=True` and computes the loss from its outputs:
 
@@ -113,7 +113,7 @@ def _scale_of(
     coefficient: float,
     *grads: Tensor | None,
 ) -> Tensor:
-    """Return the number of known losses that are in the loss of the caller.
+    """Return the caller's loss divided by the known loss, derived from the caller's gradients.
 
     Raises:
         ValueError: the loss of the caller is no multiple of the known loss.
