@@ -81,7 +81,7 @@ class ForwardGuard(Ours):
         self.state.forward_number += 1
         apply_choice(self.state)
         if module.training:
-            self._checkpoints.look(module, dispatches=self.state.exchanges_rows)
+            self._checkpoints.wrap_functions(module, dispatches=self.state.exchanges_rows)
 
 
 def moe_forward(

@@ -2,8 +2,8 @@
 
 A plan runs uncompiled layers, whose operators each read their inputs from memory and write their
 results to memory. A compiler fuses operators that move bytes only into kernels: between two
-products, it reads each input once, and writes only results that another kernel needs. In backward
-it computes what forward has not written again. `Fusion` counts these kernels:
+products, it reads each input once, and writes only results that another kernel needs. Backward
+recomputes the results that forward has not written. `Fusion` counts these kernels:
 
     x -> to fp32 -> square -> mean -> rsqrt -> times x -> to bf16 -> times weight -> product
 
@@ -128,8 +128,8 @@ class Fusion:
         finally:
             self._paused -= 1
 
-    def see(self, stretch: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
-        """Record an operator (`work.Operator`). Return True if it becomes a part of a kernel."""
+    def add(self, stretch: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        """Add an operator (`work.Operator`). Return True if it becomes a part of a kernel."""
         if self._paused:
             return False
         graph = self._find_graph()
