@@ -124,7 +124,7 @@ class SpreadPlanner(DefaultSavePlanner):
         return SavePlan([], planner_data=self._digest(tensors))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what a write item writes."""
+        """Return the tensor, or the part of a tensor, that a write item of DCP names."""
         if index.fqn not in self._apart:
             return super().lookup_object(index)
         return _find_part(self.state_dict[index.fqn], self._apart[index.fqn], index).contiguous()
