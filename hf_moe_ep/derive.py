@@ -324,7 +324,7 @@ class _Derivation:
     def _mixers(self, stack: str) -> set[str]:
         """Return the patterns of the mixers in layers, without mixers inside other mixers."""
         mixers = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
-        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_owners(name))}
+        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_containers(name))}
 
     def _final_norm(self, decoder: str, stack: str) -> str:
         follows_layers = False
@@ -476,7 +476,7 @@ def _as_code(plan: ModelPlan, unknown: str) -> str:
     return f"ModelPlan({', '.join(arguments)})"
 
 
-def _owners(name: str) -> Iterator[str]:
+def _containers(name: str) -> Iterator[str]:
     """Yield the names of all modules that contain the module `name`, the innermost first."""
     while name := name.rpartition(".")[0]:
         yield name
