@@ -1,7 +1,7 @@
 """`milliseconds` times the work of a function on its device, without the time of the host.
 
 A GPU executes kernels after the host has launched them. `spin` keeps the GPU busy while the host
-launches the timed kernels, so that the GPU never waits for Python between the two events. A
+launches the timed kernels, so that the GPU never waits for Python while its time is measured. A
 function that synchronises with the host, as stock's eager loop over experts does, is still timed
 with its waits.
 """
