@@ -6,8 +6,8 @@
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches but do not call that
                  interface, and the modules that contain a convolution
-    router       a module that calls topk and is in the same parent module as the experts; if there
-                 is none, such a module that has a weight with one row per expert
+    router       a module beside the experts (in the same parent module) that calls topk; if none
+                 calls topk, a module beside the experts whose weight has one row per expert
     final norm   the norm that follows the list of layers
     aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
                  names the attribute that holds its coefficient

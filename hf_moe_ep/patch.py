@@ -146,7 +146,7 @@ def patch_model(
     plan: ModelPlan | None = None,
     weights: Path | None = None,
 ) -> nn.Module:
-    """Patch a model; `config` has no open fields, and `weights` is for a model on meta."""
+    """Patch a model, with a config whose sizes are all set. `weights` is for a model on meta."""
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
     if (
