@@ -1,7 +1,7 @@
 """Keep the gradients that a schedule has computed until `loss.backward()` adds them.
 
-A training forward of a pipeline runs all backwards, for a gradient of one of the loss. The returned
-loss is connected to these gradients by an autograd node:
+A training forward of a pipeline also runs all backwards, with a gradient of 1 for the loss. The
+returned loss is connected to the computed gradients by an autograd node:
 
     loss = model(**batch).loss       runs forward and backward; `.grad` of every parameter is as
                                      before the call

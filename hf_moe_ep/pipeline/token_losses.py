@@ -4,8 +4,9 @@ TRL's SFTTrainer calls a model with `fused_lm_head=True` and computes the loss f
 
     loss = -sum(log_probs) / N + coefficient * aux_loss / accumulation
 
-A pipeline has computed all gradients when the forward returns. This works because the loss of every
-token has the same weight, so the gradients are those of a loss that is known before:
+A pipeline has computed all gradients when the forward returns. It computes those of another loss,
+which the forward can compute. Every token has the same weight in both losses, so the gradients
+differ only by a factor:
 
     known = -sum(log_probs) / K + coefficient * aux_loss
 

@@ -19,8 +19,8 @@ rank sends a piece only to the ranks that need it:
 Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
 
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
-forward, and as many gradients in backward. Everything that is saved for backward is divided by cp:
-in backward, keys and values are gathered and the attention is computed a second time (under
+forward, and as many gradients in backward. A rank saves only its own queries, keys and values for
+backward, which gathers keys and values again and computes the attention a second time (under
 activation checkpointing, as a part of the layer). Flash attention is the exception. It is not
 computed again, and keeps the gathered keys and values of the whole sequence until backward.
 

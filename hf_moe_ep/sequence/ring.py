@@ -55,8 +55,8 @@ class _Pair:
     """A piece of queries and a piece of keys that any of these queries sees.
 
     Attributes:
-        queries, keys: the tokens of the pieces among those of their ranks.
-        box: their numbers in the whole sequence.
+        queries, keys: the positions of the two pieces among the tokens of the ranks that have them.
+        box: the positions of the two pieces in the whole sequence.
     """
 
     queries: slice
