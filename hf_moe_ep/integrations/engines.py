@@ -7,7 +7,7 @@ the tensors of `hub_tensors` instead, with the adapters merged into copies. Thei
 of a checkpoint on the hub: each engine maps them to its own parameters, as it does when it loads a
 checkpoint.
 
-    seam of TRL                       engine
+    class or attribute in TRL         engine
     VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)
     AsyncGRPOTrainer.weight_transfer  any object with TRL's WeightTransferProtocol; TRL's own sends
                                       to a server of vLLM

@@ -181,7 +181,7 @@ def save_adapters(
 def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output_dir: str) -> bool:
     """Wrap axolotl's `save_fsdp2_lora_adapter`, which gathers and saves an adapter after training.
 
-    It returns True if the model has an adapter, which is then saved.
+    Returns True if the model has an adapter, which is then saved.
     """
     state = find_state(model)
     if state is None or state.meshes is None or not has_adapters(model):

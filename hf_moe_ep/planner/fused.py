@@ -17,10 +17,10 @@ A tensor is written to memory if
 - it crosses the border of a graph: the MoE block and each layer are borders;
 - it is a sum over rows, which is small, and which a kernel of its own may need.
 
-A tensor that is not written costs the tensors from which it is computed, wherever it is read. A
-kernel is a series of operators without a product or attention in between. A sum over columns, such
-as the gradient of a norm's weight, is a kernel of its own: it needs all rows, while other kernels
-compute one row at a time.
+Where a tensor that is not written is read, it is computed again: the tensors from which it is
+computed are read instead. A kernel is a series of operators without a product or attention in
+between. A sum over columns, such as the gradient of a norm's weight, is a kernel of its own: it
+needs all rows, while other kernels compute one row at a time.
 
 The code of training itself says which regions are compiled: inside of `in_place_of_compile`,
 torch.compile marks a region instead of compiling it. Autograd numbers its nodes, so the numbers of
@@ -148,7 +148,7 @@ class Fusion:
         return fuses
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels of all operators for which `see` has returned True."""
+        """Return the kernels of all operators for which `add` has returned True."""
         written = self._find_written()
         sources: dict[int, tuple[_Use, ...]] = {}
         kernels: list[Kernel] = []

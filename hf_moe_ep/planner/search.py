@@ -6,11 +6,11 @@
 
 A layout has a pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid),
 a number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
-dispatch_chunks, and activation checkpointing or not. The experts are split over powers of two of
-ranks; where this is more than ep_size can be, because the model has few experts, etp_size ranks
-share each expert. The other sizes to try are powers of two. Training's own code decides if it
-accepts a grid: it patches and shards a few layers over a fake process group. Memory is planned by
-`step.py` and, if hardware is given, seconds by `seconds.py`.
+dispatch_chunks, and activation checkpointing or not. The experts are split over a power of two of
+ranks: ep_size ranks or, if the model has fewer experts than that, ep_size x etp_size ranks. The
+other sizes to try are powers of two. Training's own code decides if it accepts a grid: it patches
+and shards a few layers over a fake process group. Memory is planned by `step.py` and, if hardware
+is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
@@ -79,8 +79,8 @@ class LayoutRequest:
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
         ep, sp, dp_replicate, cp: the size of each axis; None tries several sizes.
-        etp: the etp_size to try; None tries the sizes with which the experts of a model with few
-            experts are split over as many ranks as those of other models.
+        etp: the etp_size; None: 1, or more if the model has too few experts for an ep_size that is
+            tried.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -442,7 +442,10 @@ def _split_experts(ep: int, request: LayoutRequest, num_experts: int) -> tuple[i
 
 
 def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size and a cp_size: a sequence per (micro-)batch, checkpointing."""
+    """Yield the grids of an sp_size and a cp_size: one sequence per forward, with checkpointing.
+
+    With several stages it is one sequence per micro-batch.
+    """
     node = request.node
     replicas = [1] if request.gpus <= node else [1, request.gpus // node]
     share = max(request.batch * sp * cp // request.gpus, 1)

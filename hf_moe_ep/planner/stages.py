@@ -49,7 +49,7 @@ def stage_config(config: Any, parallel: ParallelConfig) -> Any:
     """Return the config of a model with the layers of the largest stage.
 
     Raises:
-        ValueError: training does not cut this model, or no config has layers like its last ones.
+        ValueError: training does not cut this model, or no config describes its last layers alone.
     """
     text = text_config(config)
     whole = meta_model(config, torch.bfloat16)
