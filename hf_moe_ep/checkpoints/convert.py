@@ -1,6 +1,6 @@
 """Convert a training checkpoint to a checkpoint in the hub's layout, in one process.
 
-    folder  example          content
+    folder  example              content
     source  out/checkpoint-300   pytorch_model_fsdp_0, if the Trainer or Accelerate saved it; the
                                  format is that of torch.distributed.checkpoint (DCP)
     source  out/step-300         tensors/, if save_checkpoint saved it: safetensors that DCP reads

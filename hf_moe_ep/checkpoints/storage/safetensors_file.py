@@ -73,6 +73,7 @@ _MAX_HEADER = 100_000_000  # the library's own limit
 # A fingerprint reads this many bytes of up to this many tensors of each kind.
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
 _CHUNK = 4 << 20  # bytes
+# Another thread hashes parts of at least this size while they are written.
 _HASHED_ASIDE = 1 << 18  # bytes
 # The kernel copies the fewest pages if two files have the same bytes at the same position of blocks
 # of this size.
