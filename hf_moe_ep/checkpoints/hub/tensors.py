@@ -111,7 +111,7 @@ def hub_tensors(
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
             not change, so an engine that has loaded them once needs them no more.
         since: the token of an engine. Tensors that have not changed since the last iteration with
-            this token are left out; the first one yields all. All ranks pass a token of their own.
+            this token are left out; the first one yields all. Each rank passes a token of its own.
 
     Returns:
         An iterator, whose `metadata()` lists key, dtype and shape of all tensors.
