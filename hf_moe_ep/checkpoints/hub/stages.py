@@ -1,4 +1,4 @@
-"""List and send the tensors of a model of which each rank holds one pipeline stage.
+"""The tensors of a model with pipeline stages, of which each rank holds those of its stage.
 
 Every rank lists all tensors of the model, in the same order. A tensor of another stage is a tensor
 on the meta device with the shape and the dtype of the whole tensor. Its values are sent by the
