@@ -1,5 +1,6 @@
 """Global state of all tests: Triton's interpreter, poisoned memory, seeds, no TF32, GPU skips."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    # Trainers and tests collect garbage. What exists now need not be searched each time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries report objects that still exist at the end
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,9 @@ def test_a_missing_function_that_no_result_depends_on_is_a_note(
 def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
     monkeypatch.setattr(requirements, "allowed_packages", lambda: allowed)
+    # A process reads the versions once; here they are read at each `patch`.
+    read_anew = requirements._problems_of_versions.__wrapped__
+    monkeypatch.setattr(requirements, "_problems_of_versions", read_anew)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*allowed is")
         patch(tiny())

@@ -39,7 +39,7 @@ from hf_moe_ep.ranks.together import check_alike
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import patched_state
 
-_ADJUST = (None, "original", "match_rms_adamw")
+_ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped")
 # Devices for which torch has a fused AdamW.
 _FUSED_ON = ("cpu", "cuda")
 
@@ -72,6 +72,8 @@ class Muon(Optimizer):
         adjust_lr_fn: None or "original" multiplies lr by sqrt(max(1, out / in)). "match_rms_adamw"
             multiplies it by 0.2 * sqrt(max(out, in)), so that learning rates and weight decays that
             were tuned for AdamW can be used (https://arxiv.org/abs/2502.16982, section 2.2).
+            "spectral_unclamped", which torch.optim.Muon has from torch 2.15 on, multiplies it by
+            sqrt(out / in).
         split_heads: each head of the projections to queries, keys and values is a matrix.
         adamw_lr: the learning rate of AdamW; None takes `lr`.
         adamw_betas, adamw_eps: as in torch.optim.AdamW.

@@ -58,8 +58,12 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) ->
 
     None or "original": lr * sqrt(max(1, rows / columns)). "match_rms_adamw": the update has the
     root mean square of AdamW's, so a learning rate of AdamW fits: lr * 0.2 * sqrt(max(rows,
-    columns)); source: https://arxiv.org/abs/2502.16982, section 2.2.
+    columns)); source: https://arxiv.org/abs/2502.16982, section 2.2. "spectral_unclamped": the
+    update has a spectral norm of about lr * sqrt(rows / columns); source:
+    https://jeremybernste.in/writing/deriving-muon.
     """
+    if adjust_lr_fn == "spectral_unclamped":
+        return lr * math.sqrt(rows / columns)
     if adjust_lr_fn == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(rows, columns))
     return lr * math.sqrt(max(1, rows / columns))

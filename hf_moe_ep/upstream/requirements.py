@@ -14,6 +14,7 @@ fails. If a version is outside its range, `patch` warns and continues, and `hf-m
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -84,12 +85,22 @@ def allowed_packages() -> list[Allowed] | None:
 
 def warn_of_versions() -> None:
     """Warn of each installed package whose version is outside its range."""
-    for package in allowed_packages() or ():
-        version = installed_version(package.name)
-        if version is None or package.extra not in _FOR_TRAINING:
-            continue
-        if problem := package.sentence(version):
-            warnings.warn(f"{package.name} {problem}", stacklevel=3)
+    for problem in _problems_of_versions():
+        warnings.warn(problem, stacklevel=3)
+
+
+@functools.cache  # reading the metadata of all packages takes more time than the rest of `patch`
+def _problems_of_versions() -> tuple[str, ...]:
+    versions = [
+        (package, installed_version(package.name))
+        for package in allowed_packages() or ()
+        if package.extra in _FOR_TRAINING
+    ]
+    return tuple(
+        f"{package.name} {problem}"
+        for package, version in versions
+        if version is not None and (problem := package.sentence(version))
+    )
 
 
 def installed_version(name: str) -> str | None:

@@ -31,8 +31,6 @@ FOUR_RANKS = [
     _case("etp 2 x ep_fsdp 2, a single expert", 4, 1, 2).with_(
         model={"num_experts": 1, "num_experts_per_tok": 1}
     ),
-]
-FOUR_RANKS_MORE = [
     _case("etp 4", 4, 1, 4),
     _case("ep 2 x etp 2, all experts", 4, 2, 2, model=TWO_EXPERTS),
     _case("etp 2 x ep_fsdp 2", 4, 1, 2),
@@ -63,14 +61,14 @@ LORA = [
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(FOUR_RANKS[:1] + LORA[:1]))
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS))
 def test_ranks_that_share_experts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(TWO_RANKS + FOUR_RANKS[1:] + FOUR_RANKS_MORE + EIGHT_RANKS + LORA[1:], slow=True),
+    on_ranks(FOUR_RANKS + EIGHT_RANKS + LORA, slow=True),
 )
 def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -100,14 +100,8 @@ def _assert_equal_to_eager(
     return graphs
 
 
-@pytest.mark.parametrize(
-    "checkpoints",
-    [
-        "checkpoints",
-        pytest.param("no checkpoints", marks=pytest.mark.slow),
-        pytest.param("reentrant checkpoints", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", REENTRANT)
 def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> None:
     """A reentrant checkpoint first runs a layer without gradients, which needs other graphs."""
     graphs = _assert_equal_to_eager({}, REENTRANT[checkpoints])

@@ -7,6 +7,7 @@ mutable module globals, caches and atexit handlers.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,7 @@ def collect_words(tree: ast.Module) -> set[str]:
     return words
 
 
+@functools.cache
 def parse_sources() -> dict[str, ast.Module]:
     return {
         path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))

@@ -51,7 +51,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case("half", ep=2, arguments=SAVE, folder=folder / "half", stop_after=3),
         Case("resumed", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half"),
     ]
-    return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+    return {
+        **launch(stock, folder / "stock", forked=True),
+        **launch(ranks, folder / "ranks", CPU_4, forked=True),
+    }
 
 
 def _slow_cases(folder: Path) -> list[Case]:

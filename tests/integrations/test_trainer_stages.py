@@ -35,7 +35,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_stages")
     stock = [Case("stock", ALL_STEPS, arguments=ARGUMENTS, **OPTIONS)]
     ranks = [Case("pp2", ALL_STEPS, ep=2, pp=2, arguments=ARGUMENTS, **OPTIONS)]
-    return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+    return {
+        **launch(stock, folder / "stock", forked=True),
+        **launch(ranks, folder / "ranks", CPU_4, forked=True),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -152,16 +152,14 @@ def _run(*parts: str) -> str:
 
 
 # Each case starts a process that imports these libraries. The Trainer's wraps need Accelerate's.
-_FAST = ("patch and an own loop", False)
 _CASES = [
-    pytest.param(
-        name, first, marks=() if (name, first) == _FAST else pytest.mark.slow, id=f"{name}, {order}"
-    )
+    pytest.param(name, first, id=f"{name}, {order}")
     for name in SCRIPTS
     for first, order in ((True, "imported before patch"), (False, "imported after patch"))
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "imported_first"), _CASES)
 def test_functions_are_wrapped_when_a_script_needs_them(name: str, imported_first: bool) -> None:
     package, use, num_wraps = SCRIPTS[name]
@@ -210,7 +208,7 @@ print(len(called))
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "Trainer" else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "patch and an own loop" else pytest.mark.slow)
         for name in SCRIPTS
         if name != "TRL"
     ],

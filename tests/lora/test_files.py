@@ -148,6 +148,7 @@ def _train_on_bf16(rank: int, world: int, folder: str) -> None:
     assert error < 0.05, f"logits in stock PEFT: mean error {error}"
 
 
+@pytest.mark.slow
 def test_fp32_adapters_on_a_bf16_base(tmp_path: Path) -> None:
     run_ranks(_train_on_bf16, 2, str(tmp_path / "adapter"))
 
@@ -247,6 +248,7 @@ def test_modules_to_save_under_accelerates_activation_checkpointing(tmp_path: Pa
     run_ranks(_save_with_checkpoint_wrappers, 2, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
     run_ranks(_save_embeddings, 2, str(tmp_path))
 

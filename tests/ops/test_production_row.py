@@ -94,6 +94,7 @@ def test_backward_may_be_the_first_work_of_autograds_thread() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs them in fp16. Only the last tile of each expert is not full."""
     monkeypatch.setattr(blocks, "generation", lambda device: ROW[0])

@@ -128,7 +128,15 @@ def _break_kernel(
 
 
 @pytest.mark.parametrize(
-    "kernel", ["up", "grouped_mm", "thin_mm", "dgated", "outer", "combine", "combine alone"]
+    "kernel",
+    [
+        "up",
+        "combine alone",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("grouped_mm", "thin_mm", "dgated", "outer", "combine")
+        ),
+    ],
 )
 def test_one_wrong_element_of_any_kernel_is_refused(
     kernel: str, monkeypatch: pytest.MonkeyPatch

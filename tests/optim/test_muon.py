@@ -60,7 +60,9 @@ CASES = [
         layout={"expert_shard_dim": 0},
         slow=True,
     ),
-    Case("HSDP", 4, layout={"ep_size": 1, "dp_replicate_size": 2, "expert_shard_dim": 1}),
+    Case(
+        "HSDP", 4, layout={"ep_size": 1, "dp_replicate_size": 2, "expert_shard_dim": 1}, slow=True
+    ),
     Case("sp 2", 4, layout={"ep_size": 2, "sp_size": 2}, slow=True),
     Case(
         "tied embeddings", 2, sizes={"tie_word_embeddings": True}, layout={"ep_size": 2}, slow=True
@@ -88,7 +90,7 @@ CASES = [
         layout={"ep_size": 2, "expert_shard_dim": 1},
         slow=True,
     ),
-    Case("ep 2 x etp 2", 4, layout={"ep_size": 2, "etp_size": 2}),
+    Case("ep 2 x etp 2", 4, layout={"ep_size": 2, "etp_size": 2}, slow=True),
     Case("etp 2 x ep_fsdp 2", 4, layout={"etp_size": 2}, slow=True),
     Case("gpt_oss, etp 4", 4, model="gpt_oss", layout={"etp_size": 4}, slow=True),
     Case("qwen3_vl_moe", 2, model="qwen3_vl_moe", layout={"ep_size": 2}, slow=True),

@@ -198,7 +198,7 @@ def test_bad_input() -> None:
     refused("lr must be a number >= 0, got -1", lr=-1)
     refused("momentum must be a number >= 0, got -0.5", momentum=-0.5)
     refused("ns_steps must be 1 .. 99, got 0", ns_steps=0)
-    refused("adjust_lr_fn must be one of None, 'original', 'match_rms_adamw'", adjust_lr_fn="rms")
+    refused("adjust_lr_fn must be one of None, 'original', 'match_rms_adamw', ", adjust_lr_fn="rms")
     refused("betas must be numbers in [0, 1)", adamw_betas=(0.9, 1.0))
     norm = model.model.norm.weight
     refused(

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from support.close import FP64_LAYER, max_error
-from torch.optim._muon import _zeropower_via_newtonschulz
+from support.muon_by_matrix import newton_schulz_in_fp64
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import adjusted_lr, count_flops, orthogonalise
@@ -98,8 +99,6 @@ def test_newton_schulz_is_torchs(shape: tuple[int, int]) -> None:
     coefficients = (3.4445, -4.7750, 2.0315)
     truth = orthogonalise(x, 5)
     for matrix, got in zip(x, truth, strict=True):
-        from support.muon_by_matrix import newton_schulz_in_fp64
-
         with newton_schulz_in_fp64():
             want = _zeropower_via_newtonschulz(matrix, coefficients, 5, 1e-7)
         assert max_error(got, want) <= FP64_LAYER
@@ -110,10 +109,22 @@ def test_newton_schulz_is_torchs(shape: tuple[int, int]) -> None:
     assert errors[1] <= 1.2 * errors[0]
 
 
+@pytest.mark.parametrize("name", [None, "original", "match_rms_adamw", "spectral_unclamped"])
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (8, 8)])
+def test_learning_rates_are_torchs(name: str | None, shape: tuple[int, int]) -> None:
+    try:
+        torch.optim.Muon([torch.nn.Parameter(torch.ones(shape))], adjust_lr_fn=name)
+    except ValueError:
+        pytest.skip(f"torch {torch.__version__} has no {name!r}")
+    want = _adjust_lr(1e-3, name, torch.Size(shape))
+    assert adjusted_lr(1e-3, name, *shape) == pytest.approx(want, rel=1e-12)
+
+
 def test_learning_rates_and_operations() -> None:
     assert adjusted_lr(1e-3, None, 64, 16) == adjusted_lr(1e-3, "original", 64, 16) == 2e-3
     assert adjusted_lr(1e-3, None, 16, 64) == 1e-3
     assert adjusted_lr(1e-3, "match_rms_adamw", 16, 64) == pytest.approx(1.6e-3)
+    assert adjusted_lr(1e-3, "spectral_unclamped", 16, 64) == 0.5e-3
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         orthogonalise(torch.randn(3, 10, 6), 5)
     assert counter.get_total_flops() == 3 * count_flops(10, 6, 5)

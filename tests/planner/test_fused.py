@@ -133,8 +133,9 @@ def _plan(ep_size: int, *, checkpointing: bool = False, **config: Any) -> StepPl
     return plan_step(TINY, parallel, world_size=4, batch=batch)
 
 
-@pytest.mark.parametrize("ep_size", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [1, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_plan_of_compiled_layers_moves_fewer_bytes(ep_size: int, checkpointing: bool) -> None:
     eager, compiled = (
         _plan(ep_size, checkpointing=checkpointing, compile_layers=compile_layers).work

@@ -114,6 +114,7 @@ def test_seconds_of_stages() -> None:
     assert more == pytest.approx(far.parts["bubble"] + far.parts["stages"])
 
 
+@pytest.mark.slow
 def test_layers_of_equal_time() -> None:
     """With a head as long as some layers, the last stage has fewer; the stages are balanced."""
     gpu, layers = find_hardware("h100"), 12

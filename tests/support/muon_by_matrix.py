@@ -97,10 +97,23 @@ class ByMatrix(torch.optim.Optimizer):
 
 @contextmanager
 def newton_schulz_in_fp64() -> Iterator[None]:
-    """Make torch's Newton-Schulz keep fp64, which it would round to bf16."""
-    stock = Tensor.bfloat16
-    Tensor.bfloat16 = lambda x: x.clone() if x.dtype == torch.float64 else stock(x)  # type: ignore
+    """Make torch's Newton-Schulz keep fp64, which it would round to bf16.
+
+    It rounds by `x.bfloat16()` up to torch 2.14, and by `x.to(dtype=torch.bfloat16, copy=True)`
+    from torch 2.15 on.
+    """
+    stock_bfloat16, stock_to = Tensor.bfloat16, Tensor.to
+
+    def bfloat16(x: Tensor) -> Tensor:
+        return x.clone() if x.dtype == torch.float64 else stock_bfloat16(x)
+
+    def to(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if x.dtype == torch.float64 and options.get("dtype") == torch.bfloat16:
+            return x.clone()
+        return stock_to(x, *args, **options)
+
+    Tensor.bfloat16, Tensor.to = bfloat16, to  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del Tensor.bfloat16
+        del Tensor.bfloat16, Tensor.to

@@ -3,18 +3,24 @@
     preloaded.serve(nodes, node, folder)                    once per node
     torchrun ... --no-python $(preloaded.client(folder, node)) script.py arguments
 
+    torchrun ... --no-python $(preloaded.client_here()) script.py arguments     without nodes
+
 The launcher starts a small client. It sends its arguments, environment and output files to the
 server on its node, which forks a process that runs the script. The client ends with the exit code
 of this process. If the client is killed, the process is killed too.
 """
 
+import atexit
+import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -38,29 +44,56 @@ def serve(nodes: "Nodes", node: int, folder: Path, *, patience: float = 180.0) -
 
     output, path = folder / f"server{node}.txt", _socket(folder, node)
     command = [sys.executable, __file__, "serve", path]
-    server: subprocess.Popen[bytes] = nodes.start(node, *command, output=output, **ENVIRONMENT)
+    server = nodes.start(node, *command, output=output, **ENVIRONMENT)
+    _wait_for(server, path, output, patience)
+
+
+@functools.cache
+def client_here() -> list[str]:
+    """Start this process's own server, and return what `client` returns.
+
+    The server ends with this process.
+    """
+    from support.agents import ENVIRONMENT
+
+    folder = Path(tempfile.mkdtemp(prefix="preloaded_"))
+    path, output = _socket(folder, 0), folder / "server.txt"
+    with open(output, "wb") as file:
+        server = subprocess.Popen(
+            [sys.executable, __file__, "serve", path, "while stdin is open"],
+            env=os.environ | ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+        )
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.kill)
+    _wait_for(server, path, output, 180.0)
+    return client(folder, 0)
+
+
+def _wait_for(server: "subprocess.Popen[bytes]", path: str, output: Path, patience: float) -> None:
     until = time.monotonic() + patience
     while not os.path.exists(path):
         if server.poll() is not None or time.monotonic() > until:
             text = output.read_text()[-3000:]
-            raise RuntimeError(f"the server of node {node} has not started: {text}")
+            raise RuntimeError(f"the server of {path} has not started: {text}")
         time.sleep(0.1)
 
 
-def _serve(path: str) -> NoReturn:
-    from importlib import import_module
-
+def _serve(path: str, while_stdin_is_open: bool) -> NoReturn:
     sys.path.pop(0)  # removes this folder, because its files have names of packages
-    from support.ranks import _IMPORTED_ONCE
+    import support.imported_once  # noqa: F401
 
-    for name in _IMPORTED_ONCE:
-        import_module(name)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + "~")
     listener.listen(64)
     os.rename(path + "~", path)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
+    waits_for = [listener, sys.stdin] if while_stdin_is_open else [listener]
     while True:
+        if sys.stdin in select.select(waits_for, [], [])[0]:
+            os._exit(0)  # the process that started this server has ended
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -129,5 +162,5 @@ def _run_on_server(path: str, arguments: list[str]) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        _serve(sys.argv[2])
+        _serve(sys.argv[2], while_stdin_is_open=len(sys.argv) > 3)
     _run_on_server(sys.argv[2], sys.argv[3:])

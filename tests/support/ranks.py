@@ -3,8 +3,7 @@
 `run_ranks(fn, 2, x)` starts two processes, which form a process group, calls `fn(rank, world_size,
 x)` in each and returns the values in rank order. `fn` must be a module-level function of an
 importable module. Arguments are pickled, and values are saved with `torch.save`. Ranks are forked
-from a server that has imported torch and transformers and has started no thread, so ranks need not
-import them.
+from a server that has imported what ranks need (`support.imported_once`) and has started no thread.
 
 If a rank raises, RankError shows its traceback. If a rank hangs, every rank is killed after
 `timeout` seconds of wall-clock time, imports included, and TimeoutError shows the stack of each
@@ -28,6 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -35,14 +35,7 @@ import torch.multiprocessing as mp
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from support.poison import poison_empty
 
-_IMPORTED_ONCE = [
-    "accelerate",
-    "hf_moe_ep",
-    "torch.distributed.fsdp",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-    "transformers.trainer",
-]
+_ROOT = Path(__file__).resolve().parents[2]
 _HOST = "127.0.0.1"
 # Seconds to wait for the other ranks after one has failed. They fail as well, or hang.
 _GRACE = 3.0
@@ -137,22 +130,19 @@ def begin_time_anew() -> None:
 
 def _start(job: _Job) -> list[BaseProcess]:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
+    context.set_forkserver_preload(["support.imported_once"])
     ranks: list[BaseProcess] = [
         context.Process(target=_child, args=(rank, job), name=f"rank{rank}")
         for rank in range(job.world_size)
     ]
-    # OpenMP reads this variable when the server imports torch. The first rank starts the server.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    # The first rank starts the server, which finds `support` by the path, and in which OpenMP reads
+    # the number of threads when torch is imported.
+    path = os.pathsep.join([os.fspath(_ROOT), os.fspath(_ROOT / "tests")])
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("OMP_NUM_THREADS", "1")
+        patches.setenv("PYTHONPATH", path, prepend=os.pathsep)
         for process in ranks:
             process.start()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
     return ranks
 
 

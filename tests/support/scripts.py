@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from support.preloaded import client_here
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU_4 = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
 
@@ -17,18 +19,25 @@ def run_script(
     output: Path,
     config_file: Path | None = None,
     timeout: float = 240.0,
+    forked: bool = False,
 ) -> None:
     """Run a script and write its output to the file `output`.
 
-    After `timeout` seconds all its processes are killed.
+    After `timeout` seconds all its processes are killed. `forked` ranks are forked from a process
+    that has done all imports (`support.preloaded`), which saves each rank seconds of imports.
 
     Raises:
         AssertionError: the script failed or hung. The message holds the end of its output.
     """
-    command = [sys.executable, os.fspath(script), *arguments]
+    command = [os.fspath(script), *arguments]
+    if forked:
+        command = [*client_here(), *command]
     if config_file is not None:
         launcher = ["-m", "accelerate.commands.launch", "--config_file", os.fspath(config_file)]
-        command[1:1] = [*launcher, "--main_process_port", "0"]
+        options = ["--main_process_port", "0", *(["--no_python"] if forked else [])]
+        command = [sys.executable, *launcher, *options, *command]
+    elif not forked:
+        command = [sys.executable, *command]
     path = os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")])
     run_command(command, output=output, variables={"PYTHONPATH": path}, timeout=timeout)
 

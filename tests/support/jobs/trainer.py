@@ -133,18 +133,22 @@ class Result:
 
 
 def launch(
-    cases: list[Case], folder: Path, config_file: Path | None = None, *, timeout: float = 240.0
+    cases: list[Case],
+    folder: Path,
+    config_file: Path | None = None,
+    *,
+    timeout: float = 240.0,
+    forked: bool = False,
 ) -> dict[str, list[Result]]:
-    """Run the cases, and return case name -> results of all ranks.
+    """Run the cases, and return case name -> results of all ranks; `forked`: see `run_script`.
 
     Raises AssertionError with the output of the launch if it fails or hangs.
     """
     folder.mkdir()
     torch.save(cases, folder / "cases.pt")
     output = folder / "output.txt"
-    run_script(
-        Path(__file__), os.fspath(folder), output=output, config_file=config_file, timeout=timeout
-    )
+    options: Any = {"output": output, "config_file": config_file, "timeout": timeout}
+    run_script(Path(__file__), os.fspath(folder), forked=forked, **options)
     return {case.name: _load(folder, case) for case in cases}
 
 

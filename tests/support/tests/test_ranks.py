@@ -1,6 +1,7 @@
 """`run_ranks` returns values, reports errors, hangs and deaths, and ends all ranks in time."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -56,6 +57,14 @@ def test_values_are_returned_in_rank_order() -> None:
         assert result["env"] == [str(rank), "2", str(rank)]
         assert result["threads"] == (1, "1")
         assert result["poisoned"]
+
+
+def _imported(rank: int, world: int) -> bool:
+    return "support.imported_once" in sys.modules
+
+
+def test_ranks_are_forked_from_a_server_that_has_done_the_imports() -> None:
+    assert run_ranks(_imported, 2) == [True, True]
 
 
 def test_the_first_error_is_raised_with_rank_and_traceback() -> None:
