@@ -108,6 +108,12 @@ class ParallelConfig:
             "auto" takes the first dimension whose size is divisible by the size of the ep_fsdp
             group: dimension 0 (the experts of a rank), or 1. If neither is divisible, it takes 0.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
+        fsdp_double_buffer: FSDP2 units of one size gather and reduce in two fixed buffers, which
+            they use in turn, instead of memory that torch allocates each time. The buffers are held
+            between steps.
+        nccl_ub: FSDP2 gathers and reduces in memory of NCCL's own allocator, which NCCL registers
+            (user buffers), so that NVLink SHARP and other transfers without copies can be used
+            (NVIDIA GPUs only).
         bias_update_rate: the amount by which each optimizer step moves the routers' correction
             biases, which are added to the scores when experts are chosen. The update favours
             experts that received few tokens (`update_router_bias`). DeepSeek-V3 uses 0.001. With
@@ -172,6 +178,8 @@ class ParallelConfig:
     ep_outside: bool = False
     expert_shard_dim: str | int = "auto"
     reshard_after_forward: bool = True
+    fsdp_double_buffer: bool = False
+    nccl_ub: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -195,8 +203,10 @@ class ParallelConfig:
             "aux_loss_per_layer",
             "ep_outside",
             "experts_double_quant",
+            "fsdp_double_buffer",
             "gather_logits",
             "mtp_from_scratch",
+            "nccl_ub",
             "recompute_activations",
             "reshard_after_forward",
         ):

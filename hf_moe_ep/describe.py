@@ -46,6 +46,7 @@ def describe(model: nn.Module) -> str:
     lines += _context(model, state)
     lines += _sequence(state)
     lines += _balance(state)
+    lines += _buffers(state)
     if state.meshes is not None:
         lines.append(_precision(model, state))
     return "\n".join(lines)
@@ -255,6 +256,21 @@ def _balance(state: ModelState) -> list[str]:
     if num_moved := sum(layer.placement is not None for layer in state.moe_layers):
         methods.append(f"experts of {num_moved} layers were moved by balance_experts")
     return [f"  balance    {'; '.join(methods)}"] if methods else []
+
+
+def _buffers(state: ModelState) -> list[str]:
+    """Return the line about the buffers of FSDP2 units, if an option chooses them."""
+    where = ", in memory of NCCL's allocator" if state.config.nccl_ub else ""
+    if state.config.fsdp_double_buffer:
+        held = (
+            ""
+            if state.buffers is None
+            else (
+                f"; {state.buffers.num_buffers} buffers, {state.buffers.num_bytes / 2**20:,.1f} MiB"
+            )
+        )
+        return [f"  buffers    two for FSDP2 units of the same size{where}{held}"]
+    return [f"  buffers    FSDP2 gathers and reduces{where.removeprefix(',')}"] if where else []
 
 
 def _parameters(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ the row above.
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
-    sharding/shard.py | whole_weights weights_dtype | the same
+    sharding/shard.py | whole_weights weights_dtype buffers | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
     moe/dispatch/chunks.py | num_chunks dispatcher | from the first forward in training on
@@ -244,6 +244,8 @@ class ModelState:
     # The modules that compute embeddings of pictures and sound. Set by sharding. Each module is an
     # FSDP2 unit: FSDP2 all-gathers its parameters together.
     encoders: list[Any] = field(default_factory=list)
+    # With fsdp_double_buffer, from sharding on: the `FixedBuffers` (sharding/buffers.py).
+    buffers: Any = None
     # Set by sharding with ep_size > 1 or etp_size > 1.
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.

@@ -328,7 +328,9 @@ def _table(plan: MemoryPlan) -> list[str]:
         sizes = (getattr(most, name), getattr(least, name), plan.all_ranks(name))
         lines.append(_line(title, *map(_gib, sizes)))
     lines.append(_line("gathered at a time", *[_gib(plan.gathered)] * 2, ""))
-    sums = (_gib(kind.held + plan.gathered) for kind in (most, least))
+    if plan.buffers:
+        lines.append(_line("fixed buffers", *[_gib(plan.buffers)] * 2, ""))
+    sums = (_gib(kind.held + plan.gathered + plan.buffers) for kind in (most, least))
     return [line.rstrip() for line in [*lines, _line("sum", *sums, "")]]
 
 
@@ -362,4 +364,4 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
 
 
 def _left(plan: MemoryPlan, memory: float) -> int:
-    return int(memory * _GIB) - plan.largest.held - plan.gathered
+    return int(memory * _GIB) - plan.largest.held - plan.gathered - plan.buffers

@@ -33,6 +33,7 @@ gathered as bytes, and their adapters in the dtype of the adapters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,6 +91,7 @@ class MemoryPlan:
             units that stay gathered.
         unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
         unit_reduction: bytes of these gradients in the dtype of the reduce-scatter.
+        buffers: bytes of the fixed buffers of `fsdp_double_buffer`, which are held between steps.
     """
 
     world_size: int
@@ -103,6 +105,7 @@ class MemoryPlan:
     gathered: int
     unit_gradients: int
     unit_reduction: int
+    buffers: int = 0
 
     @property
     def largest(self) -> RankMemory:
@@ -171,7 +174,8 @@ def plan_memory(
         kinds=tuple(kinds),
         gathered=first.gathered(),
         unit_gradients=first.largest_unit(first.policy.param_dtype),
-        unit_reduction=first.largest_unit(first.policy.reduce_dtype or first.policy.param_dtype),
+        unit_reduction=first.largest_unit(first.reduce_dtype),
+        buffers=first.fixed_buffers() if first.state.config.fsdp_double_buffer else 0,
     )
 
 
@@ -391,21 +395,50 @@ class _Sharded:
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
         """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
+        # Gradients of encoders are reduced together at the end.
+        together = [*self._parameters_of_units(), _dtensors(self.units.encoders)]
+        trained = [[p for p in parameters if p.requires_grad] for parameters in together]
+        return max(self.gathered_bytes(parameters, dtype) for parameters in trained)
+
+    def fixed_buffers(self) -> int:
+        """Return the bytes of the fixed buffers.
+
+        Units of the same size gather in two buffers. They reduce in one, because FSDP2 waits for a
+        reduction before it begins the next one. A single rank gathers nothing, but FSDP2 copies its
+        gradients as if it reduced them.
+        """
+        units = [*self._parameters_of_units(), *(_dtensors([e]) for e in self.units.encoders)]
+        num_units: Counter[tuple[str, str, int]] = Counter()
+        for parameters in units:
+            moved = [p for p in parameters if id(p) not in self.whole]
+            trained = [p for p in moved if p.requires_grad]
+            if moved and self.axes[id(moved[0])].size > 1:
+                num_bytes = self.gathered_bytes(moved, self.policy.param_dtype)
+                num_units["gathered", self.axes[id(moved[0])].name, num_bytes] += 1
+            if trained:
+                num_bytes = self.gathered_bytes(trained, self.reduce_dtype)
+                num_units["reduced", self.axes[id(trained[0])].name, num_bytes] += 1
+        most = {"gathered": 2, "reduced": 1}
+        return sum(min(most[use], n) * size for (use, _, size), n in num_units.items())
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.policy.reduce_dtype or self.policy.param_dtype
+
+    def _parameters_of_units(self) -> list[list[DTensor]]:
+        """List the parameters of each FSDP2 unit without those of the units inside it."""
         units = self.units
-        experts = units.all_experts
+        experts = [] if self.state.experts_in_layer_units else units.all_experts
         blocks, tower = units.vision[:-1], units.vision[-1:]
-        # A unit does not include the parameters of the units inside it.
-        parameters_of_units = [
+        embedding = [] if units.tied else [units.embedding]
+        return [
             *(_dtensors([module]) for module in experts),
             *(_without(_dtensors([layer]), experts) for layer in units.layers),
             *(_dtensors([block]) for block in blocks),
             _without(_dtensors(tower), blocks),
-            _dtensors(units.encoders),  # Their gradients are reduced together at the end.
             _dtensors(units.tail),
-            _dtensors([units.embedding]),
+            _dtensors(embedding),
         ]
-        trained = [[p for p in parameters if p.requires_grad] for parameters in parameters_of_units]
-        return max(self.gathered_bytes(parameters, dtype) for parameters in trained)
 
     def _outside(self, modules: Iterable[nn.Module | None]) -> list[DTensor]:
         return _without(self.parameters, modules)

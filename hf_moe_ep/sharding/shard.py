@@ -68,6 +68,7 @@ from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
 from hf_moe_ep.ops.quantised import rows_and_columns_of_blocks, rows_may_be_cut
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
+from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
     check_dtypes,
     check_frozen,
@@ -204,6 +205,7 @@ def shard_units(
     keep_last_layer(units, root)
     allow_reentrant_checkpoints(units)
     set_prefetch(units)
+    state.buffers = use_buffers(model, units.all_experts, state.config, meshes)
     mark_fsdp_managed(model)
     keep_recorded_outputs(model)
     state.meshes, state.policy = meshes, options.mp_policy

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -199,6 +200,23 @@ def is_gathered(unit: FSDPModule) -> bool:
             return False
         modules += [child for child in module.children() if not isinstance(child, FSDPModule)]
     return True
+
+
+def empty_of_group(
+    group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return uninitialised memory [size] that the backend of a group has allocated and registered.
+
+    Raises:
+        RuntimeError: the backend cannot allocate memory on this device.
+    """
+    backend = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        raise RuntimeError(
+            f"nccl_ub: the backend {backend.name()!r} of this group cannot allocate memory on "
+            f"{device}; leave nccl_ub out"
+        )
+    return backend.allocate_tensor(size, dtype=dtype, device=device)
 
 
 def holds_unreduced_grads(unit: FSDPModule) -> bool:

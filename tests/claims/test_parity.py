@@ -106,6 +106,19 @@ COMPILED = [
 ]
 
 
+FIXED_BUFFERS = [
+    case.with_(name=f"{case.name}, fixed buffers").with_config(
+        **case.config, fsdp_double_buffer=True
+    )
+    for case in ONE_RANK + TWO_RANKS + FOUR_RANKS + MORE
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(FIXED_BUFFERS, slow=True))
+def test_fixed_buffers_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
 @pytest.mark.parametrize("claim", COMPILED)
 def test_compiled_layers_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -25,7 +25,7 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.planner.config import find_config, meta_model
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
 from hf_moe_ep.planner.options import published_configs
-from hf_moe_ep.state import STATE, quantised_matrices
+from hf_moe_ep.state import STATE, patched_state, quantised_matrices
 
 H = 32
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -94,6 +94,15 @@ FOUR_RANKS = [
         {"num_experts": 6},
     ),
     Case("LoRA", {"ep_size": 2}, options={"lora_rank": 3}, lora={"modules": PROJECTIONS}),
+    *(
+        Case(f"fixed buffers{name}", {"fsdp_double_buffer": True} | layout, *more)
+        for name, layout, *more in (
+            ("", {"ep_size": 2}),
+            (", ep 4", {"ep_size": 4}),
+            (", HSDP", {"dp_replicate_size": 2}, {"num_hidden_layers": 1}),
+            (", tied", {"ep_size": 2}, {"tie_word_embeddings": True}),
+        )
+    ),
     Case(
         "LoRA, experts, bf16",
         {"ep_size": 4},
@@ -201,6 +210,8 @@ def train_one_step(case: Case) -> dict[str, int]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(**inputs).loss.backward()
     optimizer.step()
+    buffers = patched_state(model).buffers
+    num_buffer_bytes = 0 if buffers is None else buffers.num_bytes
     states = [value for state in optimizer.state.values() for value in state.values()]
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.grad is not None for p in trained)
@@ -213,6 +224,7 @@ def train_one_step(case: Case) -> dict[str, int]:
         "optimizer": count_bytes(value for value in states if isinstance(value, Tensor)),
         "gathered": most_gathered_bytes(model, case),
         "experts": count_bytes(quantised_tensors(model)),
+        "buffers": num_buffer_bytes,
     }
 
 
@@ -240,6 +252,7 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
                 name: getattr(of_rank, name) for name in ("parameters", "gradients", "optimizer")
             }
             expected |= {"gathered": plan.gathered, "experts": actual["experts"]}
+            expected["buffers"] = plan.buffers
             if actual != expected:
                 wrong.append(f"{case.name}, rank {rank}: holds {actual}, planned {expected}")
         for name in ("parameters", "gradients", "optimizer"):
