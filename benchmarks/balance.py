@@ -265,9 +265,9 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
             verdicts.append(
                 f"{method.model}, {method.name}: the worst layer is "
                 f"{'below' if below else 'NOT below'} {TARGET} with every seed; the held-out loss "
-                f"is {statistics.mean(deltas):+.4f} beside none on the mean of {len(seeds)} seeds, "
-                f"which by themselves make {max(plain_losses) - min(plain_losses):.4f} of "
-                f"difference."
+                f"minus that without balancing is {statistics.mean(deltas):+.4f}, the mean of "
+                f"{len(seeds)} seeds. Without balancing, the losses of the seeds differ by up to "
+                f"{max(plain_losses) - min(plain_losses):.4f}."
             )
     return "\n".join([*lines, "", *verdicts])
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from figures import setting, spread
 from mixers import Measured, PeakBytes, SentInForward
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
+from timing import seconds_of_step
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -158,14 +158,7 @@ def measure_seconds(rank: int, sizes: Sizes, way: str) -> list[float]:
     with mock.patch.object(torch._dynamo.config, "disable", True):
         _, _, step = prepare_step(sizes, way)
         step()
-        seconds = []
-        for _ in range(sizes.steps):
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            dist.barrier()
-            seconds.append(time.perf_counter() - start)
-    return seconds
+        return [seconds_of_step(step) for _ in range(sizes.steps)]
 
 
 def report(

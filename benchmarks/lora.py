@@ -29,10 +29,10 @@ import argparse
 import gc
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +42,7 @@ from figures import setting, spread
 from peft import LoraConfig, get_peft_model
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from sequence import saved_storages
+from timing import seconds_of_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -142,12 +143,9 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for step in range(WARMUP_STEPS + sizes.steps):
         for kind, model in models.items():
-            dist.barrier()
-            start = time.perf_counter()
-            train_step(model, optimizers[kind], batch)
-            dist.barrier()
+            taken = seconds_of_step(partial(train_step, model, optimizers[kind], batch))
             if step >= WARMUP_STEPS:
-                seconds[kind].append(time.perf_counter() - start)
+                seconds[kind].append(taken)
     return {kind: Measured(saved[kind], seconds[kind]) for kind in KINDS}
 
 
@@ -195,13 +193,8 @@ def measure_held(sizes: Sizes, kind: str) -> Held:
     train_step(model, optimizer, batch)
     with gathered_of_experts() as gathered:
         counted = count_step(model, layers, optimizer, batch)
-    seconds = []
-    for _ in range(sizes.steps):
-        dist.barrier()
-        start = time.perf_counter()
-        train_step(model, optimizer, batch)
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
+    step = partial(train_step, model, optimizer, batch)
+    seconds = [seconds_of_step(step) for _ in range(sizes.steps)]
     return Held(experts, parameters, sum(gathered), max(counted.peaks().values()), seconds)
 
 

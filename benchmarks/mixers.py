@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,6 +44,7 @@ import torch.distributed as dist
 from figures import setting, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
+from timing import seconds_of_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -262,14 +262,7 @@ def measure_seconds(rank: int, kind: Kind, way: str, sizes: Sizes) -> list[float
     """Time the steps of four ranks, after one step to warm up."""
     _, step = prepare_step(kind, way, sizes)
     step()
-    seconds = []
-    for _ in range(sizes.steps):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    return [seconds_of_step(step) for _ in range(sizes.steps)]
 
 
 def report(

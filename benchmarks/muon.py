@@ -9,7 +9,7 @@ ranks the seconds of a clock say little, so the CPU seconds of the busiest rank 
 The table also has the bytes that all ranks send in a step, counted by hand and at the collective,
 the operations of the busiest rank, and the largest bucket, of which a rank has two at a time.
 
-With `--plan` nothing is timed: the matrices of the whole model are dealt out to 8 ranks, and their
+With `--plan` nothing is timed: the matrices of the whole model are assigned to 8 ranks, and their
 operations and bytes become seconds at the rates of `hf-moe-ep plan`.
 """
 
@@ -112,35 +112,35 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
     start = muon.start_all_to_all
     with patch.object(muon, "start_all_to_all", count):
         optimizer.step()
-    dealt = optimizer._dealt
-    assert dealt is not None
-    entries = dealt.matrices
+    assignment = optimizer._assignment
+    assert assignment is not None
+    entries = assignment.matrices
     sizes_of_buckets = [
         sum(
             (run.stop - run.start) * entries[run.index].shape[0] * entries[run.index].shape[1]
             for run in bucket.runs[dist.get_rank(bucket.group)]
         )
         * entries[0].itemsize
-        for bucket in dealt.buckets
+        for bucket in assignment.buckets
     ]
     return Measured(
         clock,
         cpu,
         sent,
-        _bytes_by_hand(dealt),
-        _operations(dealt, None),
-        len(dealt.buckets),
+        _bytes_by_hand(assignment),
+        _operations(assignment, None),
+        len(assignment.buckets),
         max(sizes_of_buckets, default=0),
     )
 
 
-def _bytes_by_hand(dealt: Any) -> int:
+def _bytes_by_hand(assignment: Any) -> int:
     """Return the bytes that a rank sends in a step, as an average over the ranks.
 
     Of the elements of a sharded matrix, 1 / ranks are with the owner already.
     """
     nbytes = 0
-    for entry in dealt.matrices:
+    for entry in assignment.matrices:
         shard = entry.shard
         if shard.group is not None:
             elements = shard.experts * entry.layout.parts * entry.shape[0] * entry.shape[1]
@@ -149,12 +149,12 @@ def _bytes_by_hand(dealt: Any) -> int:
     return nbytes
 
 
-def _operations(dealt: Any, rank: int | None) -> int:
+def _operations(assignment: Any, rank: int | None) -> int:
     """Return the operations of this rank (`rank` None) or of another rank of its groups."""
-    owned = [run for runs in dealt.whole for run in runs]
-    for bucket in dealt.buckets:
+    owned = [run for runs in assignment.whole for run in runs]
+    for bucket in assignment.buckets:
         owned += bucket.runs[dist.get_rank(bucket.group) if rank is None else rank]
-    return sum((run.stop - run.start) * dealt.matrices[run.index].flops for run in owned)
+    return sum((run.stop - run.start) * assignment.matrices[run.index].flops for run in owned)
 
 
 def in_one_process(rank: int, sizes: Sizes) -> Measured:
@@ -239,9 +239,9 @@ def work_of_a_rank(config: Any, parallel: ParallelConfig, world: int) -> tuple[i
             for update in optimizer._update_momentum(group, group["params"])
         ]
         with patch.object(muon, "check_alike", lambda *args, **kwargs: None):
-            dealt = optimizer._deal(updates)
-        operations = max(_operations(dealt, rank) for rank in range(world))
-        sent = _bytes_by_hand(dealt)
+            assignment = optimizer._assign(updates)
+        operations = max(_operations(assignment, rank) for rank in range(world))
+        sent = _bytes_by_hand(assignment)
     return operations, sent
 
 

@@ -23,10 +23,10 @@ import argparse
 import gc
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from figures import setting, spread
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from step_vs_native import SentBytes
+from timing import seconds_of_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -136,12 +137,9 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[int, Measured]:
     seconds: dict[int, list[float]] = {sp: [] for sp in sizes.sp}
     for step in range(WARMUP_STEPS + sizes.steps):
         for sp, model in models.items():
-            dist.barrier()
-            start = time.perf_counter()
-            train_step(model, optimizers[sp], batches[sp])
-            dist.barrier()
+            taken = seconds_of_step(partial(train_step, model, optimizers[sp], batches[sp]))
             if step >= WARMUP_STEPS:
-                seconds[sp].append(time.perf_counter() - start)
+                seconds[sp].append(taken)
     return {sp: Measured(activations[sp], sent[sp], seconds[sp]) for sp in sizes.sp}
 
 

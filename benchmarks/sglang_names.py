@@ -52,8 +52,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads_cpu": lambda model: model.config.linear_num_value_heads,
     },
 }
-# SGLang takes every layer of these types for a MoE layer, as in all published models, and the norm
-# of OLMoE's keys for as wide as that of its queries.
+# SGLang builds every layer of these types as a MoE layer, as in all published models. It builds the
+# norm of OLMoE's keys with the width of the queries.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"mlp_only_layers": []},

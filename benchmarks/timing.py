@@ -1,7 +1,10 @@
-"""`milliseconds` times the work of a function on its device, without the time of the host.
+"""Time the work of a function on its device, or a step that all ranks run.
+
+    milliseconds         times the work of a function on its device, without the time of the host
+    seconds_of_step      times a step of all ranks, between two barriers
 
 A GPU executes kernels after the host has launched them. `spin` keeps the GPU busy while the host
-launches the timed kernels, so that the GPU never waits for Python between the two events. A
+launches the timed kernels, so that the GPU never waits for Python while its time is measured. A
 function that synchronises with the host, as stock's eager loop over experts does, is still timed
 with its waits.
 """
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # This is longer than the host needs to launch a layer's forward and backward: 10 ms at 2 GHz.
 SPIN_CYCLES = 20_000_000
@@ -34,6 +38,15 @@ def milliseconds(run: Callable[[], Any], cuda: bool, times: int = 1) -> float:
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / times
+
+
+def seconds_of_step(step: Callable[[], Any]) -> float:
+    """Return the seconds of a step that all ranks begin together, until the last one has ended."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - start
 
 
 def spin() -> None:

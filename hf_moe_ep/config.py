@@ -55,8 +55,8 @@ class ParallelConfig:
             must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
         etp_size: the number of consecutive ranks that share each expert (expert tensor
             parallelism): each has a part of the hidden units of its experts, and their results are
-            added up. For a model with few, large experts, on more ranks than it has experts.
-            It must divide the hidden size of an expert, and `ep_size * etp_size` must divide
+            added up. This is for models with few, large experts, on more ranks than experts. It
+            must divide the hidden size of an expert, and `ep_size * etp_size` must divide
             `world_size / dp_replicate_size`. None: HF_MOE_EP_ETP_SIZE, or 1.
         pp_size: the number of pipeline stages. Each stage holds some of the layers, and all sizes
             above count ranks of one stage. A forward in training with labels runs forward and

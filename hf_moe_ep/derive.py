@@ -6,8 +6,8 @@
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches but do not call that
                  interface, and the modules that contain a convolution
-    router       a module that calls topk and is in the same parent module as the experts; if there
-                 is none, such a module that has a weight with one row per expert
+    router       a module beside the experts (in the same parent module) that calls topk; if none
+                 calls topk, a module beside the experts whose weight has one row per expert
     final norm   the norm that follows the list of layers
     aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
                  names the attribute that holds its coefficient
@@ -324,7 +324,7 @@ class _Derivation:
     def _mixers(self, stack: str) -> set[str]:
         """Return the patterns of the mixers in layers, without mixers inside other mixers."""
         mixers = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
-        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_owners(name))}
+        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_containers(name))}
 
     def _final_norm(self, decoder: str, stack: str) -> str:
         follows_layers = False
@@ -476,7 +476,7 @@ def _as_code(plan: ModelPlan, unknown: str) -> str:
     return f"ModelPlan({', '.join(arguments)})"
 
 
-def _owners(name: str) -> Iterator[str]:
+def _containers(name: str) -> Iterator[str]:
     """Yield the names of all modules that contain the module `name`, the innermost first."""
     while name := name.rpartition(".")[0]:
         yield name

@@ -6,9 +6,9 @@ import math
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.mesh import ranks_in_node
 from hf_moe_ep.sequence.ways import Way
 from hf_moe_ep.state import (
@@ -214,8 +214,8 @@ def _nodes(state: ModelState) -> str:
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
 
 
-# What the ranks of a batch do not divide, by the `Split` of a mixer (sequence/gather.py).
-_NOT_DIVIDED = {
+# How the ranks of a batch divide mixers, by the mixers' `Split` (sequence/gather.py).
+_DIVISION = {
     "not": "gathered for {}; the computation and activations of these modules are not divided",
     "queries": "keys gathered for {}; the keys and values of these modules are not divided",
     "heads": "heads split in {}; everything is divided",
@@ -226,7 +226,7 @@ _NOT_DIVIDED = {
 def _sequence(state: ModelState) -> list[str]:
     """Return the lines about the modules that mix tokens outside of attention, if there are any."""
     return [
-        f"  sequence   {_NOT_DIVIDED[split].format(', '.join(f'{n} ({c})' for n, c in modules))} "
+        f"  sequence   {_DIVISION[split].format(', '.join(f'{n} ({c})' for n, c in modules))} "
         f"by {_sizes(state)}"
         for split, modules in state.mixers.items()
     ]
@@ -282,10 +282,9 @@ def _parameters(model: nn.Module) -> str:
         values_per_element[id(stored.values)] = quantisation.values_per_byte
     whole = local = 0
     for parameter in model.parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         num_values = values_per_element.get(id(parameter), 1)
         whole += parameter.numel() * num_values
-        local += shard.numel() * num_values
+        local += local_tensor(parameter).numel() * num_values
     state = find_state(model)
     if state is not None and state.stage is not None:
         whole = sum(math.prod(tensor.shape) for tensor in state.stage.tensors.values())

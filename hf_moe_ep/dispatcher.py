@@ -158,7 +158,8 @@ class Dispatcher(Protocol):
     """Plans the exchanges of one ep group, for all layers of a model.
 
     Attributes:
-        leaves_out_padding: True if a token whose ids are all the number of experts is not sent.
+        leaves_out_padding: True if a padding token, whose ids all stand for "no expert" (the number
+            of experts), is not sent.
     """
 
     @property

@@ -249,9 +249,10 @@ def slabs_in_stock_shape(
 def for_each_half(
     change: Callable[[Box, Tensor], Tensor], apart: int | None, size: int
 ) -> Callable[[Box, Tensor], Tensor]:
-    """Let a function of boxes and values of a stock tensor take those of the held tensor.
+    """Return `change` for boxes and values of a held tensor.
 
-    `size` is the length of the dim after `apart`.
+    `change(box, values)` takes those of the stock tensor, so it is called once per half. `size` is
+    the length of the dim after `apart`.
     """
     if apart is None:
         return change
@@ -297,7 +298,7 @@ def weights_of_parts(weights_TK: Tensor, etp_size: int, rows_dtype: torch.dtype)
 
 
 def count_whole(pairs_P: Tensor, num_local: int, etp_size: int) -> Tensor:
-    """Return the number of pairs of each expert from the numbers of its parts, which are equal."""
+    """Return the number of pairs of each expert: that of any of its parts, which are all equal."""
     return pairs_P.view(-1, etp_size, num_local)[:, 0].flatten()
 
 

@@ -2,7 +2,7 @@
 
 `patch` changes one model instance; other models keep running stock code. It first finds the parts
 of the model (`architectures.py`). Then all features check that they can do what the config asks
-for. Only if no check fails, the features attach themselves:
+for. If no check fails, the features attach themselves:
 
     mtp        with mtp_layers, a head for multi-token prediction runs behind the model in training
                                                                               (`mtp/attach.py`)
@@ -146,7 +146,7 @@ def patch_model(
     plan: ModelPlan | None = None,
     weights: Path | None = None,
 ) -> nn.Module:
-    """Patch a model; `config` has no open fields, and `weights` is for a model on meta."""
+    """Patch a model, with a config whose sizes are all set. `weights` is for a model on meta."""
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
     if (

@@ -233,8 +233,9 @@ class ModelState:
     gather_logits: bool = False
     # True while a Trainer runs a forward of which it reads only the loss (loss/attach.py).
     only_loss_is_read: bool = False
-    # The number by which TRL's SFTTrainer divides the sum of token losses, compared with the aux
-    # loss (integrations/shared_batches.py); None if it is that of the tokens of the batch.
+    # With pipeline stages: the number by which the sum of token losses is divided before the aux
+    # loss is added, so that both have the weights that TRL's SFTTrainer gives them
+    # (integrations/shared_batches.py). None: the number of tokens of the batch.
     loss_divisor: Any = None
     # True during a forward whose loss is computed without logits (loss/attach.py).
     loss_is_fused: bool = False
@@ -397,8 +398,8 @@ class Compute:
         quantisation: the format of the matrices from sharding on; None if they are not quantised.
         weights_inputs: True if the routing weight of an expert multiplies its input, and not its
             output.
-        turns_factors: True if PEFT takes the transposed matrices for matrices [out, in]. Its factor
-            lora_A then is the transpose of what would be lora_B, and vice versa.
+        turns_factors: True if PEFT treats the transposed matrices [in, out] as [out, in]. Its
+            factor lora_A is then the transpose of lora_B of the right matrix, and vice versa.
     """
 
     formula: ExpertFormula

@@ -506,9 +506,9 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if _is_ours(hook)
     ]
-    before = ["ForwardBegins", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
-    after = ["FinishAuxLoss", "ForwardEnds", "MarkLogits"]
-    around = ["LossBegins", "LossEnds", "PaddingBegins", "PaddingEnds"]
+    before = ["BeginCounting", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
+    after = ["FinishAuxLoss", "EndCounting", "MarkLogits"]
+    around = ["BeginFusedLoss", "EndFusedLoss", "FindPadding", "ForgetPadding"]
     assert sorted(ours) == sorted([*before, *after, *around])
     actual, expected = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", actual.logits, expected.logits, 1e-12)

@@ -1,6 +1,6 @@
 """Convert a training checkpoint to a checkpoint in the hub's layout, in one process.
 
-    folder  example          content
+    folder  example              content
     source  out/checkpoint-300   pytorch_model_fsdp_0, if the Trainer or Accelerate saved it; the
                                  format is that of torch.distributed.checkpoint (DCP)
     source  out/step-300         tensors/, if save_checkpoint saved it: safetensors that DCP reads
@@ -83,7 +83,7 @@ def convert(
         check_hashes: before the files are converted, compare them with the hashes in the manifest
             of `source`; so each file is read twice. A source without a manifest is not checked.
         extra_tensors: copy the tensors that the model's class ignores from the checkpoint that the
-            run had loaded. `source` remembers where they lie.
+            run had loaded; extra_tensors.json in `source` says where this checkpoint is.
 
     Raises:
         ValueError: `source` is no training checkpoint, is damaged, holds only adapters, or does not
@@ -196,8 +196,8 @@ def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
             f"(save_checkpoint)"
         )
     metadata: Metadata = reader.read_metadata()
-    # Every load asks for the metadata; reading thousands of headers takes longer than reading
-    # the data.
+    # Every load of a tensor calls `read_metadata`. Reading thousands of headers each time would
+    # take longer than reading the data.
     reader.read_metadata = lambda *_, **__: metadata
     return reader, metadata
 

@@ -37,9 +37,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no such config, or no plan can be derived from it.
     """
-    from hf_moe_ep.planner.architecture import lines, look_at
+    from hf_moe_ep.planner.architecture import inspect_architecture, lines
 
-    architecture = look_at(options.model)
+    architecture = inspect_architecture(options.model)
     text = json.dumps(architecture.as_json(), indent=2) if options.json else None
     print(text or "\n".join(lines(architecture, options.model)))
     return 0

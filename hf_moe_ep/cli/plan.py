@@ -33,7 +33,7 @@ from hf_moe_ep.planner.options import (
 )
 
 if TYPE_CHECKING:
-    from hf_moe_ep.planner.search import Asked, Found, Layout, Planned
+    from hf_moe_ep.planner.search import Layout, LayoutRequest, Planned, SearchResult
     from hf_moe_ep.planner.seconds import StepTime
 
 _BEST = 5
@@ -100,7 +100,7 @@ def add_parser(subparsers: Any) -> None:
         "--etp",
         type=int,
         metavar="N",
-        help="etp_size; default: 1, larger for models with fewer experts than ranks share them",
+        help="etp_size; default: 1, larger for a model with fewer experts than ranks",
     )
     add(
         "--sp",
@@ -196,11 +196,11 @@ def run(options: argparse.Namespace) -> int:
         )
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     extra |= {"compile_layers": True} if options.compile_layers else {}
-    from hf_moe_ep.planner.search import Asked, find_layouts
+    from hf_moe_ep.planner.search import LayoutRequest, find_layouts
 
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
-    request = Asked(
+    request = LayoutRequest(
         options.model,
         options.gpus,
         int(options.gpu_memory * _GIB),
@@ -284,13 +284,13 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
     return calibrated(hardware, options.calibrate)
 
 
-def as_json(result: Found, request: Asked) -> dict[str, Any]:
+def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     """Return the result of a search as plain data, with sizes in bytes."""
 
     def to_plain(planned: Planned) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
-        plain |= {"peak": step.peak, "why": _why(planned, result, request)}
+        plain |= {"peak": step.peak, "why": _why_not_best(planned, result, request)}
         if planned.layout.pp > 1:
             plain |= {"bubble": planned.bubble, "sent_between_stages": planned.sent}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
@@ -344,7 +344,9 @@ def launch_config(
     )
 
 
-def _format_result(result: Found, options: argparse.Namespace, request: Asked) -> list[str]:
+def _format_result(
+    result: SearchResult, options: argparse.Namespace, request: LayoutRequest
+) -> list[str]:
     timed = request.hardware is not None
     heading = (
         f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
@@ -365,7 +367,7 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
     ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = [heading, ""]
-    reasons = ["", *(_why(planned, result, request) for planned in shown)]
+    reasons = ["", *(_why_not_best(planned, result, request) for planned in shown)]
     for row, why in zip(rows, reasons, strict=True):
         cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{cells}   {why}".rstrip())
@@ -382,7 +384,8 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
     if request.hardware is None:
         lines += [
             "Add --gpu NAME to plan seconds as well.",
-            "Order: layers run once, then more sequences per forward, then more GiB left.",
+            "Order: first without activation checkpointing, then by sequences per forward and by "
+            "GiB left, most first.",
         ]
     else:
         lines += _about_seconds(request.hardware)
@@ -415,7 +418,7 @@ def _format_result(result: Found, options: argparse.Namespace, request: Asked) -
     return lines
 
 
-def _about_context(layout: Layout, request: Asked) -> list[str]:
+def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
     """Return the line about the keys and values that cp ranks exchange, if their width is known."""
     from hf_moe_ep.planner.search import received_per_layer
 
@@ -514,7 +517,7 @@ def _etp(layout: Layout) -> str:
     return "" if layout.etp == 1 else f" x etp {layout.etp}"
 
 
-def _why(planned: Planned, result: Found, request: Asked) -> str:
+def _why_not_best(planned: Planned, result: SearchResult, request: LayoutRequest) -> str:
     """Return why a layout is not the best: its memory, or the part of the step that is slower."""
     from hf_moe_ep.planner.work import PURPOSES
 

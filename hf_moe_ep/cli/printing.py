@@ -1,4 +1,4 @@
-"""What several commands share: an option, and the description of a checkpoint."""
+"""Functions that several commands use: an option, and the description of a checkpoint."""
 
 from __future__ import annotations
 

@@ -197,8 +197,8 @@ def _leave_out_mixers(root: nn.Module) -> None:
 class BeginForward(Ours):
     """Pre-forward hook of the root: decides whether the graphs of this forward include MoE blocks.
 
-    Blocks are traced if this rank computes all experts and nothing outside of a block looks into
-    it: no FSDP2 unit, no adapter, no open `record` or `replay`, and no hook.
+    Blocks are traced if this rank computes all experts, no module inside of a block is an FSDP2
+    unit or has an adapter or a hook, and no `record` or `replay` is open.
 
     In training the hook also passes `use_cache=False`, unless the caller passes `use_cache` or a
     cache: a model whose config says `use_cache=True` would fill a KV cache that training never

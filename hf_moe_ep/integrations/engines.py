@@ -3,9 +3,11 @@
 Stock TRL gathers one parameter at a time and sends it under its transformers name. Transformers
 stacks the experts of a layer in one parameter, which vLLM's loaders of MoE models cannot read. With
 PEFT, TRL first merges the adapters into the model, which a sharded model refuses. The wrappers send
-the tensors of `hub_tensors` instead, with the adapters merged into copies.
+the tensors of `hub_tensors` instead, with the adapters merged into copies. Their names are the keys
+of a checkpoint on the hub: each engine maps them to its own parameters, as it does when it loads a
+checkpoint.
 
-    seam of TRL                       engine
+    class or attribute in TRL         engine
     VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)
     AsyncGRPOTrainer.weight_transfer  any object with TRL's WeightTransferProtocol; TRL's own sends
                                       to a server of vLLM
@@ -104,7 +106,7 @@ def sync_merged(original: Callable[..., Any], self: Any, t0: float) -> tuple[flo
     with contextlib.closing(_stream(self, model)) as stream:
         infos = stream.metadata()
         if transfer:
-            _announce(transfer, infos)
+            _update_tensor_list(transfer, infos)
             transfer.send_weights(stream)
         else:
             for _ in stream:
@@ -121,13 +123,13 @@ def sync_merged(original: Callable[..., Any], self: Any, t0: float) -> tuple[flo
     return paused, arrived, sent
 
 
-def _announce(transfer: Any, infos: list[TensorInfo]) -> None:
-    """Tell TRL's own client which tensors follow; it has stored the list of the first sync."""
-    announced = getattr(transfer, "_weight_update_info", None)
-    if isinstance(announced, dict):
-        announced["names"] = [info.key for info in infos]
-        announced["dtype_names"] = [_dtype_name(info) for info in infos]
-        announced["shapes"] = [list(info.shape) for info in infos]
+def _update_tensor_list(transfer: Any, infos: list[TensorInfo]) -> None:
+    """Replace the list of tensors that TRL's own client has stored in its first sync."""
+    stored = getattr(transfer, "_weight_update_info", None)
+    if isinstance(stored, dict):
+        stored["names"] = [info.key for info in infos]
+        stored["dtype_names"] = [_dtype_name(info) for info in infos]
+        stored["shapes"] = [list(info.shape) for info in infos]
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

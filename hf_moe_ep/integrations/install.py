@@ -231,7 +231,7 @@ def _build_rows(
 
     Args:
         owner: the module or class that has the functions, like "module" or "module:Class".
-        feature: is lost if a function is missing in an installed version.
+        feature: the feature that is lost if an installed version lacks one of the functions.
         functions: (name of the stock function, our wrapper, why the function is wrapped).
     """
     separator = "." if ":" in owner else ":"

@@ -307,7 +307,7 @@ def _check_loss(model: Any) -> None:
 
 # The sizes that mean the same in Accelerate's ParallelismConfig and in ParallelConfig.
 _SHARED_SIZES = ("cp_size", "sp_size")
-# What does the same for a patched model.
+# For sizes that an error asks to set to 1: the setting of ours that has the same purpose.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
 

@@ -36,6 +36,7 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
@@ -250,7 +251,7 @@ def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> N
             )
     with torch.no_grad():
         for name, target in targets.items():
-            _local_part(target).mul_(1.0 - alpha).add_(_local_part(sources[name]), alpha=alpha)
+            local_tensor(target).mul_(1.0 - alpha).add_(local_tensor(sources[name]), alpha=alpha)
 
 
 def _parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -266,8 +267,3 @@ def _describe_layout(tensor: Tensor | None) -> str:
     mesh = tensor.device_mesh
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     return f"{tuple(tensor.shape)} {tensor.placements} over {sizes}"
-
-
-def _local_part(parameter: Tensor) -> Tensor:
-    """Return the part of a parameter that this rank holds."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

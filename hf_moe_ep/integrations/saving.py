@@ -181,7 +181,7 @@ def save_adapters(
 def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output_dir: str) -> bool:
     """Wrap axolotl's `save_fsdp2_lora_adapter`, which gathers and saves an adapter after training.
 
-    It returns True if the model has an adapter, which is then saved.
+    Returns True if the model has an adapter, which is then saved.
     """
     state = find_state(model)
     if state is None or state.meshes is None or not has_adapters(model):
@@ -215,8 +215,9 @@ def get_state_dict(
 def check_state_dict_type(accelerator: Accelerator) -> None:
     """Raise ValueError if Accelerate's checkpoint would not hold the state of the whole model.
 
-    With SHARDED_STATE_DICT it does. Otherwise rank 0 gathers the model, of which it can reach one
-    pipeline stage, and writes the optimizer's state with torch.save, in the shapes of this layout.
+    With SHARDED_STATE_DICT the checkpoint holds all of it. With any other type rank 0 gathers the
+    tensors of its own pipeline stage only, and writes the optimizer's state with torch.save, in the
+    shapes that parameters have with this etp_size.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     kind = getattr(getattr(plugin, "state_dict_type", None), "name", "")

@@ -276,9 +276,10 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide by the ranks per batch, as the Trainer sums them.
+    """Wrap `Trainer.floating_point_ops`: divide the number by the ranks that share the batch.
 
-    Stages count the parameters that they hold, so their numbers add up to that of the model.
+    The Trainer adds up the numbers of all ranks. Pipeline stages are no such ranks: each counts the
+    parameters that it holds, so the numbers of the stages add up to that of the model.
     """
     return original(self, inputs) // (sharing(self.accelerator) // _num_stages(self.accelerator))
 
@@ -298,7 +299,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: compute logits only if it returns them, but then whole."""
+    """Wrap `Trainer.prediction_step`: compute logits only if they are returned, and then whole."""
     state = find_state(self.model)
     if state is None:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -343,8 +344,8 @@ def compute_loss_of_process(
 ) -> Any:
     """Wrap ms-swift's `compute_loss`: divide by the number of processes that share a batch.
 
-    It multiplies a loss per token of all ranks by the number of processes, because gradients are
-    averaged over processes. The Trainer multiplies by the number of data ranks instead.
+    ms-swift multiplies the loss per token of all ranks by the number of processes, because
+    gradients are averaged over processes. The Trainer multiplies by the number of data ranks.
     """
     result = original(self, model, inputs, return_outputs, num_items_in_batch)
     size = sharing(self.accelerator)

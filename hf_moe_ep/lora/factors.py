@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.upstream.adapters import parameter_factors
 from hf_moe_ep.upstream.module_names import canonical_name
 
@@ -35,7 +35,7 @@ class Adapter:
 
     def of_experts(self, local_experts: slice) -> tuple[Tensor, Tensor]:
         """Return a_LPI and b_LOP of `local_experts`; a sharded model has no other experts."""
-        a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (self.a, self.b))
+        a, b = local_tensor(self.a), local_tensor(self.b)
         if is_stacked(a):
             return join_gate_and_up(a, b)
         a_EPI, b_EOP = stack_a(a, self.num_experts), stack_b(b, self.num_experts)

@@ -1,7 +1,7 @@
 """Register the hooks that compute the loss in chunks (`ParallelConfig.fused_loss`).
 
 A forward of a causal LM with labels calls its head and then its loss function. For such a forward,
-`LossBegins` replaces both functions of the model, and `LossEnds` restores them:
+`BeginFusedLoss` replaces both functions of the model, and `EndFusedLoss` restores them:
 
     head             returns a copy of its input, the hidden states, instead of logits
     loss function    gets these hidden states as its logits, and computes head and loss in chunks
@@ -65,9 +65,9 @@ def attach(parts: Parts, state: ModelState) -> None:
             "the loss of %s is computed from whole logits: %s", type(parts.root).__name__, reason
         )
         return
-    begins = LossBegins(state)
-    parts.causal_lm.register_forward_pre_hook(begins, with_kwargs=True)
-    parts.causal_lm.register_forward_hook(LossEnds(begins), always_call=True)
+    begin_hook = BeginFusedLoss(state)
+    parts.causal_lm.register_forward_pre_hook(begin_hook, with_kwargs=True)
+    parts.causal_lm.register_forward_hook(EndFusedLoss(begin_hook), always_call=True)
 
 
 def _why_not(parts: Parts) -> str:
@@ -83,7 +83,7 @@ def _why_not(parts: Parts) -> str:
     return f"its forward uses the logits in `{other}`" if other else ""
 
 
-class LossBegins(Ours):
+class BeginFusedLoss(Ours):
     """Pre-forward hook of the causal LM: decides if the loss of this forward is fused."""
 
     def __init__(self, state: ModelState) -> None:
@@ -135,16 +135,16 @@ class LossBegins(Ours):
         return forward
 
 
-class LossEnds(Ours):
+class EndFusedLoss(Ours):
     """Forward hook of the causal LM: restores its functions, and removes the hidden states."""
 
-    def __init__(self, begins: LossBegins) -> None:
-        self.begins = begins
+    def __init__(self, begin_hook: BeginFusedLoss) -> None:
+        self.begin_hook = begin_hook
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.begins.forward is None:
+        if self.begin_hook.forward is None:
             return None
-        forward = self.begins.end()
+        forward = self.begin_hook.end()
         assert forward is not None
         if not forward.is_fused or output is None:  # the output of a forward that raised an error
             return None

@@ -4,7 +4,7 @@ every experts module    gets a copy of the config, which selects our forward in 
                         experts interface, and a `MoELayer`, its record in the model's state
 the root                gets pre-forward hooks: `KeepForwards` restores or refuses replaced
                         forwards, `ForwardGuard` refuses a model that needs sharding but is not
-                        sharded, and `ForwardBegins` (with the forward hook `ForwardEnds`) decides
+                        sharded, and `BeginCounting` (with the forward hook `EndCounting`) decides
                         whether the tokens of a forward are counted
 shared experts          run while results are sent back, if tokens are sent (`shared_experts.py`)
 the causal LM           gets the hooks that find padding tokens (`padding.py`), and the hooks of the
@@ -22,7 +22,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.etp import check_cut
 from hf_moe_ep.moe.aux_loss import attach_aux_loss, detach_aux_loss
-from hf_moe_ep.moe.counting import ForwardBegins, ForwardEnds
+from hf_moe_ep.moe.counting import BeginCounting, EndCounting
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, record_forwards
@@ -30,7 +30,7 @@ from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.moe.padding import attach_padding
 from hf_moe_ep.moe.routers_alone import find_routers
 from hf_moe_ep.moe.shared_experts import attach_shared_experts
-from hf_moe_ep.moe.stacked import BlockBegins, BlockEnds, StackedExperts
+from hf_moe_ep.moe.stacked import EnterBlock, LeaveBlock, StackedExperts
 from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
@@ -78,8 +78,8 @@ def attach(parts: Parts, state: ModelState) -> None:
     record_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
-    parts.root.register_forward_pre_hook(ForwardBegins(state))
-    parts.root.register_forward_hook(ForwardEnds(state))
+    parts.root.register_forward_pre_hook(BeginCounting(state))
+    parts.root.register_forward_hook(EndCounting(state))
     attach_shared_experts(parts.root, state)
     attach_padding(parts, state)
     attach_aux_loss(parts, state)
@@ -91,8 +91,8 @@ def _attach_to_block(experts: StackedExperts, state: ModelState) -> None:
     if experts.description.forward is not None:
         state.replace(block, "forward", MethodType(experts.description.forward, block))
     state.in_described_block = False
-    block.register_forward_pre_hook(BlockBegins(state))
-    block.register_forward_hook(BlockEnds(state), always_call=True)
+    block.register_forward_pre_hook(EnterBlock(state))
+    block.register_forward_hook(LeaveBlock(state), always_call=True)
 
 
 def detach(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from hf_moe_ep.state import ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
 
-class ForwardBegins(Ours):
+class BeginCounting(Ours):
     """Pre-forward hook of the root: records whether this forward leads to gradients."""
 
     def __init__(self, state: ModelState) -> None:
@@ -39,8 +39,8 @@ class ForwardBegins(Ours):
         self.state.leads_to_gradients = torch.is_grad_enabled()
 
 
-class ForwardEnds(Ours):
-    """Forward hook of the root: clears the record of `ForwardBegins`.
+class EndCounting(Ours):
+    """Forward hook of the root: clears the record of `BeginCounting`.
 
     A layer that is called outside of the root's forward is counted if it has gradients enabled.
     """

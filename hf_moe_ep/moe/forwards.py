@@ -31,11 +31,11 @@ from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.state import ModelState, Ours, ReliedOn
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.replaced_forwards import (
+    belongs_to_liger,
     class_with_forward,
     forward_functions,
     forward_of_class,
     is_computed_by_liger,
-    is_ligers,
     liger_kernels_are_loaded,
     qualified_name,
 )
@@ -82,7 +82,7 @@ def keep_forwards(state: ModelState) -> None:
         # This runs in every forward of the model. Usually the first function already matches.
         if entry.function in forward_functions(entry.module):
             continue
-        if not (entry.is_experts and is_ligers(_find_innermost(entry.module))):
+        if not (entry.is_experts and belongs_to_liger(_find_innermost(entry.module))):
             _check_forward(entry.name, entry.module, entry.function, "since patch()")
         state.replace(entry.module, "forward", MethodType(moe_forward, entry.module))
         entry.function = moe_forward

@@ -1,10 +1,10 @@
 """One MoE layer: route -> dispatch -> experts -> combine.
 
-Read this file first. When transformers calls `moe_forward`, the stock router has already chosen:
-the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result is the weighted sum
-of each token's experts. Without expert parallelism (ep) every rank has all experts, and the tokens
-go straight into them. With ep each rank has E / ep_size of the experts (and with etp_size > 1 a
-part of each of them, `etp.py`):
+Of this folder, read this file first. When transformers calls `moe_forward`, the stock router has
+already chosen: the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result is
+the weighted sum of each token's experts. Without expert parallelism (ep) every rank has all
+experts, and the tokens go straight into them. With ep each rank has E / ep_size of the experts (and
+with etp_size > 1 a part of each of them, `etp.py`):
 
     route      the stock router has chosen; when a checkpointed layer is recomputed, it repeats the
                choice of its first run. If `balance_experts` has moved experts, each expert id is
@@ -81,7 +81,7 @@ class ForwardGuard(Ours):
         self.state.forward_number += 1
         apply_choice(self.state)
         if module.training:
-            self._checkpoints.look(module, dispatches=self.state.exchanges_rows)
+            self._checkpoints.wrap_functions(module, dispatches=self.state.exchanges_rows)
 
 
 def moe_forward(

@@ -8,8 +8,9 @@ training these tokens are sent to no rank, and the routed experts add nothing to
     next label        b  c  -  -  -
 
 The loss and the gradients stay exact, because nothing that the loss reads depends on a padding
-token: attention masks it, and its own next label is ignored. If a loss could read one, the tokens
-of its whole row are dispatched (the padding tokens of a row may see each other). This is so if
+token: attention masks it, and its own next label is ignored. If a loss may depend on a padding
+token, all tokens of that row are dispatched (the padding tokens of a row may see each other). A
+loss may depend on a padding token if
 
 - the next label of a padding token is not ignored: the last padding token on the left of a text
   predicts the text's first token, unless the label of that token is -100;
@@ -77,7 +78,7 @@ class RealTokens:
         return self._positions[0]
 
 
-class PaddingBegins(Ours):
+class FindPadding(Ours):
     """Pre-forward hook of the causal LM: finds the tokens that are not padding.
 
     It runs after the hook that adds a `Slice`, so with sp_size > 1 it keeps this rank's tokens.
@@ -108,8 +109,8 @@ class PaddingBegins(Ours):
         return self.state.loss_is_fused and not shows_hidden
 
 
-class PaddingEnds(Ours):
-    """Forward hook of the causal LM: forgets the tokens that `PaddingBegins` has found."""
+class ForgetPadding(Ours):
+    """Forward hook of the causal LM: forgets the tokens that `FindPadding` has found."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -123,8 +124,8 @@ def attach_padding(parts: Parts, state: ModelState) -> None:
     """Register the hooks, unless padding tokens may change other tokens."""
     if parts.causal_lm is None or parts.plan.mixers or not parts.attention:
         return
-    parts.causal_lm.register_forward_pre_hook(PaddingBegins(state), with_kwargs=True)
-    parts.causal_lm.register_forward_hook(PaddingEnds(state), always_call=True)
+    parts.causal_lm.register_forward_pre_hook(FindPadding(state), with_kwargs=True)
+    parts.causal_lm.register_forward_hook(ForgetPadding(state), always_call=True)
 
 
 def find_real_tokens(given: dict[str, Any]) -> Tensor | None:

@@ -230,9 +230,9 @@ class CheckpointWatch:
     """Wraps the functions that checkpoint the MoE layers of a model.
 
     Only a module on a path from the root to an experts module can hold such a function. Users
-    switch checkpointing on and off between forwards, so `look` checks the modules on these paths
-    each time. It searches the paths again if a module on them was replaced, as torch's
-    CheckpointWrapper does with a layer.
+    switch checkpointing on and off between forwards, so `wrap_functions` checks the modules on
+    these paths in each forward. It searches the paths again if a module on them was replaced, as
+    torch's CheckpointWrapper does with a layer.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -240,7 +240,7 @@ class CheckpointWatch:
         self._steps: list[Step] = []
 
     @torch.compiler.disable
-    def look(self, root: nn.Module, *, dispatches: bool = True) -> None:
+    def wrap_functions(self, root: nn.Module, *, dispatches: bool = True) -> None:
         """Wrap every checkpointing function that is not wrapped yet.
 
         If the layers dispatch tokens, warn of layers that torch.compile will not compile.

@@ -127,7 +127,7 @@ class SharedExperts:
 
 
 class BeginBlock(Ours):
-    """Pre-forward hook of a MoE block: tells its shared experts the block's input."""
+    """Pre-forward hook of a MoE block: passes the block's input to its shared experts."""
 
     def __init__(self, shared: SharedExperts) -> None:
         self._shared = shared

@@ -148,7 +148,7 @@ class _WithZeroGrads(torch.autograd.Function):
         return grad, *map(torch.zeros_like, ctx.saved_tensors)
 
 
-class BlockBegins(Ours):
+class EnterBlock(Ours):
     """Pre-forward hook of a block that a plan describes: records that the block runs."""
 
     def __init__(self, state: ModelState) -> None:
@@ -158,7 +158,7 @@ class BlockBegins(Ours):
         self.state.in_described_block = True
 
 
-class BlockEnds(Ours):
+class LeaveBlock(Ours):
     """Forward hook of a block that a plan describes: records that the block has ended."""
 
     def __init__(self, state: ModelState) -> None:

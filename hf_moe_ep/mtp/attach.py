@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.mtp.build import announce, check_no_adapters, find_template
+from hf_moe_ep.mtp.build import check_no_adapters, find_template, set_layers_in_config
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
@@ -59,13 +59,13 @@ def attach(parts: Parts, state: ModelState) -> None:
     if parts.mtp is None:
         return
     if state.config.mtp_from_scratch:
-        announce(parts, state)
-    begins = MtpBegins(state, parts.mtp)
-    parts.causal_lm.register_forward_pre_hook(begins, with_kwargs=True)
-    parts.main_layers[0].register_forward_pre_hook(KeepInput(begins), with_kwargs=True)
-    find_template(parts).register_forward_pre_hook(KeepArguments(begins), with_kwargs=True)
-    parts.final_norm[0].register_forward_hook(KeepHidden(begins))
-    parts.causal_lm.register_forward_hook(MtpEnds(begins), always_call=True)
+        set_layers_in_config(parts, state)
+    begin_hook = BeginMtpForward(state, parts.mtp)
+    parts.causal_lm.register_forward_pre_hook(begin_hook, with_kwargs=True)
+    parts.main_layers[0].register_forward_pre_hook(KeepInput(begin_hook), with_kwargs=True)
+    find_template(parts).register_forward_pre_hook(KeepArguments(begin_hook), with_kwargs=True)
+    parts.final_norm[0].register_forward_hook(KeepHidden(begin_hook))
+    parts.causal_lm.register_forward_hook(AddMtpLoss(begin_hook), always_call=True)
 
 
 def mtp_loss(model: nn.Module, *, reset: bool = True) -> float | None:
@@ -100,7 +100,7 @@ class _Forward:
     Attributes:
         given: the arguments of the causal LM, by name.
         embeds: the input of the first decoder layer, (B, S, H).
-        args, kwargs: the arguments of a decoder layer behind its first one.
+        args, kwargs: the arguments of a decoder layer without its hidden states.
         hidden: the output of the final norm.
     """
 
@@ -122,7 +122,7 @@ class _Forward:
         return part if part is not None and part.size > 1 else None
 
 
-class MtpBegins(Ours):
+class BeginMtpForward(Ours):
     """Pre-forward hook of the causal LM: begins a forward with labels in training."""
 
     def __init__(self, state: ModelState, head: MtpHead) -> None:
@@ -159,12 +159,12 @@ class MtpBegins(Ours):
 class KeepInput(Ours):
     """Pre-forward hook of the first decoder layer: keeps its input."""
 
-    def __init__(self, begins: MtpBegins) -> None:
-        self.begins = begins
+    def __init__(self, begin_hook: BeginMtpForward) -> None:
+        self.begin_hook = begin_hook
 
     @torch.compiler.disable
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forward = self.begins.forward
+        forward = self.begin_hook.forward
         if forward is not None and forward.embeds is None:
             forward.embeds = args[0] if args else kwargs["hidden_states"]
 
@@ -172,12 +172,12 @@ class KeepInput(Ours):
 class KeepArguments(Ours):
     """Pre-forward hook of a decoder layer: keeps all arguments but the hidden states."""
 
-    def __init__(self, begins: MtpBegins) -> None:
-        self.begins = begins
+    def __init__(self, begin_hook: BeginMtpForward) -> None:
+        self.begin_hook = begin_hook
 
     @torch.compiler.disable
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forward = self.begins.forward
+        forward = self.begin_hook.forward
         if forward is not None and not forward.kwargs:
             without = dict.fromkeys((*CACHE_NAMES, "hidden_states"))
             forward.args = args[1:]
@@ -189,27 +189,27 @@ class KeepArguments(Ours):
 class KeepHidden(Ours):
     """Forward hook of the final norm: keeps its output."""
 
-    def __init__(self, begins: MtpBegins) -> None:
-        self.begins = begins
+    def __init__(self, begin_hook: BeginMtpForward) -> None:
+        self.begin_hook = begin_hook
 
     @torch.compiler.disable
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self.begins.forward is not None:
-            self.begins.forward.hidden = output
+        if self.begin_hook.forward is not None:
+            self.begin_hook.forward.hidden = output
 
 
-class MtpEnds(Ours):
+class AddMtpLoss(Ours):
     """Forward hook of the causal LM: runs the head, and adds its loss to the output."""
 
-    def __init__(self, begins: MtpBegins) -> None:
-        self.begins = begins
+    def __init__(self, begin_hook: BeginMtpForward) -> None:
+        self.begin_hook = begin_hook
 
     @torch.compiler.disable
     def __call__(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
-        forward, self.begins.forward = self.begins.forward, None
+        forward, self.begin_hook.forward = self.begin_hook.forward, None
         if forward is None or output is None:  # the output of a forward that raised an error
             return None
-        state = self.begins.state
+        state = self.begin_hook.state
         weight = state.config.mtp_loss_weight
         if weight:
             loss = self._compute_loss(model, forward)
@@ -225,7 +225,7 @@ class MtpEnds(Ours):
     def _compute_loss(self, model: Any, forward: _Forward) -> Tensor:
         """Return the mean of the losses of all depths."""
         assert forward.embeds is not None and forward.hidden is not None
-        head = self.begins.head
+        head = self.begin_hook.head
         next_labels, count = _next_labels(forward)
         depths = range(1, len(head.blocks) + 1)
         embeds = [_shift(forward.embeds, depth) for depth in depths]
@@ -265,7 +265,7 @@ class MtpEnds(Ours):
     @torch.no_grad()
     def _measure(self, loss: Tensor, labels: Tensor, count: Any, ignored: int) -> None:
         """Add the loss and the number of labels of one depth to the sums of `mtp_loss`."""
-        state = self.begins.state
+        state = self.begin_hook.state
         num_labels = (labels != ignored).sum()
         sums = torch.stack([loss.detach().double() * count, num_labels.to(loss.device).double()])
         state.mtp_sums = sums if state.mtp_sums is None else state.mtp_sums + sums
@@ -276,7 +276,7 @@ def _gather(unit: FSDPModule, grad: Tensor) -> None:
 
 
 def _shift(x_BSH: Tensor, by: int) -> Tensor:
-    """Move the entries of later positions to the front, and fill with zeros."""
+    """Shift a sequence to the left by `by` positions, and fill its end with zeros."""
     return functional.pad(x_BSH[:, by:], (0, 0, 0, min(by, x_BSH.shape[1])))
 
 
@@ -307,6 +307,6 @@ def _labels_of_depth(next_labels: Tensor, depth: int, forward: _Forward) -> Tens
 
 
 def _move(numbers_BS: Tensor, by: int, fill: int) -> Tensor:
-    """Move the numbers of later positions to the front, and fill the end of each row."""
+    """Shift each row to the left by `by` positions, and fill its end with `fill`."""
     length = numbers_BS.shape[1]
     return functional.pad(numbers_BS[:, by:], (0, min(by, length)), value=fill)

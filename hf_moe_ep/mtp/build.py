@@ -1,7 +1,7 @@
 """Build a head for multi-token prediction for a model, without values.
 
-The decoder layers of a head are of the class of the model's own layers: that of the last layer with
-attention and experts. A head has the dtypes of that layer.
+The decoder layers of a head have the class and the dtypes of the model's last layer with attention
+and experts.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
     return mtp
 
 
-def announce(parts: Parts, state: ModelState) -> None:
-    """Set the field of the config by which an engine knows how many layers a head has."""
+def set_layers_in_config(parts: Parts, state: ModelState) -> None:
+    """Set the config's number of MTP layers, from which an inference engine builds the head."""
     _, field = MTP_HEADS[parts.plan.model_type]
     field = getattr(parts.config, "attribute_map", {}).get(field, field)
     state.replace(parts.config, field, state.config.mtp_layers)
@@ -118,7 +118,7 @@ def announce(parts: Parts, state: ModelState) -> None:
 def find_template(parts: Parts) -> nn.Module:
     """Return the last decoder layer that has both attention and experts.
 
-    The layers of the head are of its class and get its arguments, too.
+    The layers of the head have its class, and are called with its arguments.
 
     Raises:
         ValueError: there is no such layer.

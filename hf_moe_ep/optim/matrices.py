@@ -193,17 +193,19 @@ def _is_hidden(name: str, plan: ModelPlan) -> bool:
     """Return True if a module is in a decoder layer, or in an encoder of pictures or sound."""
     towers = [] if plan.vision is None else [plan.vision.tower]
     return any(
-        matches(pattern, owner)
-        for owner in _owners(name)
+        matches(pattern, module)
+        for module in _with_containers(name)
         for pattern in (plan.layers, *plan.encoders, *towers)
     )
 
 
 def _is_router(name: str, plan: ModelPlan) -> bool:
-    return bool(plan.router) and any(matches(plan.router, owner) for owner in _owners(name))
+    return bool(plan.router) and any(
+        matches(plan.router, module) for module in _with_containers(name)
+    )
 
 
-def _owners(name: str) -> Iterator[str]:
+def _with_containers(name: str) -> Iterator[str]:
     """Yield the name of a module, and the names of the modules that contain it."""
     while name:
         yield name

@@ -3,29 +3,37 @@
 `step` does the following on each rank:
 
     momentum    on the rank's shards; they have the sharding of their parameters
-    update      whole matrices are orthogonalised where they are; sharded ones travel to their
-                owner and back (deal.py)
+    update      whole matrices are orthogonalised where they are; sharded ones are sent to their
+                owner, and their updates are sent back (owners.py)
     AdamW       one fused call for all shards of the other parameters
 
-While the first sharded matrices travel, the rank orthogonalises its whole experts, and while a
-bucket of sharded matrices travels, it orthogonalises the bucket before.
+While the first sharded matrices are sent, the rank orthogonalises its whole experts, and while a
+bucket of sharded matrices is sent, it orthogonalises the bucket before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from hf_moe_ep.optim.deal import BUCKET_BYTES, Bucket, Matrices, Run, deal, shard_of, whole_runs
 from hf_moe_ep.optim.matrices import Layouts, MatrixLayout, find_layouts, layout_on_request
 from hf_moe_ep.optim.orthogonal import adjusted_lr, dtype_of_steps, orthogonalise
+from hf_moe_ep.optim.owners import (
+    BUCKET_BYTES,
+    Bucket,
+    Matrices,
+    Run,
+    assign_owners,
+    shard_of,
+    whole_runs,
+)
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
 from hf_moe_ep.ranks.together import check_alike
 from hf_moe_ep.sharding.units import reshard
@@ -56,21 +64,22 @@ class Muon(Optimizer):
     Args:
         model: patched, sharded or not. Accelerate may shard it after the optimizer was created;
             with apply_ep_fsdp2, create the optimizer afterwards.
-        lr: the learning rate of the matrices. A matrix [out, in] uses `adjust_lr_fn` of it.
-        momentum: the factor of the momentum.
+        lr: the learning rate of the matrices, which `adjust_lr_fn` scales by the shape of each one.
+        momentum: the factor by which the momentum decays in each step.
         nesterov: use Nesterov momentum.
         weight_decay: the decoupled weight decay of all parameters, also of those of AdamW.
         ns_steps: the number of Newton-Schulz steps.
         adjust_lr_fn: None or "original" multiplies lr by sqrt(max(1, out / in)). "match_rms_adamw"
-            multiplies it by 0.2 * sqrt(max(out, in)), so that learning rates and weight decays of
-            AdamW fit (https://arxiv.org/abs/2502.16982, section 2.2). "spectral_unclamped", which
-            torch.optim.Muon has from torch 2.15 on, multiplies it by sqrt(out / in).
+            multiplies it by 0.2 * sqrt(max(out, in)), so that learning rates and weight decays that
+            were tuned for AdamW can be used (https://arxiv.org/abs/2502.16982, section 2.2).
+            "spectral_unclamped", which torch.optim.Muon has from torch 2.15 on, multiplies it by
+            sqrt(out / in).
         split_heads: each head of the projections to queries, keys and values is a matrix.
         adamw_lr: the learning rate of AdamW; None takes `lr`.
         adamw_betas, adamw_eps: as in torch.optim.AdamW.
         param_groups: the parameters to train, as dicts with "params" and options of their own, as
-            in torch.optim. "use_muon" chooses the algorithm of a group; without it the rules above
-            do. None trains all parameters that require gradients.
+            in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group; a group
+            without it follows the rules above. None trains all parameters that require gradients.
 
     Raises:
         ValueError: the model is not patched; an option is invalid; no rule covers a parameter.
@@ -102,7 +111,7 @@ class Muon(Optimizer):
         self.model = model
         self.split_heads = split_heads
         self._bucket_bytes = BUCKET_BYTES
-        self._dealt: _Dealt | None = None
+        self._assignment: _Assignment | None = None
         self._of_muon = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -202,22 +211,22 @@ class Muon(Optimizer):
         for parameter in params:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), device=_local(parameter).device)
+                state["step"] = torch.zeros((), device=local_tensor(parameter).device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             for key, column in columns.items():
-                column.append(_local(state[key]))
+                column.append(local_tensor(state[key]))
         beta1, beta2 = group["betas"]
         if params:
             adamw(
-                [_local(p) for p in params],
-                [_local(p.grad) for p in params],
+                [local_tensor(p) for p in params],
+                _local_grads(params),
                 columns["exp_avg"],
                 columns["exp_avg_sq"],
                 [],
                 columns["step"],
                 foreach=False,
-                fused=all(_local(p).device.type in _FUSED_ON for p in params),
+                fused=all(local_tensor(p).device.type in _FUSED_ON for p in params),
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
@@ -235,8 +244,8 @@ class Muon(Optimizer):
             if "momentum_buffer" not in self.state[parameter]:
                 assert parameter.grad is not None
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        buffers = [_local(self.state[p]["momentum_buffer"]) for p in params]
-        shards, grads = [_local(p) for p in params], [_local(p.grad) for p in params]
+        buffers = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
+        shards, grads = [local_tensor(p) for p in params], _local_grads(params)
         lr = float(group["lr"])
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
@@ -249,16 +258,16 @@ class Muon(Optimizer):
         """Orthogonalise all updates and add them to the parameters."""
         if not updates:
             return
-        dealt = self._deal(updates)
+        assignment = self._assign(updates)
         device = patched_state(self.model).device
         work = [
-            _Exchange(bucket, dealt.matrices, updates, device, f"bucket {number} of Muon.step")
-            for number, bucket in enumerate(dealt.buckets)
+            _Exchange(bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step")
+            for number, bucket in enumerate(assignment.buckets)
         ]
         if work:
             work[0].start()
-        for runs in dealt.whole:
-            _apply_whole(runs, dealt.matrices, updates, device)
+        for runs in assignment.whole:
+            _apply_whole(runs, assignment.matrices, updates, device)
         for number, exchange in enumerate(work):
             if number + 1 < len(work):
                 work[number + 1].start()
@@ -268,10 +277,10 @@ class Muon(Optimizer):
         if work:
             work[-1].finish()
 
-    def _deal(self, updates: Sequence[_Update]) -> _Dealt:
-        """Deal out the matrices, or return the last result if nothing has changed."""
-        if self._dealt is not None and self._dealt.fits(updates):
-            return self._dealt
+    def _assign(self, updates: Sequence[_Update]) -> _Assignment:
+        """Assign the matrices to owners, or return the last result if nothing has changed."""
+        if self._assignment is not None and self._assignment.fits(updates):
+            return self._assignment
         self._layouts = self._find_layouts()
         names = {p: name for name, p in self.model.named_parameters()}
         matrices = []
@@ -293,13 +302,13 @@ class Muon(Optimizer):
             None if meshes is None else meshes.world_group,
             matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
         )
-        self._dealt = _Dealt(
+        self._assignment = _Assignment(
             [update.parameter for update in updates],
             matrices,
             list(whole_runs(matrices, self._bucket_bytes)),
-            deal(matrices, self._bucket_bytes),
+            assign_owners(matrices, self._bucket_bytes),
         )
-        return self._dealt
+        return self._assignment
 
 
 @dataclass(frozen=True)
@@ -315,8 +324,8 @@ class _Update:
 
 
 @dataclass(frozen=True)
-class _Dealt:
-    """Which matrices this rank orthogonalises, whole ones and those that travel.
+class _Assignment:
+    """The matrices that this rank orthogonalises: whole ones, and those of other ranks in buckets.
 
     `matrices` has one entry for each of the `parameters`.
     """
@@ -518,8 +527,9 @@ def _describe(
     )
 
 
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's shards of the gradients. Every parameter has a gradient."""
+    return [local_tensor(cast(Tensor, parameter.grad)) for parameter in params]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
     layers_of_stages    the layers of each stage, from the config or divided evenly
     stage_of_names      the stage that holds each parameter and each buffer
     cut_model           replaces the parts of other stages by stand-ins (`stage.py`)
-    parts_of_stage      the `Parts` of what is left
+    parts_of_stage      the `Parts` (`architectures.py`) of the modules that are left
 
 Every stage gets consecutive layers. The first stage also holds the embedding, the last stage the
 final norm and the head. All other modules, such as rotary embeddings, have no parameters and stay
@@ -93,7 +93,7 @@ def stage_of_names(model: nn.Module, parts: Parts, stages: list[range]) -> dict[
 
 
 def _find_stage(name: str, prefixes: dict[str, int]) -> int | None:
-    # A name has few components, so its prefixes are looked up, and not all layers compared.
+    # Looking up each prefix of a name is faster than comparing the name with every layer.
     parts = name.split(".")
     for end in range(1, len(parts)):
         stage = prefixes.get(".".join(parts[:end]) + ".")
@@ -194,7 +194,7 @@ def _forget_removed(model: nn.Module, parts: Parts, state: ModelState, stage: St
 
 
 class CheckOutput(Ours):
-    """Forward hook of a stage's last layer: refuses a layer that returns more than a tensor."""
+    """Forward hook of a stage's last layer: raises ValueError if the output is not one tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name

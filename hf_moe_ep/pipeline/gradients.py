@@ -1,7 +1,7 @@
 """Keep the gradients that a schedule has computed until `loss.backward()` adds them.
 
-A training forward of a pipeline runs all backwards, for a gradient of one of the loss. The returned
-loss is connected to these gradients by an autograd node:
+A training forward of a pipeline also runs all backwards, with a gradient of 1 for the loss. The
+returned loss is connected to the computed gradients by an autograd node:
 
     loss = model(**batch).loss       runs forward and backward; `.grad` of every parameter is as
                                      before the call
@@ -24,19 +24,19 @@ class StepGradients:
     """The gradients of one forward."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the gradients aside that the parameters have before the forward."""
+        """Set aside the gradients that the parameters have before the forward."""
         self._before = [(p, p.grad) for p in parameters if p.requires_grad]
         self._new: list[tuple[nn.Parameter, Tensor]] | None = None
         for parameter, _ in self._before:
             parameter.grad = None
 
     def take(self) -> None:
-        """Take the gradients that the forward has computed from the parameters."""
+        """Move the gradients that the forward has computed from the parameters to this object."""
         self._new = [(p, p.grad) for p, _ in self._before if p.grad is not None]
         self.restore()
 
     def restore(self) -> None:
-        """Set the gradients that the parameters had before the forward."""
+        """Give the parameters the gradients back that they had before the forward."""
         for parameter, grad in self._before:
             parameter.grad = grad
         self._before = []
@@ -46,7 +46,7 @@ class StepGradients:
         """Multiply the gradients by `scale`, and add them to the gradients of the parameters.
 
         Raises:
-            RuntimeError: they were added already.
+            RuntimeError: the gradients were added already.
         """
         if self._new is None:
             raise RuntimeError(

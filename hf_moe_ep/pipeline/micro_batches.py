@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Arguments with one entry per token that may have leading axes (time, row and column of pictures).
+# This argument may be (3, B, S): a position in time, a row and a column of each token in a picture.
 _POSITIONS = "position_ids"
 # Arguments that are the same for all rows.
 _SHARED = ("num_items_in_batch", "logits_to_keep")

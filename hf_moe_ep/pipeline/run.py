@@ -114,14 +114,19 @@ class _Run:
 
     Attributes:
         batches: the micro-batches.
+        trains: True if backward runs as well.
         wants_logits: True if the logits of the batch are returned.
         has_fused_head: True if TRL's fused head computes the outputs (`token_losses.py`).
-        divisor: the number of tokens that divides the sum of their losses.
-        key: tells apart calls whose hidden states may have other shapes or dtypes.
+        divisor: the sum of the losses of all tokens is divided by this number of tokens.
+        losses_are_summed: True if the caller has passed this number (`num_items_in_batch`).
+        key: a part of the key of each transfer (`ranks/neighbours.py`). It differs between calls
+            whose hidden states may differ in shape or dtype.
         received: the hidden states of each micro-batch, until its backward has run.
         produced: the tensors for the next stage, or on the last stage the loss.
-        forms: the forms of the tensors for the next stage, and so of their gradients.
+        forms: shape and dtype of the tensors for the next stage; their gradients have the same.
         arrivals: transfers that were started before their operation.
+        outputs: the model's outputs for all micro-batches on the last stage; on other stages only
+            the output of the last micro-batch.
     """
 
     batches: list[MicroBatch]
@@ -194,8 +199,8 @@ class Pipeline:
                 self._run(run, forwards_only(count), stock, stage)
             return self._output(run, mode, None)
         if isinstance(self.model, FSDPModule):
-            # A loop that accumulates switches this off; each micro-batch would then keep unsharded
-            # gradients.
+            # A loop that accumulates gradients switches off their reduce-scatter. Every micro-batch
+            # would then keep unsharded gradients.
             self.model.set_requires_gradient_sync(True)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -316,10 +321,10 @@ class Pipeline:
             raise
 
     def _expect(self, run: _Run, operation: Operation, *, early: bool) -> None:
-        """Start to receive what an operation needs.
+        """Start to receive the tensors that an operation needs.
 
-        Before the shapes are known, nothing can be received early: this would wait for a stage that
-        may wait for this one.
+        With `early`, hidden states of unknown shape are not received: their shapes would have to be
+        received first, which blocks, and the sender may be waiting for this stage.
         """
         channels, index = self._channels, operation.micro_batch
         assert channels is not None
@@ -462,7 +467,7 @@ def _finish_aux_loss(run: _Run, stage: Stage) -> None:
 
 
 def _key(mode: int, device: torch.device) -> tuple[Any, ...]:
-    """Return what the forms of hidden states may depend on, besides the shape of a batch."""
+    """Return what determines the form of hidden states, apart from the shape of the batch."""
     is_cast = torch.is_autocast_enabled(device.type)
     return mode, torch.get_autocast_dtype(device.type) if is_cast else None
 

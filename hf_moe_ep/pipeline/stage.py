@@ -32,12 +32,14 @@ class Boundary:
         is_last: True on the last stage, which computes the loss.
         received: the hidden states of the previous stage; None on the first stage.
         received_sums: what the routers of earlier stages add to the aux loss (`moe/aux_loss.py`).
-        sent, sent_sums: the same for the next stage.
-        share: the share of the batch's rows that the micro-batch has.
+        sent: the hidden states for the next stage; None on the last stage.
+        sent_sums: `received_sums` plus what the routers of this stage add, for the next stage.
+        share: the number of rows in the micro-batch, divided by the rows of the batch.
         losses_are_summed: True if the caller divides the loss of the batch by a number of tokens.
         defers_aux_loss: True with "gpipe", whose aux loss is computed after all forwards.
-        deferred: on the last stage, the sums of each micro-batch until then.
-        finish_aux_loss: computes from these sums the terms that are added to the losses of the
+        deferred: on the last stage with "gpipe", the sums of all routers, one tensor per
+            micro-batch.
+        finish_aux_loss: computes from `deferred` the terms that are added to the losses of the
             micro-batches, and the aux loss of the batch.
     """
 
@@ -75,8 +77,8 @@ class WholeTensor:
     """A parameter or a persistent buffer of the whole model.
 
     Attributes:
-        shape, dtype: as the model was loaded.
-        stage: the stage that holds the tensor, and the first one if several do.
+        shape, dtype: those of the loaded model, before it is sharded.
+        stage: the first stage that holds the tensor.
     """
 
     shape: tuple[int, ...]
@@ -155,7 +157,11 @@ class NoEmbedding(StandIn):
 
 
 class _OtherLayer(StandIn):
-    """A decoder layer of another stage, with the plain attributes that models read from layers."""
+    """Replaces a decoder layer of another stage.
+
+    It keeps the layer's public attributes that are numbers, strings or None, because some models
+    read such attributes in the loop over their layers.
+    """
 
     def __init__(self, layer: nn.Module, boundary: Boundary) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
-"""Train models with stages whose loss TRL computes from the log-probabilities of labels.
+"""Train a model with pipeline stages if TRL computes the loss from log-probabilities of labels.
 
 TRL's SFTTrainer calls a model with `fused_lm_head=True` and computes the loss from its outputs:
 
     loss = -sum(log_probs) / N + coefficient * aux_loss / accumulation
 
-A pipeline has computed all gradients when the forward returns. This works because the loss of every
-token has the same weight, so the gradients are those of a loss that is known before:
+A pipeline has computed all gradients when the forward returns. It computes those of another loss,
+which the forward can compute. Every token has the same weight in both losses, so the gradients
+differ only by a factor:
 
     known = -sum(log_probs) / K + coefficient * aux_loss
 
@@ -113,7 +114,7 @@ def _scale_of(
     coefficient: float,
     *grads: Tensor | None,
 ) -> Tensor:
-    """Return the number of known losses that are in the loss of the caller.
+    """Return the caller's loss divided by the known loss, derived from the caller's gradients.
 
     Raises:
         ValueError: the loss of the caller is no multiple of the known loss.

@@ -13,6 +13,6 @@
     search, shrink           find the layouts that fit; find options that make a step fit
     plot                     draw the memory over a step
 
-Here: code that predicts the memory and time of a training job before it starts, in one process and
-without a GPU. Never: anything that a training step imports.
+The code in this folder runs in one process, without a GPU, before a training job starts. A training
+step imports none of it.
 """

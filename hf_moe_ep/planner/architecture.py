@@ -1,10 +1,10 @@
 """Find out from a config which features a model supports, and why others are not supported.
 
-`look_at` builds the model on the meta device and derives its plan as `patch` would. Then it tries
-each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If one of these
-steps raises an error, its feature is not supported, and the message is the reason. Training would
-raise the same error, so this file has no rules of its own. `lines` formats the result.
-ARCHITECTURES.md lists which models were compared with stock transformers.
+`inspect_architecture` builds the model on the meta device and derives its plan as `patch` would.
+Then it tries each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If
+one of these steps raises an error, its feature is not supported, and the message is the reason.
+Training would raise the same error, so this file has no rules of its own. `lines` formats the
+result. ARCHITECTURES.md lists which models were compared with stock transformers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Architecture:
         return result
 
 
-def look_at(shape: str) -> Architecture:
+def inspect_architecture(shape: str) -> Architecture:
     """Derive the plan of a model and try every feature on it.
 
     Args:

@@ -46,7 +46,7 @@ from hf_moe_ep.planner.hardware import KINDS, PRODUCTS, Hardware
 from hf_moe_ep.planner.seconds import time_of_work
 from hf_moe_ep.planner.work import Collective, Operator, StepWork, WorkCounter
 from hf_moe_ep.ranks.together import everyone
-from hf_moe_ep.upstream.dispatch_modes import tensors_in
+from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.operators import group_of, operator_name, work_of
 
 LARGE = 2**16

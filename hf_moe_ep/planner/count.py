@@ -35,7 +35,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops.operators import STEPS_INSIDE
-from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id, tensors_in
+from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id
+from hf_moe_ep.upstream.graph import tensors_in
 
 # Values of `made_by` for a storage that no operator made. BEFORE is also the name of the stretch (a
 # named part of the run) that precedes the first `begin`.
@@ -114,7 +116,7 @@ class TensorMemory(OperatorMode):
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage; None if the storage is not counted."""
-        entry = self._alive.get(storage_id(_local(tensor).untyped_storage()))
+        entry = self._alive.get(storage_id(local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]
 
     def alive_at_peak(self, stretch: str) -> list[StorageRecord]:
@@ -165,7 +167,7 @@ class TensorMemory(OperatorMode):
         self._allocate(storage, StorageRecord(storage.nbytes(), RESIZED, ()))
 
     def _record_tensor(self, tensor: Tensor, made_by: str, *, on_host: bool) -> None:
-        local = _local(tensor)
+        local = local_tensor(tensor)
         storage = local.untyped_storage()
         if storage_id(storage) not in self._alive:
             self._allocate(
@@ -198,10 +200,6 @@ class TensorMemory(OperatorMode):
         if self.now > self.peaks.get(self._stretch, -1):
             self.peaks[self._stretch] = self.now
             self._peak_at[self._stretch] = len(self._changes)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

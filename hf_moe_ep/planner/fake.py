@@ -47,8 +47,8 @@ from hf_moe_ep.upstream.dispatch_modes import (
     fake_tensors,
     is_fake,
     on_real_tensors,
-    tensors_in,
 )
+from hf_moe_ep.upstream.graph import tensors_in
 
 MANY = 32
 _TOPK = torch.ops.aten.topk.default

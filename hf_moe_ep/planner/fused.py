@@ -2,8 +2,8 @@
 
 A plan runs uncompiled layers, whose operators each read their inputs from memory and write their
 results to memory. A compiler fuses operators that move bytes only into kernels: between two
-products, it reads each input once, and writes only results that another kernel needs. In backward
-it computes what forward has not written again. `Fusion` counts these kernels:
+products, it reads each input once, and writes only results that another kernel needs. Backward
+recomputes the results that forward has not written. `Fusion` counts these kernels:
 
     x -> to fp32 -> square -> mean -> rsqrt -> times x -> to bf16 -> times weight -> product
 
@@ -17,10 +17,10 @@ A tensor is written to memory if
 - it crosses the border of a graph: the MoE block and each layer are borders;
 - it is a sum over rows, which is small, and which a kernel of its own may need.
 
-A tensor that is not written costs the tensors from which it is computed, wherever it is read. A
-kernel is a series of operators without a product or attention in between. A sum over columns, such
-as the gradient of a norm's weight, is a kernel of its own: it needs all rows, while other kernels
-compute one row at a time.
+Where a tensor that is not written is read, it is computed again: the tensors from which it is
+computed are read instead. A kernel is a series of operators without a product or attention in
+between. A sum over columns, such as the gradient of a norm's weight, is a kernel of its own: it
+needs all rows, while other kernels compute one row at a time.
 
 The code of training itself says which regions are compiled: inside of `in_place_of_compile`,
 torch.compile marks a region instead of compiling it. Autograd numbers its nodes, so the numbers of
@@ -128,8 +128,8 @@ class Fusion:
         finally:
             self._paused -= 1
 
-    def see(self, stretch: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
-        """Record an operator (`work.Operator`). Return True if it becomes a part of a kernel."""
+    def add(self, stretch: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        """Add an operator (`work.Operator`). Return True if it becomes a part of a kernel."""
         if self._paused:
             return False
         graph = self._find_graph()
@@ -148,7 +148,7 @@ class Fusion:
         return fuses
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels of all operators for which `see` has returned True."""
+        """Return the kernels of all operators for which `add` has returned True."""
         written = self._find_written()
         sources: dict[int, tuple[_Use, ...]] = {}
         kernels: list[Kernel] = []

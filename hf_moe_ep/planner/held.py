@@ -22,11 +22,11 @@ which holds least.
 If ep_fsdp has one rank, FSDP2 does not hold the experts' weights; a layer casts them while it runs.
 
 During a step, a rank also gathers FSDP2 units (modules whose parameters FSDP2 gathers and frees
-together) in the compute dtype. A stage is a decoder layer with its experts, the embedding, or the
-head. FSDP2 prefetches the next stage, so two neighbouring stages are gathered at a time. The root
-unit stays gathered. If the weights of embedding and head are tied, their unit stays gathered as
-well. Quantised experts (`ParallelConfig.experts_dtype`) are gathered as bytes, and their adapters
-in the dtype of the adapters.
+together) in the compute dtype: one part of the model after the other. A part is a decoder layer
+with its experts, the embedding, or the head. FSDP2 prefetches the next part, so two neighbouring
+parts are gathered at a time. The root unit stays gathered. If the weights of embedding and head are
+tied, their unit stays gathered as well. Quantised experts (`ParallelConfig.experts_dtype`) are
+gathered as bytes, and their adapters in the dtype of the adapters.
 
 `options.NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
 """
@@ -87,7 +87,7 @@ class MemoryPlan:
         expert_bytes: the bytes of the experts' matrices on all ranks of a replica, with scales and
             padding, divided by the number of their parameters.
         kinds: the kinds of ranks, in the order of their first ranks.
-        gathered: the most bytes that are gathered at a time: two neighbouring stages, and the
+        gathered: the most bytes that are gathered at a time: two neighbouring parts, and the
             units that stay gathered.
         unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
         unit_reduction: bytes of these gradients in the dtype of the reduce-scatter.
@@ -374,22 +374,22 @@ class _Sharded:
         if not self.state.config.reshard_after_forward:
             return self.gathered_bytes(self.parameters, compute) + cast
 
-        def stage_bytes(modules: Iterable[nn.Module | None]) -> int:
+        def part_bytes(modules: Iterable[nn.Module | None]) -> int:
             return self.gathered_bytes(_dtensors(modules), compute)
 
-        stages = [[layer] for layer in units.layers]
+        parts = [[layer] for layer in units.layers]
         if units.embedding is not None and not units.tied:
-            stages.insert(0, [units.embedding])
+            parts.insert(0, [units.embedding])
         if not units.tied:
-            stages.append(units.tail)
+            parts.append(units.tail)
         always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
         if units.tied:
             always += _dtensors(units.tail)
-        largest_pair = _largest_pair([stage_bytes(stage) for stage in stages])
+        largest_pair = _largest_pair([part_bytes(part) for part in parts])
         if units.vision:
             *blocks, tower = units.vision
             outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
-            in_tower = _largest_pair([stage_bytes([block]) for block in blocks]) + outside_blocks
+            in_tower = _largest_pair([part_bytes([block]) for block in blocks]) + outside_blocks
             largest_pair = max(largest_pair, in_tower)
         return self.gathered_bytes(always, compute) + largest_pair + cast
 
@@ -524,6 +524,6 @@ def _allocated(parameter: DTensor) -> int:
     return parameter.to_local().untyped_storage().nbytes()
 
 
-def _largest_pair(stages: Sequence[int]) -> int:
-    """Return the largest sum of two neighbours, or the size of a single stage."""
-    return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))
+def _largest_pair(sizes: Sequence[int]) -> int:
+    """Return the largest sum of two neighbours, or the only size."""
+    return max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))

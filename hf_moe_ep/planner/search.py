@@ -1,15 +1,16 @@
 """Find the parallel layouts of a model on N GPUs that training accepts and that fit.
 
-    found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
-    found.fit[0].layout.patch_line(), found.fit[0].step.peak
+    request = LayoutRequest("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32)
+    result = find_layouts(request)
+    result.fit[0].layout.patch_line(), result.fit[0].step.peak
 
 A layout has a pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid),
 a number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
-dispatch_chunks, and activation checkpointing or not. The experts are split over powers of two of
-ranks; where this is more than ep_size can be, because the model has few experts, etp_size ranks
-share each expert. The other sizes to try are powers of two. Training's own code decides if it
-accepts a grid: it patches and shards a few layers over a fake process group. Memory is planned by
-`step.py` and, if hardware is given, seconds by `seconds.py`.
+dispatch_chunks, and activation checkpointing or not. The experts are split over a power of two of
+ranks: ep_size ranks or, if the model has fewer experts than that, ep_size x etp_size ranks. The
+other sizes to try are powers of two. Training's own code decides if it accepts a grid: it patches
+and shards a few layers over a fake process group. Memory is planned by `step.py` and, if hardware
+is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
@@ -68,8 +69,8 @@ CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The request: a model, GPUs and a batch.
+class LayoutRequest:
+    """The model, the GPUs and the batch for which layouts are searched.
 
     Attributes:
         shape: the model, as for `plan_memory`.
@@ -77,9 +78,9 @@ class Asked:
         limit: bytes of memory of one GPU.
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
-        ep, sp, dp_replicate, cp: the size to try; None tries several sizes.
-        etp: the etp_size to try; None tries the sizes with which the experts of a model with few
-            experts are split over as many ranks as those of other models.
+        ep, sp, dp_replicate, cp: the size of each axis; None tries several sizes.
+        etp: the etp_size; None: 1, or more if the model has too few experts for an ep_size that is
+            tried.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -109,7 +110,7 @@ class Asked:
         """The number of ranks per node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
 
-    def of_stage(self, pp: int) -> Asked:
+    def of_stage(self, pp: int) -> LayoutRequest:
         """Return the request for one of `pp` stages: its layers, on its GPUs.
 
         Raises:
@@ -205,7 +206,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -219,32 +220,32 @@ class Found:
     illegal: dict[Layout, str]
 
 
-def find_layouts(asked: Asked) -> Found:
+def find_layouts(request: LayoutRequest) -> SearchResult:
     """Search the layouts of a request.
 
     Raises:
         ValueError: training accepts no layout; the message is the reason of the first refusal.
     """
-    result = Found([], [], {})
-    searches = {pp: _Search.of(asked, pp, result) for pp in asked.pp}
+    result = SearchResult([], [], {})
+    searches = {pp: _Search.of(request, pp, result) for pp in request.pp}
     for search in searches.values():
         if search is not None:
             search.plan_grids()
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
-    order: Callable[[Planned], float] = _seconds if asked.hardware else _memory_used
+    order: Callable[[Planned], float] = _seconds if request.hardware else _memory_used
     for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
         search = searches[planned.layout.pp]
         assert search is not None
-        search.look_closer(planned)
-    if asked.hardware:
+        search.plan_variants(planned)
+    if request.hardware:
         with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
         for fastest in sorted(with_ep, key=_seconds)[:1]:
             search = searches[fastest.layout.pp]
             assert search is not None
             for chunks in CHUNKS:
                 search.add(replace(fastest.layout, chunks=chunks))
-    result.fit.sort(key=_seconds if asked.hardware else _order_without_hardware)
+    result.fit.sort(key=_seconds if request.hardware else _order_without_hardware)
     result.too_large.sort(key=_memory_used)
     return result
 
@@ -254,38 +255,38 @@ class _Search:
     """The search of layouts with one number of stages.
 
     Attributes:
-        asked: the request for one stage.
+        request: the request for one stage.
         few: the numbers of layers to run for each plan; None until a layout is legal.
     """
 
-    asked: Asked
+    request: LayoutRequest
     pp: int
-    result: Found
+    result: SearchResult
     few: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(asked: Asked, pp: int, result: Found) -> _Search | None:
+    def of(request: LayoutRequest, pp: int, result: SearchResult) -> _Search | None:
         """Begin a search, or return None if training refuses this number of stages."""
         try:
-            return _Search(asked.of_stage(pp), pp, result)
+            return _Search(request.of_stage(pp), pp, result)
         except ValueError as error:
-            layout = Layout(asked.ep or 1, asked.sp or 1, asked.dp_replicate or 1, pp=pp)
+            layout = Layout(request.ep or 1, request.sp or 1, request.dp_replicate or 1, pp=pp)
             result.illegal[layout] = str(error)
             return None
 
     def plan_grids(self) -> None:
         """Plan every grid with as little memory as possible."""
-        asked, num_experts = self.asked, _count_experts(self.asked)
+        request, num_experts = self.request, _count_experts(self.request)
         planned: list[Planned] = []
-        for sp in [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]:
-            planned += self._plan_grids(_grids(asked, sp, asked.cp or 1, num_experts, self.pp))
+        for sp in [1, *_powers_of_two(request.node)] if request.sp is None else [request.sp]:
+            planned += self._plan_grids(_grids(request, sp, request.cp or 1, num_experts, self.pp))
             if any(grid.left >= 0 for grid in planned):
                 return
-        if asked.cp is not None:
+        if request.cp is not None:
             return
         sp = max((grid.layout.sp for grid in planned), default=1)
-        for cp in _powers_of_two(asked.gpus // sp):
-            planned = self._plan_grids(_grids(asked, sp, cp, num_experts, self.pp))
+        for cp in _powers_of_two(request.gpus // sp):
+            planned = self._plan_grids(_grids(request, sp, cp, num_experts, self.pp))
             if any(grid.left >= 0 for grid in planned):
                 return
 
@@ -296,17 +297,17 @@ class _Search:
         for layout in grids:
             if layout.dp_replicate in far:
                 continue
-            reason = refusal(layout, self.asked)
+            reason = refusal(layout, self.request)
             if reason:
                 self.result.illegal[layout] = reason
                 continue
-            self.few = self.few or layers_to_run(_request(layout, self.asked))
+            self.few = self.few or layers_to_run(_plan_request(layout, self.request))
             planned.append(self.add(layout))
-            if planned[-1].step.peak > FAR * self.asked.limit:
+            if planned[-1].step.peak > FAR * self.request.limit:
                 far.add(layout.dp_replicate)
         return planned
 
-    def look_closer(self, grid: Planned) -> None:
+    def plan_variants(self, grid: Planned) -> None:
         """Plan variants of a grid that need more memory and may be faster."""
         if self.pp > 1:
             self.add(replace(grid.layout, checkpointing=False))
@@ -323,7 +324,7 @@ class _Search:
             bytes_per_sequence = (whole_share.step.peak - single.step.peak) / (share - 1)
             sequences = share
             while sequences > 1 and (
-                single.step.peak + (sequences - 1) * bytes_per_sequence > self.asked.limit
+                single.step.peak + (sequences - 1) * bytes_per_sequence > self.request.limit
             ):
                 sequences -= 1
             # Round down to a power of two that divides the share.
@@ -336,7 +337,7 @@ class _Search:
 
     def add(self, layout: Layout) -> Planned:
         """Plan a layout and add it to the result."""
-        planned = _plan(layout, self.asked, self.few)
+        planned = _plan(layout, self.request, self.few)
         result = self.result
         (result.fit if planned.left >= 0 else result.too_large).append(planned)
         return planned
@@ -361,25 +362,25 @@ def _order_without_hardware(planned: Planned) -> tuple[int, ...]:
     return int(planned.layout.checkpointing), -planned.layout.per_forward, -planned.left
 
 
-def refusal(layout: Layout, asked: Asked) -> str:
+def refusal(layout: Layout, request: LayoutRequest) -> str:
     """Return the reason why training would refuse a layout; "" if it would accept the layout.
 
-    With several stages, `asked` is the request for one of them.
+    With several stages, `request` is the request for one of them.
     """
-    data_ranks = max(asked.gpus // layout.ranks_per_batch, 1)
-    if asked.batch % data_ranks:
+    data_ranks = max(request.gpus // layout.ranks_per_batch, 1)
+    if request.batch % data_ranks:
         context = f"cp_size {layout.cp} / " if layout.cp > 1 else ""
         return (
-            f"batch ({asked.batch}) is not a multiple of the data ranks ({asked.gpus} GPUs / "
+            f"batch ({request.batch}) is not a multiple of the data ranks ({request.gpus} GPUs / "
             f"{context}sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
-        request = _request(layout, asked)
-        layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
-        request = replace(request, config=with_layers(request.config, layers))
+        plan_request = _plan_request(layout, request)
+        layers = min(text_config(plan_request.config).num_hidden_layers, FEW[-1])
+        plan_request = replace(plan_request, config=with_layers(plan_request.config, layers))
         with torch.random.fork_rng(devices=[]):
-            unsharded = Unsharded.of(request)
-            with fake_group(0, asked.gpus):
+            unsharded = Unsharded.of(plan_request)
+            with fake_group(0, request.gpus):
                 meshes, state = unsharded.shard(), unsharded.state
                 make_dispatcher(state.config, meshes, num_experts=state.num_experts)
     except ValueError as error:
@@ -387,65 +388,70 @@ def refusal(layout: Layout, asked: Asked) -> str:
     return ""
 
 
-def _request(layout: Layout, asked: Asked) -> PlanRequest:
+def _plan_request(layout: Layout, request: LayoutRequest) -> PlanRequest:
     return PlanRequest(
-        find_config(asked.shape),
-        ParallelConfig(**layout.sizes_of_stage(), **asked.parallel),
-        asked.gpus,
-        **({"dtype": torch.bfloat16} | _DEFAULTS | asked.options),
+        find_config(request.shape),
+        ParallelConfig(**layout.sizes_of_stage(), **request.parallel),
+        request.gpus,
+        **({"dtype": torch.bfloat16} | _DEFAULTS | request.options),
     )
 
 
 _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_targets": "both"}
 
 
-def received_per_layer(layout: Layout, asked: Asked) -> int | None:
+def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
     """Return the bytes of keys and values that a GPU receives in a layer and forward by cp_size.
 
     If layers differ, it is the largest number. None: the width of keys and values is unknown.
     """
-    request = _request(layout, asked)
-    layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
+    plan_request = _plan_request(layout, request)
+    layers = min(text_config(plan_request.config).num_hidden_layers, FEW[-1])
     with torch.random.fork_rng(devices=[]):
-        unsharded = Unsharded.of(replace(request, config=with_layers(request.config, layers)))
+        unsharded = Unsharded.of(
+            replace(plan_request, config=with_layers(plan_request.config, layers))
+        )
     context = unsharded.state.context
     widths = [] if context is None else [way.width for way in context[1] if way.width is not None]
     if not widths:
         return None
-    tokens = asked.seq * layout.per_forward // layout.cp
-    return (layout.cp - 1) * tokens * max(widths) * request.dtype.itemsize
+    tokens = request.seq * layout.per_forward // layout.cp
+    return (layout.cp - 1) * tokens * max(widths) * plan_request.dtype.itemsize
 
 
-def _count_experts(asked: Asked) -> int:
+def _count_experts(request: LayoutRequest) -> int:
     """Return the number of experts of a layer; 0 if the model cannot be patched."""
-    request = _request(Layout(1, 1, 1), replace(asked, parallel={}))
+    plan_request = _plan_request(Layout(1, 1, 1), replace(request, parallel={}))
     try:
         with torch.random.fork_rng(devices=[]):
-            request = replace(request, config=with_layers(request.config, FEW[-1]))
-            return Unsharded.of(request).state.num_experts
+            plan_request = replace(plan_request, config=with_layers(plan_request.config, FEW[-1]))
+            return Unsharded.of(plan_request).state.num_experts
     except ValueError:
         return 0
 
 
-def _split_experts(ep: int, asked: Asked, num_experts: int) -> tuple[int, int]:
+def _split_experts(ep: int, request: LayoutRequest, num_experts: int) -> tuple[int, int]:
     """Return (ep_size, etp_size) that split the experts over `ep` ranks.
 
     If the model has too few experts for an ep_size of `ep`, several ranks share each expert.
     """
-    if asked.ep is not None or asked.etp is not None or not num_experts:
-        return ep, asked.etp or 1
+    if request.ep is not None or request.etp is not None or not num_experts:
+        return ep, request.etp or 1
     whole = math.gcd(ep, num_experts)
     return whole, ep // whole
 
 
-def _grids(asked: Asked, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size and a cp_size: a sequence per (micro-)batch, checkpointing."""
-    node = asked.node
-    replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
-    share = max(asked.batch * sp * cp // asked.gpus, 1)
-    for ranks in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
-        ep, etp = _split_experts(ranks, asked, num_experts)
-        for replicate in replicas if asked.dp_replicate is None else [asked.dp_replicate]:
+def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
+    """Yield the grids of an sp_size and a cp_size: one sequence per forward, with checkpointing.
+
+    With several stages it is one sequence per micro-batch.
+    """
+    node = request.node
+    replicas = [1] if request.gpus <= node else [1, request.gpus // node]
+    share = max(request.batch * sp * cp // request.gpus, 1)
+    for ranks in [1, *_powers_of_two(node)] if request.ep is None else [request.ep]:
+        ep, etp = _split_experts(ranks, request, num_experts)
+        for replicate in replicas if request.dp_replicate is None else [request.dp_replicate]:
             for node_size in (None, node) if ep * etp > node else (None,):
                 layout = Layout(ep, sp, replicate, 1, share, checkpointing=True, cp=cp, etp=etp)
                 layout = replace(layout, node_size=node_size)
@@ -455,39 +461,39 @@ def _grids(asked: Asked, sp: int, cp: int, num_experts: int, pp: int) -> Iterato
                 yield layout
 
 
-def _plan(layout: Layout, asked: Asked, few: tuple[int, ...] | None) -> Planned:
-    asked.on_plan(layout)
+def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -> Planned:
+    request.on_plan(layout)
     rows = layout.per_forward // layout.micro_batches
     accumulates = layout.accumulated * layout.micro_batches > 1
     step = plan_step(
-        asked.shape,
-        ParallelConfig(**layout.sizes_of_stage(), **asked.parallel),
-        world_size=asked.gpus,
-        batch=Batch(asked.seq, rows, layout.checkpointing, accumulates),
+        request.shape,
+        ParallelConfig(**layout.sizes_of_stage(), **request.parallel),
+        world_size=request.gpus,
+        batch=Batch(request.seq, rows, layout.checkpointing, accumulates),
         few=few,
-        **asked.options,
+        **request.options,
     )
-    tokens = max(asked.batch * asked.seq // (asked.gpus * layout.pp), 1)
+    tokens = max(request.batch * request.seq // (request.gpus * layout.pp), 1)
     if layout.pp > 1:
-        return _with_stages(layout, asked, step, tokens)
+        return _with_stages(layout, request, step, tokens)
     seconds = None
-    if asked.hardware is not None:
-        seconds = step_time(step, asked.hardware, micro_batches=layout.accumulated, tokens=tokens)
-    return Planned(layout, step, asked.limit - step.peak, seconds)
+    if request.hardware is not None:
+        seconds = step_time(step, request.hardware, micro_batches=layout.accumulated, tokens=tokens)
+    return Planned(layout, step, request.limit - step.peak, seconds)
 
 
-def _with_stages(layout: Layout, asked: Asked, step: StepPlan, tokens: int) -> Planned:
+def _with_stages(layout: Layout, request: LayoutRequest, step: StepPlan, tokens: int) -> Planned:
     """Return the plan of a layout with several stages, from that of a micro-batch on a stage."""
     step = with_micro_batches(step, pp_size=layout.pp, micro_batches=layout.micro_batches)
     rows = layout.per_forward // layout.micro_batches
-    hidden = text_config(find_config(asked.shape)).hidden_size
-    dtype: torch.dtype = asked.options.get("dtype", torch.bfloat16)
-    nbytes = rows * (asked.seq // layout.ranks_per_batch) * hidden * dtype.itemsize
-    transfers = Transfers(layout.pp, layout.micro_batches, asked.gpus, nbytes)
+    hidden = text_config(find_config(request.shape)).hidden_size
+    dtype: torch.dtype = request.options.get("dtype", torch.bfloat16)
+    nbytes = rows * (request.seq // layout.ranks_per_batch) * hidden * dtype.itemsize
+    transfers = Transfers(layout.pp, layout.micro_batches, request.gpus, nbytes)
     seconds = None
-    if asked.hardware is not None:
-        seconds = time_of_stages(step, asked.hardware, transfers, tokens=tokens)
-    return Planned(layout, step, asked.limit - step.peak, seconds, transfers.sent)
+    if request.hardware is not None:
+        seconds = time_of_stages(step, request.hardware, transfers, tokens=tokens)
+    return Planned(layout, step, request.limit - step.peak, seconds, transfers.sent)
 
 
 def _powers_of_two(limit: int) -> list[int]:

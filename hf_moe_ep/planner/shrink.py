@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 # The options of a step: name -> value.
-Asked = Mapping[str, Any]
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value for an option, which is tried if `when(asked)` returns True."""
+    """A value for an option, which is tried if `when(options)` returns True."""
 
     name: str
     value: Any
-    when: Callable[[Asked], bool]
+    when: Callable[[Options], bool]
 
     @property
     def flag(self) -> str:
@@ -37,12 +37,12 @@ class Change:
 
 
 CHANGES = (
-    Change("checkpointing", True, lambda asked: not asked["checkpointing"]),
-    Change("fused_head", True, lambda asked: not asked["fused_head"]),
-    Change("optimizer", "adamw_fused", lambda asked: asked["optimizer"] == "adamw"),
-    Change("batch", 1, lambda asked: asked["batch"] > 1),
-    Change("experts_dtype", "fp8", lambda asked: _has_frozen_experts(asked)),
-    Change("experts_dtype", "nf4", lambda asked: asked["experts_dtype"] == "fp8"),
+    Change("checkpointing", True, lambda options: not options["checkpointing"]),
+    Change("fused_head", True, lambda options: not options["fused_head"]),
+    Change("optimizer", "adamw_fused", lambda options: options["optimizer"] == "adamw"),
+    Change("batch", 1, lambda options: options["batch"] > 1),
+    Change("experts_dtype", "fp8", lambda options: _has_frozen_experts(options)),
+    Change("experts_dtype", "nf4", lambda options: options["experts_dtype"] == "fp8"),
     Change("double_quant", True, lambda a: a["experts_dtype"] == "nf4" and not a["double_quant"]),
     Change("masters", "model", lambda a: bool(a["lora_rank"]) and a["masters"] == "fp32"),
     Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _adapts_experts(a)),
@@ -50,30 +50,34 @@ CHANGES = (
 
 
 def shrink(
-    asked: Asked, limit: int, peak_of: Callable[[Asked], int], *, without: Collection[str] = ()
+    options: Options,
+    limit: int,
+    peak_of: Callable[[Options], int],
+    *,
+    without: Collection[str] = (),
 ) -> Iterator[tuple[Change, int]]:
     """Yield changes that lower the peak, until the step fits in `limit` bytes.
 
     Each change is yielded with the peak after this change and all changes before it. Options in
     `without` are not changed.
     """
-    asked = dict(asked)
-    peak = peak_of(asked)
+    options = dict(options)
+    peak = peak_of(options)
     for change in CHANGES:
         if peak <= limit:
             return
-        if change.name in without or not change.when(asked):
+        if change.name in without or not change.when(options):
             continue
-        changed = asked | {change.name: change.value}
+        changed = options | {change.name: change.value}
         new_peak = peak_of(changed)
         if new_peak < peak:
-            asked, peak = changed, new_peak
+            options, peak = changed, new_peak
             yield change, peak
 
 
-def _has_frozen_experts(asked: Asked) -> bool:
-    return bool(asked["lora_rank"]) and asked["experts_dtype"] is None
+def _has_frozen_experts(options: Options) -> bool:
+    return bool(options["lora_rank"]) and options["experts_dtype"] is None
 
 
-def _adapts_experts(asked: Asked) -> bool:
-    return bool(asked["lora_targets"] != "attention")
+def _adapts_experts(options: Options) -> bool:
+    return bool(options["lora_targets"] != "attention")

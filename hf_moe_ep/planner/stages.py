@@ -5,18 +5,20 @@
     step = with_micro_batches(step, pp_size=2, micro_batches=8)
     time = time_of_stages(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
 
-One stage is planned as a model that has only its layers, on the ranks of one stage (`step.py`). The
-plan stands for all stages, so it has what any of them has:
+One stage is planned as a model with fewer layers, on the ranks of one stage (`step.py`). One plan
+stands for all stages, so each of its parts is the largest that any stage has:
 
     layers      those of the largest stage, from the end of the model, where MoE layers are
-    embedding   on the first stage in training; here it is counted on a stage with the head
+    embedding   only the first stage has it; the plan counts it together with the head, which only
+                the last stage has
     activations the first stage keeps those of min(pp_size, micro_batches) micro-batches ("1f1b").
                 Only the last stage has logits, and it keeps one micro-batch
 
-Seconds are those of all micro-batches on one stage, and of two things more:
+The seconds of a step are those of all micro-batches on one stage, plus two terms:
 
     bubble      a stage waits while pp_size - 1 micro-batches pass through the other stages
-    stages      hidden states and gradients of these travel; later ones travel during computation
+    stages      the transfers of hidden states and gradients of these pp_size - 1 micro-batches. All
+                other transfers overlap computation
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def stage_config(config: Any, parallel: ParallelConfig) -> Any:
     """Return the config of a model with the layers of the largest stage.
 
     Raises:
-        ValueError: training does not cut this model, or no config has layers like its last ones.
+        ValueError: training does not cut this model, or no config describes its last layers alone.
     """
     text = text_config(config)
     whole = meta_model(config, torch.bfloat16)
@@ -97,8 +99,9 @@ def with_micro_batches(step: StepPlan, *, pp_size: int, micro_batches: int) -> S
 def _kept_by_layers(step: StepPlan) -> int:
     """Return the bytes that all layers keep of a micro-batch for backward.
 
-    Each layer is reached with what all layers before it keep, so the stretches of the first and of
-    the last layer differ by what the others keep. A single layer keeps no more than its peak.
+    When the forward of a layer begins, all layers before it have kept their activations. So the
+    peaks of the first and of the last layer differ by what all layers but one keep. A single layer
+    keeps at most its peak.
     """
     names = [name for name in step.peaks if name.startswith("forward, layer ")]
     first, last = (_transient(step, name) for name in (names[0], names[-1]))
@@ -140,10 +143,11 @@ def layers_of_equal_time(
 
 @dataclass(frozen=True)
 class Transfers:
-    """What a rank sends to the ranks of neighbouring stages.
+    """The hidden states and gradients that a rank sends to neighbouring stages.
 
     Attributes:
-        ranks_per_stage: a rank's neighbours are so many ranks away.
+        ranks_per_stage: rank r exchanges with the ranks r - ranks_per_stage and
+            r + ranks_per_stage.
         nbytes: the bytes of the hidden states of one micro-batch on a rank.
     """
 

@@ -44,7 +44,8 @@ from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.operators import STEPS_INSIDE
 from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.ranks import collectives
-from hf_moe_ep.upstream.dispatch_modes import OperatorMode, tensors_in
+from hf_moe_ep.upstream.dispatch_modes import OperatorMode
+from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.operators import (
     collective_of,
     count_flops,
@@ -282,7 +283,7 @@ class WorkCounter(OperatorMode):
         """
         if self.fusion is None or is_of_fsdp(func):
             return False
-        return self.fusion.see(self._stretch, operator, reads, writes)
+        return self.fusion.add(self._stretch, operator, reads, writes)
 
     def _not_fused(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.fusion is None else self.fusion.paused()

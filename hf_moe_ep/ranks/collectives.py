@@ -11,8 +11,9 @@ max_over_ranks       all-reduce a value that needs no gradient, to its maximum
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
 a rank did not start the exchange within the timeout of the process group. Gloo's error names
-neither the layer nor the rank. The first three functions therefore raise an error that names layer
-and rank. The other functions leave gloo's error as it is.
+neither the layer nor the rank. `start_counts`, `gather_counts`, `start_all_to_all` and
+`send_to_next` replace it by an error that names the missing ranks and the layer (`send_to_next`
+does not know the layer). The other functions leave gloo's error as it is.
 
 NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
 collective and the name of the process group. torch's flight recorder also records which collective

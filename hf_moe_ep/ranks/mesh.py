@@ -107,8 +107,8 @@ class NodeMeshes:
 class Stages:
     """The process groups of a model with several pipeline stages.
 
-    Neighbours send hidden states and gradients in a group each. If both used one group, NCCL would
-    wait forever when two neighbours send to each other at the same time.
+    Neighbours send hidden states in one group and gradients in another. In a single group, NCCL
+    would wait forever when two neighbours send to each other at the same time.
 
     Attributes:
         column: mesh ("pp",) of the ranks with the same position in each stage.

@@ -152,7 +152,7 @@ class RoutingReplay:
             )
         _check_not_compiled(self._root)
         # ForwardGuard wraps checkpointing functions only with ep, so they are wrapped here.
-        self._watch.look(self._root)
+        self._watch.wrap_functions(self._root)
         with session_hooks(self._root, self._state, self._layers, session):
             yield
 

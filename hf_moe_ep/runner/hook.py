@@ -9,8 +9,8 @@ from_pretrained and from_config, of auto classes and of models, return patched m
     an inference engine builds it            such as a worker of vLLM
     hf_moe_ep builds it                      its own from_pretrained, and its planner
 
-Rank 0 prints one line for each patched model to stderr. This module is imported with every
-transformers, so it imports the rest of this package when the first model is built.
+Rank 0 prints one line for each patched model to stderr. This module is imported whenever
+transformers is, so it imports the rest of this package only when the first model is built.
 """
 
 from __future__ import annotations

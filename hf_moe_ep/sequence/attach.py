@@ -15,7 +15,7 @@ mixers                hooks that gather the slices, and slice the output (gather
 If sequences are not split, a model with mixers gets hooks that run packed documents one by one:
 
 causal LM             a pre-forward hook that finds the documents; a loss that ignores them
-every decoder layer   a pre-forward hook that tells its mixers the documents
+every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers
 mixers                the hooks of sp_size > 1, which gather nothing
 """
 

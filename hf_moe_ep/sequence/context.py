@@ -1,8 +1,8 @@
 """Context parallelism: attention of a rank's queries to the keys and values of all cp ranks.
 
-Each cp rank keeps the queries of its own tokens, and receives keys and values of the other ranks,
-with as few heads as the model has (or, after the exchange of `ulysses.py`, as this rank has). With
-cp 2 and 16 tokens in zigzag order (`slices.py`), stock attention code runs twice per rank:
+Each cp rank keeps the queries of its own tokens, and receives keys and values of the other ranks.
+Heads of keys and values are sent before they are repeated for the heads of queries. With cp 2 and
+16 tokens in zigzag order (`slices.py`), stock attention code runs twice per rank:
 
     rank 0    queries 0-3     keys 0-3          queries 12-15    keys 0-15
     rank 1    queries 4-7     keys 0-7          queries 8-11     keys 0-11
@@ -19,10 +19,10 @@ rank sends a piece only to the ranks that need it:
 Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
 
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
-forward, and as many gradients in backward. Everything that is saved for backward is divided by cp:
-keys and values are gathered again, and the attention is computed again, unless its layer is
-checkpointed, which does so already. Only flash attention saves keys and values of the whole
-sequence, because it saves no copies of them.
+forward, and as many gradients in backward. A rank saves only its own queries, keys and values for
+backward, which gathers keys and values again and computes the attention a second time (under
+activation checkpointing, as a part of the layer). Flash attention is the exception. It is not
+computed again, and keeps the gathered keys and values of the whole sequence until backward.
 
 `torch.distributed.tensor.experimental.context_parallel` is not used. It is a prototype that
 replaces scaled_dot_product_attention for the whole process and reorders buffers in place. It
@@ -122,8 +122,8 @@ def _attend_to_gathered(
             outs.append(_run(stock, module, call, *args))
     # Without any token, the empty tensors are the only paths from the output to queries, keys,
     # values and sinks. FSDP2 needs gradients for the same parameters on all ranks, and so does the
-    # exchange of keys and values. The square saves a tensor for backward: a checkpoint without any
-    # would not be computed again, and the exchange in it would miss this rank.
+    # exchange of keys and values. The square saves a tensor for backward: a checkpoint that saves
+    # no tensor is not computed again, so this rank would miss the exchange inside it.
     size = (len(query), 0, query.shape[1], value.shape[-1])
     sinks = kwargs.get("s_aux")
     empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2).square()]
@@ -167,7 +167,7 @@ def _fetch(
 
 
 def _needs_everything(needed: Sequence[Sequence[int]], context: Slice) -> bool:
-    """Return True if a rank needs the keys of all tokens."""
+    """Return True if at least one rank needs the keys of all tokens."""
     return any(len(pieces) == _num_pieces(context) for pieces in needed)
 
 

@@ -16,13 +16,13 @@ the attention function:
     eager without a mask        all keys
     flash attention             no mask. It aligns the last query with the last key, so causal
                                 masks and windows are right if the keys end with the queries.
-                                Padding masks (B, S) are sliced. Of the documents of a packed row
-                                a call gets the tokens that are queries, and the keys in front
+                                Padding masks (B, S) are sliced. From each document of a packed
+                                row a call gets its queries and all keys up to the last of them
     flash attention that is     the queries are padded to the length of the keys, since the last
     not causal, with a window,  query is not that of the last key
     a mask or documents
 
-Calls of all ranks are planned alike on every rank, which therefore knows what the others need.
+Every rank plans the calls of all ranks, so it knows which keys and values the others need.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What an attention layer was called with, for whole sequences."""
+    """The arguments of one call of an attention layer, for whole sequences."""
 
     module: Any
     mask: Any
@@ -126,7 +126,7 @@ def plan_calls(
         rows: the number of rows in the batch.
 
     Raises:
-        ValueError: the attention function gets something else for each pair of tokens.
+        ValueError: an argument other than the mask has one entry per pair of tokens.
     """
     layer = _Layer(module, mask, kwargs, rows, device, context)
     if kwargs.get("position_bias") is not None:
@@ -188,7 +188,7 @@ def _mask_lower_right(queries: int, keys: int) -> Any:
 
 
 def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, int]]:
-    """Return the first and the last key + 1 of the blocks that queries see, by the first query."""
+    """Map the first query of each piece to (first key, last key + 1) of the blocks that it sees."""
     blocks = mask.to_dense().flatten(0, -3).any(0).cpu()
     query_block, key_block = mask.BLOCK_SIZE
     bounds = {}
@@ -202,7 +202,7 @@ def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, i
 
 
 def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
-    """Return the first and the last key + 1 that queries see, by the first query of each piece.
+    """Map the first query of each piece to (first key, last key + 1) that its queries see.
 
     If a query sees no key, stock code may give it the mean of all values. Its piece therefore gets
     all keys, as in stock code.

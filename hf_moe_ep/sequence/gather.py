@@ -139,7 +139,7 @@ class GatherArguments(Ours):
 
 
 def _has_several_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
-    """Return False if stock code would take the queries of a slice for the last ones.
+    """Return False if stock code would treat the queries of a slice as the last of the sequence.
 
     Stock code does so for a single query, and for queries whose positions it is not given.
     """
@@ -149,7 +149,7 @@ def _has_several_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
 def _slice_mask(part: Slice, name: str, value: Any) -> Any:
     """Slice a mask (B, S) of tokens, or (B or 1, 1, S, S) of queries and keys, to this rank's rows.
 
-    Padding of the slice sees every token, because a query that sees no token has an output of NaN.
+    Padding tokens see every token, because the output of a query that sees no token is NaN.
     """
     if not name.endswith("mask") or value is None:
         return value

@@ -9,10 +9,10 @@ In training it gets this class instead, whose method all-gathers them over the c
     stock code     keys, values            for all tokens
     attention      queries of this rank    (context.py)
 
-For DeepSeek-V3 a rank sends (cp - 1) * (512 + 64) values per token of its slice, where its 128
-heads have 128 * (192 + 128) values of keys and values. With sequence parallelism as well, a rank
-gathers the latents of the cp ranks with its own index in their sp groups. The keys and values are
-then exchanged for those of this rank's heads, as without context parallelism:
+For DeepSeek-V3 a rank sends (cp - 1) * (512 + 64) values per token of its slice. The keys and
+values of its 128 heads would be (cp - 1) * 128 * (192 + 128). With sequence parallelism, too, a
+rank gathers the latents of the cp ranks with its own index in their sp groups. The keys and values
+are then exchanged for those of this rank's heads, as without context parallelism:
 
                           rank 0    rank 1    rank 2    rank 3        (cp 2 x sp 2, 16 tokens)
     tokens                0-3       12-15     4-7       8-11

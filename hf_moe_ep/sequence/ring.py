@@ -55,8 +55,8 @@ class _Pair:
     """A piece of queries and a piece of keys that any of these queries sees.
 
     Attributes:
-        queries, keys: the tokens of the pieces among those of their ranks.
-        box: their numbers in the whole sequence.
+        queries, keys: the positions of the two pieces among the tokens of the ranks that have them.
+        box: the positions of the two pieces in the whole sequence.
     """
 
     queries: slice
@@ -88,7 +88,7 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(query.dtype, torch.float32)
         rows, heads, tokens, _ = query.shape
-        # In the layout of the output projection, which saves it as well.
+        # The output projection reads and saves this layout, so it makes no copy.
         out_BSQW = query.new_zeros((rows, tokens, heads, value.shape[-1]), dtype=dtype)
         out = out_BSQW.transpose(1, 2)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
@@ -153,7 +153,7 @@ def _attend(
 def _travel(key: Tensor, value: Tensor, context: Slice) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the cp ranks in the order of the steps, with their keys and values.
 
-    The next ones are received while the caller uses these.
+    The next keys and values are received while the caller uses the current ones.
     """
     widths = [key.shape[-1], value.shape[-1]]
     both = torch.cat([key, value], -1)
@@ -183,7 +183,7 @@ def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
 
 
 def find_seen_pieces(scores: Scores, context: Slice) -> set[tuple[int, int]]:
-    """Return the first query and the first key of each pair of pieces of which one sees the other.
+    """Return (first query, first key) of each pair of pieces in which a query sees a key.
 
     The blocks of the BlockMask are larger than a token, so pieces may be listed that see nothing.
     """

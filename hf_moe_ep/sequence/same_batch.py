@@ -1,4 +1,4 @@
-"""Check that all ranks that share a batch were given the same one (sp_size or cp_size > 1).
+"""Check that ranks that share a batch were given the same batch (sp_size or cp_size > 1).
 
 Every rank of the group computes a slice of the batch. With different batches the model would train
 on sequences that are joined from parts of several samples. The check runs in each forward and

@@ -77,7 +77,7 @@ class Slice:
         self.documents: list[list[tuple[int, int]]] | None = None
         # For packed rows: id of a mask -> (mask, mask that separates the documents).
         self.separated: dict[int, tuple[Tensor | None, Tensor]] = {}
-        # What all layers compute alike from a mask or from positions (sequence/context.py).
+        # Results computed from a mask or from positions, which layers share (sequence/context.py).
         self.computed: dict[Any, Any] = {}
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}

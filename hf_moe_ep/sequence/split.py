@@ -133,7 +133,7 @@ def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, A
 
 
 class PassDocuments(Ours):
-    """Pre-forward hook of a decoder layer with sp_size=1: tells its mixers the documents."""
+    """Pre-forward hook of a decoder layer with sp_size=1: passes the documents to its mixers."""
 
     def __init__(self, layer: LayerSlice) -> None:
         self.layer = layer

@@ -79,7 +79,8 @@ class Scope:
         meshes: the meshes of the model. If it is None, the norm of the experts takes one all-reduce
             for each axis of their mesh.
         stages: the pipeline stages of the model, or None.
-        copy: a parameter that another stage counts, or None.
+        copy: the last stage's copy of a tied embedding, which the first stage counts; otherwise
+            None.
     """
 
     meshes: Meshes | None = None

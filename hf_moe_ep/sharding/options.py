@@ -1,4 +1,7 @@
-"""Options of `fully_shard`, and their defaults in a training loop without Accelerate."""
+"""Options of `fully_shard`, and their defaults in a training loop without Accelerate.
+
+With Accelerate they come from its FSDP plugin (`build_options` in `integrations/prepare.py`).
+"""
 
 from __future__ import annotations
 

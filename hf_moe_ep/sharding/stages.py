@@ -92,7 +92,7 @@ def _send_values(
 
 
 def _receivers(name: str, stage_of: dict[str, int | None], num_stages: int) -> list[int]:
-    """Return the stages other than the first that hold a tensor."""
+    """Return the numbers of the stages that hold a tensor, without the first stage."""
     stage = stage_of[name]
     return list(range(1, num_stages)) if stage is None else [stage] if stage > 0 else []
 

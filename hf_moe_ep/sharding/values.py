@@ -64,7 +64,7 @@ class ParameterEntry:
 
     @property
     def held_cut(self) -> Cut | None:
-        """The cut of what replaces the parameter, which a quantised matrix is stored as."""
+        """The cut of the registered tensor; a quantised matrix is stored as [E, out, in]."""
         if self.compute is None:
             return self.cut
         return cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
@@ -126,7 +126,7 @@ def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]
     return compute_of
 
 
-# Values that rank 0 has sent for parameters of this stage, without pipeline stages none.
+# Values that rank 0 has sent for the parameters of this rank's stage; empty without stages.
 ReceivedValues = dict[nn.Parameter, Tensor]
 
 

@@ -15,9 +15,9 @@ The bytes are counted in `benchmarks/results/around-experts-cpu.md`, for each mi
 Backward casts the weights again, so no copy in the compute dtype is kept between forward and
 backward. If the dtypes agree, or for frozen weights, nothing is copied at all.
 
-FSDP2 keeps its work where it has some: with several replicas (HSDP), with CPU offload, and for
-adapters, which are small. So it does for experts_backend="eager", whose stock code needs plain
-tensors.
+FSDP2 still handles these weights with several replicas (HSDP), with CPU offload, and with
+experts_backend="eager", whose stock code needs plain tensors. It always handles adapters, which are
+small.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ folder never decides how a model is trained.
     code                  names that the code of a module uses, arguments of its forward
     causal_loss           how a model's forward uses its logits, and transformers' causal loss
     towers                vision towers, and the arguments of a forward for pictures and sound
-    graph                 the parameters that the autograd graph of a tensor reaches
+    graph                 parameters that the autograd graph of a tensor reaches; nested tensors
     module_names          module names without the components that wrappers add
     modules               buffers, children and hooks of a torch.nn.Module
     norms                 norms of many tensors in one operator call

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
@@ -33,34 +32,12 @@ __all__ = [
     "is_fake",
     "on_real_tensors",
     "storage_id",
-    "tensors_in",
 ]
 
 # A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
 # The exception that torch raises if a program reads the value of a fake tensor, which has no value.
 NoValue = DataDependentOutputException
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """List the tensors in nested lists, tuples and dicts, from first to last.
-
-    Modes call this function for every operator. torch's `tree_leaves` takes three times as long.
-    """
-    tensors: list[Tensor] = []
-    _collect_tensors(values, tensors)
-    return tensors
-
-
-def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-    elif isinstance(value, list | tuple):
-        for element in value:
-            _collect_tensors(element, tensors)
-    elif isinstance(value, dict):
-        for element in value.values():
-            _collect_tensors(element, tensors)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hf_moe_ep.upstream.replaced_forwards import is_ligers
+from hf_moe_ep.upstream.replaced_forwards import belongs_to_liger
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
@@ -63,7 +63,7 @@ def is_experts_class_of_liger(module: nn.Module) -> bool:
 
     The class is LigerExperts in liger_kernel/transformers/swiglu.py.
     """
-    return is_ligers(type(module)) and hasattr(module, "gate_up_proj")
+    return belongs_to_liger(type(module)) and hasattr(module, "gate_up_proj")
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,25 @@ def _modules_in(function: Any) -> Iterator[nn.Module]:
         yield from _modules_in(function.__self__)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments or outputs of a forward."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from tensors_in(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
+def tensors_in(values: Any) -> list[Tensor]:
+    """List the tensors in nested lists, tuples and dicts, from first to last.
+
+    Modes call this function for every operator. torch's `tree_leaves` takes three times as long.
+    """
+    tensors: list[Tensor] = []
+    _collect_tensors(values, tensors)
+    return tensors
+
+
+def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    elif isinstance(value, list | tuple):
+        for element in value:
+            _collect_tensors(element, tensors)
+    elif isinstance(value, dict):
+        for element in value.values():
+            _collect_tensors(element, tensors)
 
 
 def with_tensors(values: Any, new_tensors: dict[int, Tensor]) -> Any:

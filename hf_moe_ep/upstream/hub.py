@@ -61,8 +61,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # that library depends on the version of huggingface_hub (httpx, httpx2).
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
 _ANSWER_SECONDS = 8.0
-# Fields of a config that announce layers for multi-token prediction behind the last layer.
-_ANNOUNCING = ("num_nextn_predict_layers", "num_mtp_layers")
+# Fields of a config with the number of layers for multi-token prediction behind the last layer.
+_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def download_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -371,16 +371,16 @@ def ignored_patterns(model: Any) -> list[str]:
     """Return patterns of the checkpoint keys that the model's class ignores.
 
     The class lists patterns for stock's from_pretrained (modeling_utils.py). Some of them name the
-    number of a layer that only the largest published model has (DeepSeek-V3: layer 61), so the
-    layers that the config announces behind the last one are added: `num_nextn_predict_layers`, or
-    `num_mtp_layers`, of them.
+    number of a layer that only the largest published model has (DeepSeek-V3: layer 61). Patterns
+    are therefore added for the layers behind the last one, whose number is in the config
+    (`num_nextn_predict_layers` or `num_mtp_layers`).
     """
     stock = without_adapters(model)
     patterns = list(getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or ())
     config = getattr(stock, "config", None)
     text: Any = getattr(config, "get_text_config", lambda: config)()
     first = getattr(text, "num_hidden_layers", None)
-    counts = [getattr(text, name, None) for name in _ANNOUNCING]
+    counts = [getattr(text, name, None) for name in _MTP_LAYERS]
     count = next((count for count in counts if isinstance(count, int)), 0)
     if isinstance(first, int):
         patterns += [rf"(^|\.)layers\.{layer}\." for layer in range(first, first + count)]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hf_moe_ep.upstream.dispatch_modes import storage_id, tensors_in
+from hf_moe_ep.upstream.dispatch_modes import storage_id
+from hf_moe_ep.upstream.graph import tensors_in
 
 _ATEN = torch.ops.aten
 # Operators without a FLOP formula in torch's registry: in-place products, and attention on a CPU.

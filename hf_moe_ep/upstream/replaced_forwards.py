@@ -64,14 +64,14 @@ def qualified_name(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{name}"
 
 
-def is_ligers(function: Any) -> bool:
+def belongs_to_liger(function: Any) -> bool:
     """Return True if a function or a class belongs to Liger."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == _LIGER
 
 
 def is_computed_by_liger(module: nn.Module) -> bool:
     """Return True if Liger computes `module`, with a bound forward or with a class of Liger."""
-    return any(is_ligers(function) for function in forward_functions(module))
+    return any(belongs_to_liger(function) for function in forward_functions(module))
 
 
 def liger_kernels_are_loaded() -> bool:

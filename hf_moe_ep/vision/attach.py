@@ -53,6 +53,7 @@ from hf_moe_ep.upstream.towers import (
     tower_heads,
 )
 from hf_moe_ep.vision.branches import MarkTextOnlyRanks, RunPictureExperts
+from hf_moe_ep.vision.different_inputs import RefuseDifferentInputs
 from hf_moe_ep.vision.encoders import (
     AlignGradients,
     DropSlice,
@@ -68,7 +69,6 @@ from hf_moe_ep.vision.patches import (
     wrap_patch_attention,
 )
 from hf_moe_ep.vision.tower import TowerOnce
-from hf_moe_ep.vision.unlike import RefuseDifferentInputs
 
 
 def check(parts: Parts, state: ModelState) -> None:

@@ -197,8 +197,7 @@ def _cast_inputs(state: ModelState, given: dict[str, Any]) -> dict[str, Any]:
 def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
     """Return True if the arguments on any rank have a tensor for an encoder."""
     has_input = any(
-        is_encoder_input(name) and next(tensors_in(value), None) is not None
-        for name, value in given.items()
+        is_encoder_input(name) and bool(tensors_in(value)) for name, value in given.items()
     )
     return sum_on_host(state, [has_input])[0] > 0
 

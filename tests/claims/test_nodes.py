@@ -46,15 +46,16 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
     job = [str(JOBS / "crossing.py"), str(tmp_path)]
     with Nodes(machines.nodes) as nodes:
         commands = [
-            torchrun(nodes, node, *job, ranks=machines.places) for node in range(machines.nodes)
+            torchrun(nodes, node, *job, ranks=machines.ranks_per_node)
+            for node in range(machines.nodes)
         ]
         run_agents(nodes, commands, tmp_path)
     files = [tmp_path / f"rank-{rank}.json" for rank in range(machines.ranks)]
     ranks = [json.loads(file.read_text()) for file in files]
     for router, kind, node in product(ROUTERS, KINDS, range(machines.nodes)):
-        first = node * machines.places
+        first = node * machines.ranks_per_node
         ranks_of_node = [
-            rank[f"{router}, {kind}"] for rank in ranks[first : first + machines.places]
+            rank[f"{router}, {kind}"] for rank in ranks[first : first + machines.ranks_per_node]
         ]
         expected_sent, expected_received = want(kind, router, machines, node)
         code, sent = sum(rank["code"] for rank in ranks_of_node), ranks_of_node[0]["interface"]
@@ -70,7 +71,11 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
     for router in ROUTERS:
         of_ranks, of_nodes = (sum(map(sum, pairs(kind, router, machines))) for kind in KINDS)
         factor = 0.7 if router == "any" else 1.0
-        assert (of_nodes < factor * of_ranks) if machines.places > 1 else (of_nodes == of_ranks)
+        assert (
+            (of_nodes < factor * of_ranks)
+            if machines.ranks_per_node > 1
+            else (of_nodes == of_ranks)
+        )
     limit = TOKENS * machines.ranks * OF_GROUPS
     assert sum(map(sum, pairs("hierarchical", "groups", machines))) <= limit
     for rank in ranks:

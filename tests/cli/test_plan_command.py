@@ -17,8 +17,8 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.plan import launch_config
 from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
 from hf_moe_ep.planner.search import (
-    Asked,
     Layout,
+    LayoutRequest,
     _grids,
     find_layouts,
     received_per_layer,
@@ -30,8 +30,8 @@ RATES = ("memory_bandwidth", "in_node_bandwidth", "between_nodes_bandwidth")
 LATENCIES = ("in_node_latency", "between_nodes_latency", "host_seconds")
 
 
-def asked(**more: Any) -> Asked:
-    return Asked(
+def make_request(**more: Any) -> LayoutRequest:
+    return LayoutRequest(
         **({"shape": tiny().config, "gpus": 4, "limit": LARGE, "seq": 16, "batch": 8} | more)
     )
 
@@ -39,18 +39,18 @@ def asked(**more: Any) -> Asked:
 @pytest.mark.slow
 def test_layouts_that_fit_are_sorted_and_others_are_too_large() -> None:
     """With 1 TiB all four layouts of one GPU fit. With a low limit only the smaller ones do."""
-    unlimited = find_layouts(asked(gpus=1, ep=1))
+    unlimited = find_layouts(make_request(gpus=1, ep=1))
     assert not unlimited.too_large and not unlimited.illegal
     layouts = [(p.layout.checkpointing, p.layout.per_forward) for p in unlimited.fit]
     assert layouts == [(False, 8), (False, 1), (True, 8), (True, 1)]
     assert all(p.layout.per_forward * p.layout.accumulated == 8 for p in unlimited.fit)
     peaks = sorted(p.step.peak for p in unlimited.fit)
     assert all(p.left == LARGE - p.step.peak for p in unlimited.fit)
-    limited = find_layouts(asked(gpus=1, ep=1, limit=peaks[1]))
+    limited = find_layouts(make_request(gpus=1, ep=1, limit=peaks[1]))
     assert sorted(p.step.peak for p in limited.fit) == peaks[:2]
     assert {*peaks[2:]} <= {p.step.peak for p in limited.too_large}
     assert all(p.left < 0 for p in limited.too_large)
-    assert not find_layouts(asked(gpus=1, ep=1, sp=1, limit=peaks[0] - 1)).fit
+    assert not find_layouts(make_request(gpus=1, ep=1, sp=1, limit=peaks[0] - 1)).fit
 
 
 @pytest.mark.slow
@@ -67,7 +67,11 @@ def test_with_a_gpu_the_fastest_comes_first() -> None:
         **{name: getattr(h100, name) * 2 for name in LATENCIES},
     )
     on_h100, on_slower = (
-        [(p.layout, p.time.seconds) for p in find_layouts(asked(ep=4, hardware=gpu)).fit if p.time]
+        [
+            (p.layout, p.time.seconds)
+            for p in find_layouts(make_request(ep=4, hardware=gpu)).fit
+            if p.time
+        ]
         for gpu in (h100, slower)
     )
     assert [layout for layout, _ in on_h100] == [layout for layout, _ in on_slower]
@@ -80,28 +84,30 @@ def test_with_a_gpu_the_fastest_comes_first() -> None:
 @pytest.mark.slow
 def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
     """A rank has 8 sequences per step and memory for about 6: two forwards of 4 are planned."""
-    unlimited = find_layouts(asked(gpus=1, ep=1))
+    unlimited = find_layouts(make_request(gpus=1, ep=1))
     peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in unlimited.fit}
     # Enough for 6.8 sequences, if memory grows linearly from 1 to 8 sequences.
     for_six = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
-    limited = find_layouts(asked(gpus=1, ep=1, limit=for_six))
+    limited = find_layouts(make_request(gpus=1, ep=1, limit=for_six))
     assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
 
 
 def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
     """2 experts on up to 8 ranks: 2 x etp 2 and 2 x etp 4 stand where others have ep 4 and ep 8."""
-    grids = list(_grids(asked(gpus=8), 1, 1, 2, 1))
+    grids = list(_grids(make_request(gpus=8), 1, 1, 2, 1))
     assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
     assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
-    assert {grid.etp for grid in _grids(asked(gpus=8), 1, 1, 8, 1)} == {1}
-    assert [(g.ep, g.etp) for g in _grids(asked(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [(2, 2)]
+    assert {grid.etp for grid in _grids(make_request(gpus=8), 1, 1, 8, 1)} == {1}
+    assert [(g.ep, g.etp) for g in _grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [
+        (2, 2)
+    ]
 
 
 @pytest.mark.slow
 def test_layouts_with_etp_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank of 2 x etp 2 holds as much as a rank of ep 2, and gathers no expert."""
     few = tiny(num_experts=2, num_experts_per_tok=1, hidden_size=64, moe_intermediate_size=512)
-    found = find_layouts(asked(shape=few.config, gpus=4))
+    found = find_layouts(make_request(shape=few.config, gpus=4))
     assert not found.illegal
     peaks = {
         (p.layout.ep, p.layout.etp): p.step.peak
@@ -166,9 +172,9 @@ def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
 def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     """A GPU receives half of the keys and values, 2 x 2 heads of 8 values in bf16."""
     sizes: dict[str, Any] = {"gpus": 2, "ep": 2, "sp": 1, "seq": 2048, "batch": 2}
-    without = find_layouts(asked(**sizes))
+    without = find_layouts(make_request(**sizes))
     assert all(planned.layout.cp == 1 for planned in without.fit)
-    request = asked(**sizes, limit=min(planned.step.peak for planned in without.fit) - 1)
+    request = make_request(**sizes, limit=min(planned.step.peak for planned in without.fit) - 1)
     found = find_layouts(request)
     assert found.fit and all(planned.layout.cp == 2 for planned in found.fit)
     best = found.fit[0].layout
@@ -193,8 +199,8 @@ def test_layouts_that_training_refuses_raise(name: str) -> None:
     layout, more, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         sizes = {"ep": layout.ep, "sp": layout.sp, "cp": layout.cp}
-        find_layouts(asked(**sizes, dp_replicate=layout.dp_replicate, **more))
-    assert not refusal(Layout(1, 1, 1), asked())
+        find_layouts(make_request(**sizes, dp_replicate=layout.dp_replicate, **more))
+    assert not refusal(Layout(1, 1, 1), make_request())
 
 
 GRIDS = [
@@ -229,7 +235,7 @@ def test_the_plan_refuses_what_training_refuses_with_the_same_error() -> None:
     """Four real ranks train 57 layouts. `refusal` gives the same error for each, or none."""
     (first, *others) = run_ranks(_train, 4, timeout=500.0)
     assert all(other == first for other in others)
-    planned = [refusal(grid, asked(batch=4)) for grid in GRIDS]
+    planned = [refusal(grid, make_request(batch=4)) for grid in GRIDS]
     assert planned == first
     assert 0 < sum(map(bool, planned)) < len(GRIDS)
 

@@ -367,7 +367,7 @@ def test_layers_that_are_compiled_as_a_whole_under_checkpointing_are_warned_of()
     model._hf_moe_ep.meshes = SimpleNamespace(ep_size=2)  # as if it was sharded
     model.model.layers[1].compile()
     with pytest.warns(UserWarning, match=r"Qwen3MoeDecoderLayer.*hf_moe_ep\.compile_layers\(model"):
-        watch.look(model)
+        watch.wrap_functions(model)
 
 
 BAD = [

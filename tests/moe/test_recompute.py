@@ -285,8 +285,8 @@ def test_unpatch_restores_the_models_own_checkpoint_function() -> None:
     patch(model)
     state = getattr(model, STATE)
     watch = CheckpointWatch(state)
-    watch.look(model)
-    watch.look(model)
+    watch.wrap_functions(model)
+    watch.wrap_functions(model)
     wrapped = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert all(a is not b and a.args[1] is b for a, b in zip(wrapped, before, strict=True))
     unpatch(model)
@@ -299,7 +299,7 @@ def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:
     model = patch(tiny(num_hidden_layers=LAYERS))
     state = getattr(model, STATE)
     watch, layers = CheckpointWatch(state), model.model.layers
-    watch.look(model)
+    watch.wrap_functions(model)
 
     def checkpoints() -> list[Any]:
         return [vars(layer)["_gradient_checkpointing_func"] for layer in layers]
@@ -307,36 +307,36 @@ def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:
     for use_reentrant in (False, True):
         parity.checkpointing(model, use_reentrant)
         before = checkpoints()
-        watch.look(model)
+        watch.wrap_functions(model)
         assert [function.args[0] for function in checkpoints()] == [state] * LAYERS
         assert [function.args[1] for function in checkpoints()] == before
     layers[1] = checkpoint_wrapper(layers[1])
     own_function = layers[1].checkpoint_fn
-    watch.look(model)
+    watch.wrap_functions(model)
     assert layers[1].checkpoint_fn.args == (state, own_function)
 
 
 def test_modules_are_searched_only_after_one_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny(num_hidden_layers=LAYERS))
     watch = CheckpointWatch(getattr(model, STATE))
-    watch.look(model)
+    watch.wrap_functions(model)
     walks = Counter()
     monkeypatch.setattr(recompute, "_steps_to_experts", lambda root: walks.update(["walk"]) or [])
-    watch.look(model)
+    watch.wrap_functions(model)
     assert not walks
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
-    watch.look(model)
+    watch.wrap_functions(model)
     assert walks["walk"] == 1
 
 
 def test_the_watch_of_a_copied_model_wraps_the_functions_of_the_copy() -> None:
     model = patch(tiny(num_hidden_layers=LAYERS))
     (guard,) = (h for h in model._forward_pre_hooks.values() if isinstance(h, ForwardGuard))
-    guard._checkpoints.look(model)
+    guard._checkpoints.wrap_functions(model)
     other = copy.deepcopy(model)
     (guard,) = (h for h in other._forward_pre_hooks.values() if isinstance(h, ForwardGuard))
     parity.checkpointing(other, False)
-    guard._checkpoints.look(other)
+    guard._checkpoints.wrap_functions(other)
     functions = [layer._gradient_checkpointing_func for layer in other.model.layers]
     assert [function.args[0] for function in functions] == [getattr(other, STATE)] * LAYERS
 

@@ -17,7 +17,7 @@ from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.planner.hardware import find_hardware
-from hf_moe_ep.planner.search import Asked, find_layouts
+from hf_moe_ep.planner.search import LayoutRequest, find_layouts
 from hf_moe_ep.planner.seconds import step_time, stretch_parts, time_of_work
 from hf_moe_ep.planner.stages import (
     Transfers,
@@ -139,14 +139,14 @@ def test_layers_of_equal_time() -> None:
                 assert counts[-1] < counts[0]
 
 
-def asked(**more: Any) -> Asked:
+def make_request(**more: Any) -> LayoutRequest:
     config = tiny(num_hidden_layers=4).config
-    return Asked(config, gpus=4, limit=2**40, seq=16, batch=8, ep=2, sp=1, **more)
+    return LayoutRequest(config, gpus=4, limit=2**40, seq=16, batch=8, ep=2, sp=1, **more)
 
 
 @pytest.mark.slow
 def test_layouts_with_stages_are_listed_next_to_others() -> None:
-    found = find_layouts(asked(hardware=find_hardware("h100"), pp=(1, 2, 3)))
+    found = find_layouts(make_request(hardware=find_hardware("h100"), pp=(1, 2, 3)))
     stages = {planned.layout.pp for planned in found.fit}
     assert stages == {1, 2}
     (reason,) = found.illegal.values()

@@ -26,7 +26,7 @@ from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.planner import fake
 from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.counted import OPTIMIZER
-from hf_moe_ep.planner.shrink import CHANGES, Asked, shrink
+from hf_moe_ep.planner.shrink import CHANGES, Options, shrink
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import HOST_COPY, ON_HOST, PURPOSES, StepWork, WorkCounter
 from hf_moe_ep.ranks import collectives
@@ -302,7 +302,7 @@ def test_planning_leaves_no_global_state() -> None:
 
 def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
     """In `peak_of`, adamw_fused saves 10 and adapters on attention alone save 20 of 100."""
-    asked: Asked = {
+    options: Options = {
         "checkpointing": True,
         "optimizer": "adamw",
         "batch": 1,
@@ -314,20 +314,22 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
         "fused_head": True,
     }
 
-    def peak_of(asked: Asked) -> int:
-        saved = 10 * (asked["optimizer"] == "adamw_fused") + 20 * (asked["lora_targets"] != "both")
+    def peak_of(options: Options) -> int:
+        saved = 10 * (options["optimizer"] == "adamw_fused") + 20 * (
+            options["lora_targets"] != "both"
+        )
         return 100 - saved
 
-    changes = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
+    changes = [(change.flag, peak) for change, peak in shrink(options, 75, peak_of)]
     assert changes == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
-    assert [peak for _, peak in shrink(asked, 95, peak_of)] == [90]
-    assert not list(shrink(asked, 100, peak_of))
-    assert {change.name for change in CHANGES} <= asked.keys()
-    large = asked | {"fused_head": False, "masters": "fp32"}
+    assert [peak for _, peak in shrink(options, 95, peak_of)] == [90]
+    assert not list(shrink(options, 100, peak_of))
+    assert {change.name for change in CHANGES} <= options.keys()
+    large = options | {"fused_head": False, "masters": "fp32"}
     tried = []
 
-    def all_help(asked: Asked) -> int:
-        tried.append(asked)
+    def all_help(options: Options) -> int:
+        tried.append(options)
         return 100 - len(tried)
 
     flags = [change.flag for change, _ in shrink(large, 0, all_help)]

@@ -26,8 +26,8 @@ from support.architectures.models import tiny
 
 INDEX = "model.safetensors.index.json"
 TYPES = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "mimo_v2_flash")
-# The fields of config.json that announce the layers.
-ANNOUNCED = {
+# The field of config.json with the number of a model's layers for multi-token prediction.
+LAYER_FIELDS = {
     "qwen3_next": {"num_nextn_predict_layers": 1},
     "qwen3_5_moe_text": {"mtp_num_hidden_layers": 1},
     "deepseek_v3": {"num_nextn_predict_layers": 1},
@@ -51,7 +51,7 @@ def write_with_extra(
     `in_fp8` stores the layer of DeepSeek-V3 in FP8. `std` is the size of the extra tensors' values.
     """
     model = tiny(model_type, dtype=dtype, seed=seed)
-    for name, value in ANNOUNCED[model_type].items():
+    for name, value in LAYER_FIELDS[model_type].items():
         setattr(model.config, name, value)
     model.save_pretrained(folder, max_shard_size="60KB")
     own = read_files(folder)

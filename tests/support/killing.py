@@ -1,4 +1,4 @@
-"""Kill the current process with SIGKILL at a time that it does not know."""
+"""Kill the current process with SIGKILL some seconds after a call."""
 
 import os
 import signal

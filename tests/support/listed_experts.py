@@ -1,7 +1,7 @@
 """A tiny Qwen3-MoE whose blocks hold each expert as a module of its own, outside of the interface.
 
-`listed(model)` puts such blocks into a model, and PLAN describes the model for `patch`. In memory
-stock computes them expert by expert.
+`listed()` builds such a model, which stock code computes expert by expert. PLAN describes it for
+`patch`.
 """
 
 from typing import Any

@@ -2,5 +2,5 @@
 
 
 def message_columns(columns: int) -> int:
-    """Return the number of columns that a message of so many columns has on the wire."""
+    """Round the columns of a message up to the multiple of 16 that is sent."""
     return -(-columns // 16) * 16

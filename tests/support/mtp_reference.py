@@ -20,8 +20,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.extra_files import (
-    ANNOUNCED,
     INDEX,
+    LAYER_FIELDS,
     add_tensors,
     extra_of,
     read_files,
@@ -51,7 +51,7 @@ def write_base(folder: Path, model_type: str, *, layers: int = 1) -> dict[str, T
         }
         extra |= add_tensors(folder, {k: t for k, t in renamed.items() if k not in extra}, "second")
         config = json.loads((folder / "config.json").read_text())
-        for field in ANNOUNCED[model_type]:
+        for field in LAYER_FIELDS[model_type]:
             config[config_field(model, field)] = layers
         (folder / "config.json").write_text(json.dumps(config))
     assert (folder / INDEX).is_file()

@@ -45,7 +45,7 @@ def has_blocks(shape: tuple[int, ...]) -> bool:
 def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
     """Return the names in checkpoints of the parameters that are encoded if they are large enough.
 
-    These are the weights of Linear layers but for the output head and routers, and stacked experts.
+    These are stacked experts, and the weights of Linear layers except the output head and routers.
     """
     head = output_head(without_adapters(model))
     weights = set()
@@ -59,7 +59,7 @@ def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
 
 
 def fp8_config(others: Iterable[str]) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint whose matrices but for `others` are in FP8."""
+    """Return the quantization_config of a checkpoint in FP8; the matrices `others` are not FP8."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

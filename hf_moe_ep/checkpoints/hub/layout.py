@@ -4,9 +4,8 @@ A layout lists the pieces of each parameter. A piece is a box (index ranges) of 
 and the elements of the parameter that it holds. `hub_layout` derives the layout from transformers'
 own conversion: it replaces the model's parameters and buffers by traced tensors, which record the
 origin of each element (`traced.py`). Stacked weights of `moe/stacked.py` are turned into the stock
-parameters. Transformers converts all tensors as `save_pretrained` would, and
-`derived.py` computes the pieces from the results. A plan can override the layout of stacked expert
-weights.
+parameters. Transformers converts all tensors as `save_pretrained` would, and `derived.py` computes
+the pieces from the results. A plan can override the layout of stacked expert weights.
 
 `find_pieces` accepts a checkpoint in the layout that `save_pretrained` writes. Stacked weights are
 also accepted in their shape in memory (transformers writes this shape with

@@ -1,4 +1,4 @@
-"""`SyncToken`: what an engine holds already, so that the next sync sends only what has changed.
+"""`SyncToken` records what an engine holds, so that the next sync sends only changed tensors.
 
     token = SyncToken()                                     one per engine
     for step in range(steps):
@@ -36,7 +36,7 @@ Sums = tuple[int, int]
 
 @dataclass
 class SyncToken:
-    """What one engine has received from `hub_tensors(model, since=token)`.
+    """Checksums of the tensors that one engine has received from `hub_tensors(since=token)`.
 
     A token is the same on every rank. It is empty at first, and becomes empty again if a sync
     fails, so that the next sync sends everything. Call `clear` if the engine has lost its weights
@@ -54,11 +54,11 @@ class SyncToken:
         self._received.clear()
 
     def holds(self, key: str, signature: str) -> bool:
-        """Return True if the engine has the tensors that a key and their values stand for."""
+        """Return True if the engine has the group `key` with the values of this checksum."""
         return self._received.get(key) == signature
 
     def set(self, signatures: dict[str, str]) -> None:
-        """Remember the values that the engine has received."""
+        """Replace all checksums by those of the tensors that the engine has now."""
         self._received = dict(signatures)
 
 

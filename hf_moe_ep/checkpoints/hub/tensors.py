@@ -111,7 +111,7 @@ def hub_tensors(
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
             not change, so an engine that has loaded them once needs them no more.
         since: the token of an engine. Tensors that have not changed since the last iteration with
-            this token are left out; the first one yields all. All ranks pass a token of their own.
+            this token are left out; the first one yields all. Each rank passes a token of its own.
 
     Returns:
         An iterator, whose `metadata()` lists key, dtype and shape of all tensors.
@@ -165,13 +165,13 @@ class TensorInfo(NamedTuple):
 
 @dataclass
 class _Contents:
-    """What one iteration yields.
+    """The tensors that one iteration yields.
 
     Attributes:
         groups: the tensors of the model.
         in_fp8: the keys that are yielded in FP8.
         extra: the extra tensors in the files of rank 0.
-        signatures: by the first key of each group, what stands for its values; empty without
+        signatures: the checksum of each group's values, by the group's first key; empty without
             `since`.
     """
 
@@ -227,7 +227,7 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
 
 
 class _Source:
-    """What `hub_tensors` sends, and how."""
+    """Lists, gathers and converts the tensors that a `HubTensors` yields."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class _Source:
         return self._contents
 
     def _sign(self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]) -> dict[str, str]:
-        """Return, by the first key of each group and the key of each extra tensor, its values."""
+        """Map the first key of each group, and the key of each extra tensor, to a checksum."""
         model = self._model
         tensors = distinct_tensors(model, left_out_by_merging(model))
         updates = updates_of(model, tensors.values())

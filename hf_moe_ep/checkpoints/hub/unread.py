@@ -13,8 +13,8 @@ In between, the trainer may attach adapters, replace the embeddings or freeze pa
 are those that stock would have loaded, rounded to the same dtype. If the trainer writes unread
 parameters, an error says so, because these values would be lost.
 
-Some trainers allocate all trainable parameters on all ranks but the first of each machine, without
-values, if these ranks load no weights (axolotl's cpu_ram_efficient_loading). Such parameters count
+With axolotl's cpu_ram_efficient_loading, only the first rank of each machine loads weights. On the
+other ranks, some trainers allocate all trainable parameters without values. Such parameters count
 as unread.
 """
 
@@ -54,8 +54,8 @@ class Unread:
         buffers: the persistent buffers of the model, by name.
         fingerprint: identifies the files; it must be the same on all ranks.
         keys: the keys in the files that store these parameters, with their tensors.
-        written: the parameters by name, and how often each was written before it was returned by
-            from_pretrained.
+        written: the parameters by name, each with the number of times that it had been written when
+            from_pretrained returned the model.
     """
 
     folder: str

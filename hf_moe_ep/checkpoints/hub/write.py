@@ -55,8 +55,8 @@ from hf_moe_ep.upstream.hub import file_name, progress_bar
 
 _logger = logging.getLogger("hf_moe_ep")
 
-# The fields of the index with the sha256 of each file, and for files of copied tensors with the
-# sha256 of the header and the tensors' hashes (`sha256_of_tensors`).
+# Two fields of the index. The first has the sha256 of each file. The second has, for each file of
+# copied tensors, one sha256 of its header and of the tensors' hashes (`sha256_of_tensors`).
 HASHES = "hf_moe_ep_sha256"
 HASHES_OF_COPIES = "hf_moe_ep_sha256_of_tensors"
 # The names of shards that this package and transformers write. Files with other names, such as

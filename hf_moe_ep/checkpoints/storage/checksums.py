@@ -29,7 +29,10 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
-    """Sum over all shards the sums of tensors that are sharded like the tensor `like`."""
+    """Add up `sums`, which this rank has computed on its shards, over all shards.
+
+    The tensors are sharded like the tensor `like`.
+    """
     if not isinstance(like, DTensor):
         return sums
     mesh = like.device_mesh

@@ -10,8 +10,8 @@ every save. But the layout determines which rank writes which shards (`spread.py
     each rank writes  the shards that `choose_writers` of `spread.py` assigns to it
 
 The files are in DCP's format. After writing, each rank sends a list of its written shards to rank
-0, as with DCP's planner. If only some of the ranks hold a tensor, DCP plans the whole save; so it
-does for a model with pipeline stages.
+0, as with DCP's planner. If only some of the ranks hold a tensor, as with pipeline stages, DCP
+plans the whole save.
 
 If a model holds gate and up apart (`etp.py`), a rank writes its shard as two boxes of the stock
 tensor, and `PartsLoadPlanner` reads two boxes. So the files fit any layout.
@@ -124,7 +124,7 @@ class SpreadPlanner(DefaultSavePlanner):
         return SavePlan([], planner_data=self._digest(tensors))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what a write item writes."""
+        """Return the tensor, or the part of a tensor, that a write item of DCP names."""
         if index.fqn not in self._apart:
             return super().lookup_object(index)
         return _find_part(self.state_dict[index.fqn], self._apart[index.fqn], index).contiguous()

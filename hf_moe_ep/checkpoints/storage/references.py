@@ -128,8 +128,8 @@ class FileReferences:
         """Raise ValueError if a file is gone, or has changed since the first look at it.
 
         Args:
-            reads: compare hashes if the times of modification do not tell; False compares only
-                sizes then.
+            reads: if only a time of modification differs, compare the hashes of the tensors. False
+                accepts such a file.
         """
         for name, (size, time) in self._stamps.items():
             path = self.folder / name

@@ -73,17 +73,18 @@ _MAX_HEADER = 100_000_000  # the library's own limit
 # A fingerprint reads this many bytes of up to this many tensors of each kind.
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
 _CHUNK = 4 << 20  # bytes
+# Another thread hashes parts of at least this size while they are written.
 _HASHED_ASIDE = 1 << 18  # bytes
 # The kernel copies the fewest pages if two files have the same bytes at the same position of blocks
 # of this size.
 _COPY_BLOCK = 1 << 16  # bytes
 _COPIED_AT_ONCE = 1 << 24  # bytes
-# A copy of more bytes than this begins to reach the disk while it goes on.
+# Copied bytes are synced to disk during the copy, whenever this many have not been synced.
 _SYNCED_ASIDE = 1 << 26  # bytes
 # Blocks of this size stay in a core's cache while they are hashed.
 _HASH_BLOCK = 1 << 18  # bytes
 _HASHING_THREADS = 4
-# What copy_file_range raises where the kernel cannot copy: between some file systems, for example.
+# Errors of copy_file_range if the kernel cannot copy: between some file systems, for example.
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 

@@ -1,8 +1,8 @@
 """Join the parts of a training state that the pipeline stages hold.
 
 A checkpoint has one `state.json` for the whole model, in which nothing depends on the number of
-stages. Each rank knows the tensors of its own stage; the ranks of a column send each other what
-they know. The tensors themselves are written by the ranks that hold them.
+stages. Each rank knows the tensors of its own stage, so the ranks of a column exchange their parts
+of `state.json`. The tensors themselves are written by the ranks that hold them.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _explain_missing(why: str) -> str:
     return (
         f'dispatcher="deepep" needs the class deep_ep.Buffer: {why}. Build DeepEP 1.2 or newer '
         "from source (its README on GitHub says how), for NVIDIA GPUs that all see each "
-        f"other over NVLink: sm_90, or sm_80 without its SM90 features; {_REMEDY}"
+        f"other over NVLink: sm_90, or sm_80 if DeepEP is built without SM90 features; {_REMEDY}"
     )
 
 

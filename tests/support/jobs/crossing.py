@@ -45,14 +45,14 @@ ROUTERS = ("any", "groups")
 
 @dataclass(frozen=True)
 class Machines:
-    """The number of nodes, and the number of ranks on each node (`places`)."""
+    """The number of nodes, and the number of ranks on each node."""
 
     nodes: int
-    places: int
+    ranks_per_node: int
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.places
+        return self.nodes * self.ranks_per_node
 
 
 def ids_TK(router: str, rank: int) -> Tensor:
@@ -86,13 +86,13 @@ def pairs(kind: str, router: str, machines: Machines) -> list[list[int]]:
     A token sends one row to each destination with a chosen expert. A destination is a rank for
     "all_to_all", and a node for "hierarchical".
     """
-    per_node = machines.places if kind == "all_to_all" else 1
+    per_node = machines.ranks_per_node if kind == "all_to_all" else 1
     experts_per_destination = EXPERTS // (machines.nodes * per_node)
     rows = [[0] * machines.nodes for _ in range(machines.nodes)]
     for rank in range(machines.ranks):
         for experts in ids_TK(router, rank).tolist():
             for destination in {expert // experts_per_destination for expert in experts}:
-                source, target = rank // machines.places, destination // per_node
+                source, target = rank // machines.ranks_per_node, destination // per_node
                 rows[source][target] += source != target
     return rows
 
@@ -112,10 +112,10 @@ def want(kind: str, router: str, machines: Machines, node: int) -> tuple[int, in
 
 
 @contextmanager
-def count_bytes_to_other_nodes(places: int) -> Iterator[list[int]]:
+def count_bytes_to_other_nodes(ranks_per_node: int) -> Iterator[list[int]]:
     """Count the bytes that this rank passes to `all_to_all_single` for ranks of other nodes."""
     num_bytes, stock = [0], dist.all_to_all_single
-    node = dist.get_rank() // places
+    node = dist.get_rank() // ranks_per_node
 
     def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if output.dtype == torch.int64:  # the counts
@@ -123,7 +123,7 @@ def count_bytes_to_other_nodes(places: int) -> Iterator[list[int]]:
         splits = kwargs.get("input_split_sizes") or args[1]
         group = kwargs.get("group")
         for index, rows in enumerate(splits):
-            if dist.get_global_rank(group, index) // places != node:
+            if dist.get_global_rank(group, index) // ranks_per_node != node:
                 num_bytes[0] += rows * input[:1].nbytes
         return stock(output, input, *args, **kwargs)
 
@@ -149,12 +149,12 @@ def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
     chunks.finish().square().sum().backward()
 
 
-def measure(run: Callable[[], None], places: int) -> dict[str, int]:
+def measure(run: Callable[[], None], ranks_per_node: int) -> dict[str, int]:
     """Call `run` on all ranks, and count the bytes in the code and at this node's interface."""
     dist.barrier()
     before = sent_here()
     dist.barrier()
-    with count_bytes_to_other_nodes(places) as num_bytes:
+    with count_bytes_to_other_nodes(ranks_per_node) as num_bytes:
         run()
     dist.barrier()
     return {"code": num_bytes[0], "interface": sent_here() - before}
@@ -173,10 +173,15 @@ def gradients(kind: str) -> dict[str, Tensor]:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    places = int(os.environ["LOCAL_WORLD_SIZE"])
-    columns = [dist.new_group(list(range(place, world, places))) for place in range(places)]
-    rows = [dist.new_group(list(range(at, at + places))) for at in range(0, world, places)]
-    between, inside = columns[rank % places], rows[rank // places]
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    columns = [
+        dist.new_group(list(range(place, world, ranks_per_node))) for place in range(ranks_per_node)
+    ]
+    rows = [
+        dist.new_group(list(range(at, at + ranks_per_node)))
+        for at in range(0, world, ranks_per_node)
+    ]
+    between, inside = columns[rank % ranks_per_node], rows[rank // ranks_per_node]
     world_group = dist.group.WORLD
     assert world_group is not None
     dispatchers: dict[str, Dispatcher] = {
@@ -187,7 +192,7 @@ def main() -> None:
     for router, kind in product(ROUTERS, KINDS):
         run = partial(dispatch_and_combine, dispatchers[kind], router)
         run()  # the first run opens the connections
-        results[f"{router}, {kind}"] = measure(run, places)
+        results[f"{router}, {kind}"] = measure(run, ranks_per_node)
     plain, hierarchical = (gradients(kind) for kind in KINDS)
     errors = {name: max_error(hierarchical[name], plain[name]) for name in plain}
     results["largest"] = max(errors.items(), key=lambda item: item[1])

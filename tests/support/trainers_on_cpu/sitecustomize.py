@@ -1,4 +1,6 @@
-"""What other trainers need on CPU ranks, and do not need on GPUs. Each change has its reason here.
+"""Change modules so that other trainers run on CPU ranks. On GPUs they need no change.
+
+The reason for each change stands beside it.
 
 `support.commands` puts this folder into PYTHONPATH for the stock command and for ours, so Python
 imports this file when a process starts. Below `hf-moe-ep run`, the hook's own sitecustomize comes

@@ -1,20 +1,20 @@
-"""Deal sharded matrices out to ranks: each matrix is orthogonalised whole, on one rank.
+"""Assign each sharded matrix to one rank, its owner, which orthogonalises the whole matrix.
 
-A matrix whose rows are sharded over the ranks of a process group is sent to one of them, its owner:
+The ranks of a process group that hold the rows of a matrix send them to the owner of the matrix:
 
     rank 0 holds   rows 0, 1 of a, b, c, d      owns a and b whole     rows 0, 1 of the results
     rank 1 holds   rows 2, 3 of a, b, c, d      owns c and d whole     rows 2, 3 of the results
                                     all-to-all                   all-to-all
 
-Experts that are whole on a rank are not dealt out. If FSDP2 has sharded the rows of the experts of
-an ep rank, or if an etp group shares these experts, each rank of that group owns an equal number of
-them. All other matrices are dealt out by the operations of Newton-Schulz, the largest first, each
-to the rank that has the least to do.
+Experts that are whole on a rank stay there. If FSDP2 has sharded the rows of the experts of an ep
+rank, or if an etp group shares these experts, each rank of that group owns an equal number of them.
+All other matrices are assigned in the order of their Newton-Schulz operations, the largest first,
+each to the rank that has the fewest operations so far.
 
-What a rank owns is divided into buckets, so that the matrices of one bucket travel while those of
-the bucket before are orthogonalised. A value that travels has the dtype of Newton-Schulz, bf16. For
-an element of a matrix of which a rank holds 1 / g, it sends (g - 1) / g of its shard there, and as
-owner the same number of elements back.
+The matrices of an owner are divided into buckets: one bucket is sent while the bucket before is
+orthogonalised. Values are sent in the dtype of Newton-Schulz, bf16. In a group of g ranks with
+equal shards, a rank sends (g - 1) / g of the elements of its shards to the owners, and as an owner
+it sends the same number of elements back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import count_flops
-from hf_moe_ep.ranks.boxes import box_at
+from hf_moe_ep.ranks.boxes import box_at, local_tensor
 
 # The size of what a rank owns in one bucket, unless a single matrix is larger.
 BUCKET_BYTES = 64 * 2**20
@@ -67,7 +67,7 @@ class Matrices:
         shape: [out, in] of each.
         shard: which of their rows or columns this rank has.
         steps: the steps of Newton-Schulz.
-        itemsize: the bytes of an element that travels.
+        itemsize: the bytes of an element as it is sent.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The matrices that travel together; rank r of `group` is the owner of those in `runs[r]`."""
+    """Matrices that are sent in one exchange; rank r of `group` owns the matrices in `runs[r]`."""
 
     group: dist.ProcessGroup
     runs: tuple[tuple[Run, ...], ...]
@@ -137,8 +137,7 @@ def shard_of(tensor: Tensor, layout: MatrixLayout) -> Shard:
         ValueError: two axes of a mesh shard the rows or columns of the matrices.
     """
     first_dim = 0 if layout.stacked else 1  # of `stacked_view`, in which `tensor` has dim 0
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    experts = layout.stacked_view(local).shape[0]
+    experts = layout.stacked_view(local_tensor(tensor)).shape[0]
     whole = Shard(None, layout.out_dim, (), experts)
     if not isinstance(tensor, DTensor):
         return whole
@@ -180,8 +179,8 @@ def whole_runs(
                 yield (Run(index, part, start, min(start + at_once, entry.shard.experts)),)
 
 
-def deal(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Deal out all sharded matrices. The result is the same on all ranks of a group.
+def assign_owners(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Assign all sharded matrices to owners. The result is the same on all ranks of a group.
 
     Returns:
         The buckets in the order in which all ranks must exchange them.

@@ -42,7 +42,7 @@ class RefuseDifferentInputs(ShardedOnly):
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
-        has_input = [next(tensors_in(given.get(name)), None) is not None for name in self.names]
+        has_input = [bool(tensors_in(given.get(name))) for name in self.names]
         counts = zip(self.names, sum_on_host(self.state, has_input), strict=True)
         differing = [name for name, count in counts if 0 < count < meshes.world_size]
         if differing:

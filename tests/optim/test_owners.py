@@ -1,4 +1,4 @@
-"""How sharded matrices are dealt out: each one once, evenly, in buckets of a limited size."""
+"""The owners of sharded matrices: one for each matrix, evenly, in buckets of a limited size."""
 
 import itertools
 import random
@@ -12,9 +12,9 @@ from support.close import FP64_LAYER, max_error
 from support.muon_by_matrix import newton_schulz_in_fp64
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from hf_moe_ep.optim.deal import BUCKET_BYTES, Matrices, Shard, deal, whole_runs
 from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import adjusted_lr, count_flops, orthogonalise
+from hf_moe_ep.optim.owners import BUCKET_BYTES, Matrices, Shard, assign_owners, whole_runs
 
 # (rows, columns) of the dense matrices in a layer of Qwen3-30B-A3B: queries, keys, values, output.
 QWEN3_30B = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
@@ -33,9 +33,9 @@ def _sharded(shape: tuple[int, int], ranks: int, experts: int = 1, parts: int = 
 @pytest.mark.parametrize("layers", [48])
 def test_dense_matrices_of_a_30b_model_are_level(ranks: int, layers: int) -> None:
     matrices = [_sharded(shape, ranks) for shape in QWEN3_30B * layers]
-    buckets = deal(matrices)
+    buckets = assign_owners(matrices)
     flops = [0] * ranks
-    dealt: Counter[tuple[int, int, int]] = Counter()
+    assigned: Counter[tuple[int, int, int]] = Counter()
     for bucket in buckets:
         assert len(bucket.runs) == ranks
         for rank, runs in enumerate(bucket.runs):
@@ -43,16 +43,16 @@ def test_dense_matrices_of_a_30b_model_are_level(ranks: int, layers: int) -> Non
             assert 2 * sum(sizes) <= BUCKET_BYTES or len(runs) == 1
             for run in runs:
                 flops[rank] += matrices[run.index].flops
-                dealt[run.index, run.part, run.start] += 1
-    assert dealt == Counter({(index, 0, 0): 1 for index in range(len(matrices))})
+                assigned[run.index, run.part, run.start] += 1
+    assert assigned == Counter({(index, 0, 0): 1 for index in range(len(matrices))})
     print(f"{ranks} ranks: largest over mean {max(flops) * ranks / sum(flops):.3f}")
     assert max(flops) * ranks / sum(flops) <= 1.05
 
 
-def test_experts_are_dealt_out_evenly() -> None:
+def test_every_rank_owns_as_many_experts() -> None:
     """7 experts of 2 parts over 3 ranks: 2 of each part to each rank, and the rest singly."""
     matrices = [_sharded((24, 32), 3, experts=7, parts=2)]
-    (bucket,) = deal(matrices)
+    (bucket,) = assign_owners(matrices)
     owned = [
         [(run.part, expert) for run in runs for expert in range(run.start, run.stop)]
         for runs in bucket.runs
