@@ -74,6 +74,8 @@ VALUES = {
     "mtp_loss_weight": "0.2",
     "mtp_from_scratch": "false",
     "reshard_after_forward": "false",
+    "fsdp_double_buffer": "true",
+    "nccl_ub": "true",
     "lora_experts": "true",
     "stock_load": "true",
     "report": "false",
