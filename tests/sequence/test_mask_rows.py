@@ -101,6 +101,17 @@ def test_rows_are_those_of_the_stock_mask(kind: str, stock: str, cp: int, length
             assert torch.equal(got[:, :, first : first + stop - start], want[:, :, start:stop])
 
 
+def test_a_piece_that_needs_no_mask_alone_gets_its_rows() -> None:
+    """Everything behind the first piece of 4 tokens is padding, so it needs a causal mask alone."""
+    rows = MaskRows()
+    rows.part = _part(0, 2, 16)
+    view, embeds = config_with_own_masks(_config(), rows), torch.zeros(ROWS, 16, 2)
+    mask = (torch.arange(16) < 4).expand(ROWS, -1)
+    got = causal(view, embeds, attention_mask=mask, **WITHOUT_CACHE)
+    want = causal(_config(), embeds, attention_mask=mask, **WITHOUT_CACHE)
+    assert torch.equal(got, torch.cat([want[:, :, :4], want[:, :, 12:]], 2))
+
+
 def test_no_whole_mask_is_built_on_the_way() -> None:
     rows = MaskRows()
     rows.part = _part(1, 4, 256)
