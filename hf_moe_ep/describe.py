@@ -175,7 +175,8 @@ def _way(way: Way, cp_size: int, itemsize: int) -> str:
     if way.width is not None:
         most = "" if way.window is None else "at most "
         number = (cp_size - 1) * way.width * itemsize
-        sent = f"; sends {most}{number:,} bytes per token of its part, as much in backward"
+        backward = "twice as many" if way.ring else "as much"
+        sent = f"; sends {most}{number:,} bytes per token of its part, {backward} in backward"
     return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 

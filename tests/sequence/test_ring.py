@@ -162,7 +162,7 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
     # The bytes and the pairs of pieces that the docstring of ring.py counts.
     values = ROWS * KV_HEADS * (WIDTH + VALUE_WIDTH) * context.local
     assert forward_sent == (world - 1) * values
-    assert sum(sent) - forward_sent == (2 * world - 1) * values
+    assert sum(sent) - forward_sent == 2 * (world - 1) * values
     if name == "causal":
         assert forward_calls == 3 + 2 * (world - 1)
 
