@@ -15,7 +15,7 @@ from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.parity import CHECKPOINT, Batch, Case
-from support.tiny_models import batch
+from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from hf_moe_ep import describe, patch
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import ring
 from hf_moe_ep.sequence.partial_attention import (
@@ -241,3 +242,14 @@ MODELS = [
 )
 def test_models_with_flex_attention_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def test_describe_says_what_a_ring_sends() -> None:
+    """Two key-value heads of 8 values: keys and values again in backward, and gradients."""
+    for dtype, sent in ((torch.float64, (768, 1_536)), (torch.bfloat16, (192, 576))):
+        model = tiny(attn_implementation="flex_attention", dtype=dtype)
+        report = describe(patch(model, cp_size=4))
+        want = (
+            "of all tokens sent from rank to rank; sends {:,} bytes per token of its part, {:,} in"
+        )
+        assert want.format(*sent) in report
