@@ -6,6 +6,8 @@ On a CPU it computes in plain PyTorch, because FlexAttention has no backward the
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -126,15 +128,28 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
     own = [context.take(x, 2).requires_grad_() for x in (query, key, value)]
     own_sinks = sinks.clone().requires_grad_() if kind.sinks else None
     sent: list[int] = []
+    events: list[tuple[str, int]] = []
     stock = collectives.send_to_next
 
-    def counted(x: Tensor, group: dist.ProcessGroup, *, tag: int) -> collectives.RingTransfer:
+    def counted(x: Tensor, group: dist.ProcessGroup, *, tag: int) -> Any:
+        number = len(sent)
         sent.append(x.numel())
-        return stock(x, group, tag=tag)
+        events.append(("begin", number))
+        transfer = stock(x, group, tag=tag)
+
+        def wait() -> Tensor:
+            events.append(("end", number))
+            return transfer.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    def attend(*args: Any) -> tuple[Tensor, Tensor]:
+        events.append(("attend", 0))
+        return attend_to_part(*args)
 
     with (
         mock.patch.object(ring, "send_to_next", counted),
-        mock.patch.object(ring, "attend_to_part", side_effect=attend_to_part) as calls,
+        mock.patch.object(ring, "attend_to_part", side_effect=attend) as calls,
     ):
         out = attend_by_ring(*own, Scores(mask, softcap=kind.softcap), own_sinks, context)
         forward_sent, forward_calls = sum(sent), calls.call_count
@@ -166,6 +181,10 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
     assert sum(sent) - forward_sent == 2 * (world - 1) * values
     if name == "causal":
         assert forward_calls == 3 + 2 * (world - 1)
+        # Attention is computed during each of the transfers, also during the last one of backward.
+        for number in range(len(sent)):
+            during = events[events.index(("begin", number)) : events.index(("end", number))]
+            assert ("attend", 0) in during, f"transfer {number} of {len(sent)}"
 
 
 TWO = {name: partial(ring_equals_dense, name) for name in KINDS}

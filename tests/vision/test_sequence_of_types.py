@@ -127,6 +127,8 @@ def _checks(world: int, slow: bool, names: Sequence[str] = GRANTED, **options: A
             world,
             partial(equals_stock, name, **options),
             slow=slow or name not in FAST,
+            timeout=600.0 if "compile_layers" in options else 240.0,
+            group_timeout=300.0 if "compile_layers" in options else 60.0,
         ).as_parameter()
         for name in names
         if not (options.get("use_reentrant") and name in NOT_REENTRANT)
@@ -142,7 +144,7 @@ CONTEXT_OF_FOUR = [
     *_checks(4, True, FOUR, sp=1, cp=4),
     *_checks(4, True, FOUR, sp=1, cp=4, use_reentrant=True),
     *_checks(4, True, FOUR, sp=2, cp=2, use_reentrant=False),
-    *_checks(4, True, FOUR, sp=2, cp=2, compile_layers="aot_eager"),
+    *_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers="aot_eager"),
 ]
 CHECKPOINTED = _checks(2, slow=True, use_reentrant=False) + _checks(
     2, slow=True, use_reentrant=True
@@ -167,8 +169,14 @@ def test_one_group_has_pictures_and_the_other_has_text(found: Found, claim: Chec
 
 
 @needs_arguments_of_loss
-@pytest.mark.parametrize("claim", CONTEXT + CONTEXT_OF_FOUR)
+@pytest.mark.parametrize("claim", CONTEXT)
 def test_pictures_with_context_parallelism(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@needs_arguments_of_loss
+@pytest.mark.parametrize("claim", CONTEXT_OF_FOUR)
+def test_pictures_of_one_batch_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
