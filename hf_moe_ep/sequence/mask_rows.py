@@ -42,7 +42,6 @@ class MaskRows:
     def __init__(self) -> None:
         self.part: Slice | None = None
 
-    @torch.compiler.disable
     def __call__(self, stock: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
         """Call a stock mask function for the rows of this rank, or for all rows.
 
