@@ -32,8 +32,8 @@ from __future__ import annotations
 import argparse
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,28 +52,39 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.architectures import find_parts, find_plan
-from hf_moe_ep.sequence import split
+from hf_moe_ep.sequence import recurrences, split
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
 WAYS = ("stock", "gathered", "divided")
+WAYS_OF_RECURRENCES = ("all heads", "states")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of mixer: the model type that has it, and the fields of its config."""
+    """A kind of mixer: the model type that has it, and the fields of its config.
+
+    `states` is True for a recurrence whose states can be passed on.
+    """
 
     model_type: str
     fields: dict[str, Any]
+    states: bool = False
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return WAYS + WAYS_OF_RECURRENCES if self.states else WAYS
 
 
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
 KINDS = {
-    "delta net": Kind("qwen3_next", {"layer_types": ["linear_attention"]}),
+    "delta net": Kind("qwen3_next", {"layer_types": ["linear_attention"]}, states=True),
     "KDA": Kind(
-        "kimi_linear", {"layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"]}
+        "kimi_linear",
+        {"layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"]},
+        states=True,
     ),
-    "Mamba-2": Kind("granitemoehybrid", {"layer_types": ["linear_attention"]}),
+    "Mamba-2": Kind("granitemoehybrid", {"layer_types": ["linear_attention"]}, states=True),
     "Mamba-1": Kind("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "short convolution": Kind("lfm2_moe", {"layer_types": ["conv"]}),
     "attention with an indexer": Kind("deepseek_v32", _LATENT | {"v_head_dim": 32}),
@@ -241,10 +252,23 @@ def prepare_step(kind: Kind, way: str, sizes: Sizes) -> tuple[MixerWatch, Callab
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def step() -> None:
-        model(**batch).loss.backward()
+        with choose(way):
+            model(**batch).loss.backward()
         model.zero_grad()
 
     return watch, step
+
+
+@contextmanager
+def choose(way: str) -> Iterator[None]:
+    """Run recurrences as if the ranks did not divide their heads, in the ways that need it."""
+    with ExitStack() as stack:
+        if way in WAYS_OF_RECURRENCES:
+            stack.enter_context(mock.patch.object(recurrences, "_can_split", lambda *args: False))
+        if way == "all heads":
+            no = mock.patch.object(recurrences, "passes_states", lambda *args: False)
+            stack.enter_context(no)
+        yield
 
 
 def measure_bytes(kind: Kind, way: str, sizes: Sizes) -> Measured:
@@ -309,13 +333,14 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = {name: KINDS[name] for name in args.kinds}
     found = {
-        name: {way: measure_bytes(kind, way, sizes) for way in WAYS} for name, kind in kinds.items()
+        name: {way: measure_bytes(kind, way, sizes) for way in kind.ways}
+        for name, kind in kinds.items()
     }
     seconds: dict[str, dict[str, list[float]]] = {}
     if sizes.steps:
         options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
         for name, kind in kinds.items():
-            ways = {w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in WAYS}
+            ways = {w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in kind.ways}
             seconds[name] = {way: by_rank[0] for way, by_rank in ways.items()}
     text = report(sizes, found, seconds, setting("benchmarks/mixers.py", load_before, WORLD))
     print(text)

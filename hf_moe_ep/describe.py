@@ -175,8 +175,11 @@ def _way(way: Way, cp_size: int, itemsize: int) -> str:
     sent = ""
     if way.width is not None:
         most = "" if way.window is None else "at most "
-        number = (cp_size - 1) * way.width * itemsize
-        sent = f"; sends {most}{number:,} bytes per token of its part, as much in backward"
+        values = (cp_size - 1) * way.width
+        sent = f"; sends {most}{values * itemsize:,} bytes per token of its part, "
+        # A ring also sends the keys and values again, and adds gradients in fp32.
+        ring = f"{values * (itemsize + max(itemsize, 4)):,} in backward"
+        sent += ring if way.ring else "as much in backward"
     return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 

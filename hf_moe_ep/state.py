@@ -44,6 +44,7 @@ the row above.
     moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
     moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
+    upstream/attention_interface.py | _hf_moe_ep_masks __dict__ | a view of the config of models
     sequence/attach.py | mixers context forward | names, for `describe`; forwards of delta nets
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
@@ -76,6 +77,8 @@ the row above.
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
+    sequence/mask_rows.py | part | the slice, during a forward that builds masks
+    sequence/mask_rows.py | has_mask_rows | in a slice: if masks have only the rows of this rank
     sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents
     sequence/ulysses.py | keys_are_gathered | the same, until the attention of the layer
     sequence/gather.py | other_documents separated now | calls and masks for packed rows; the mode

@@ -8,6 +8,8 @@ attention modules     a copy of the config, which selects `split_attention` (uly
                       context.py: keys and values of other ranks, with cp_size > 1); for latent
                       attention, a hook that passes a cache, which gathers latents
                       (latent_cache.py)
+modules with masks    with cp_size > 1, a view of the config, which selects a function that builds
+                      only the rows of this rank (mask_rows.py)
 mixers                hooks that gather the slices, and slice the output (gather.py); attention
                       with an indexer may gather only keys, and the forward of a mixer with a
                       convolution may be replaced by one that keeps the slice
@@ -40,6 +42,7 @@ from hf_moe_ep.sequence.gather import (
 )
 from hf_moe_ep.sequence.latent_cache import GatherLatents
 from hf_moe_ep.sequence.layer_arguments import arguments_of
+from hf_moe_ep.sequence.mask_rows import attach_mask_rows
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
 from hf_moe_ep.sequence.recurrences import run_slice
 from hf_moe_ep.sequence.split import (
@@ -232,8 +235,9 @@ def attach(parts: Parts, state: ModelState) -> None:
 
 
 def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
-    """Gather latents, and store how each kind of attention gets keys of other ranks."""
+    """Gather latents, build masks of own rows, and store how attention gets keys of other ranks."""
     attention = attention_by_heads(parts)
+    attach_mask_rows(parts, state)
     for module in filter(caches_latents, attention):
         module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
     names = {id(module): name for name, module in parts.root.named_modules()}

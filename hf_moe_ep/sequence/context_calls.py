@@ -8,6 +8,8 @@ the attention function:
                                 those between the first and the last one that any query sees, so a
                                 sliding window costs as much as in stock code. One host sync per
                                 mask and forward
+    a mask of this rank's rows  the same; ranks tell each other the first and the last key
+    (mask_rows.py)
     a BlockMask                 a BlockMask of these queries, with the same function. The keys are
                                 those of the blocks that any query sees
     sdpa without a mask         torch's causal_lower_right, with which the kernels of a GPU need no
@@ -39,6 +41,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 
+from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.gather import find_documents
 from hf_moe_ep.sequence.partial_attention import Box, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
@@ -149,6 +152,14 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
         box = Box(start, stop, first, last)
         build = partial(layer.once, ("block", start), partial(slice_block_mask, mask, box))
         return replace(call, first=first, last=last, build_mask=build)
+    if isinstance(mask, Tensor) and mask.ndim == 4 and _has_own_rows(mask, context):
+        first, last = layer.once(("seen",), lambda: _gather_seen_keys(mask, context))[start]
+        return replace(
+            call,
+            first=first,
+            last=last,
+            build_mask=lambda: _own_rows(mask, start, stop, context)[..., first:last],
+        )
     if isinstance(mask, Tensor) and mask.ndim == 4:
         of_queries = mask.expand(-1, -1, context.length, -1)  # one row may be that of all queries
         seen = layer.once(("seen",), lambda: _find_seen_keys(of_queries, context))
@@ -201,25 +212,52 @@ def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, i
     return bounds
 
 
-def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
-    """Map the first query of each piece to (first key, last key + 1) that its queries see.
+def _has_own_rows(mask: Tensor, context: Slice) -> bool:
+    """Return True if a mask has only the rows of this rank (mask_rows.py)."""
+    return context.has_mask_rows and mask.shape[2] == context.local
 
-    If a query sees no key, stock code may give it the mean of all values. Its piece therefore gets
-    all keys, as in stock code.
-    """
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+def _own_rows(mask: Tensor, start: int, stop: int, context: Slice) -> Tensor:
+    """Return the rows `start` to `stop` - 1 of a mask that has only the rows of this rank."""
+    first = list(context.pieces).index(start // context.piece) * context.piece
+    return mask[:, :, first : first + stop - start]
+
+
+def _gather_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
+    """Return what `_find_seen_keys` does, for a mask that has only the rows of this rank."""
+    own = mask.new_zeros(len(context.pieces), 2, dtype=torch.int64)
+    for place, (start, stop) in enumerate(context.spans):
+        if start < stop:
+            own[place] = _bounds_of_seen(_own_rows(mask, start, stop, context))
+    by_rank = gather_counts(own.flatten(), context.group, where="masks of context parallelism")
+    return {
+        start: (numbers[2 * place], context.length - numbers[2 * place + 1])
+        for rank, numbers in enumerate(by_rank)
+        for place, (start, stop) in enumerate(context.spans_of(rank))
+        if start < stop
+    }
+
+
+def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
+    """Map the first query of each piece to (first key, last key + 1) that its queries see."""
     spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
-    bounds = []
-    for start, stop in spans:
-        seen = visible[:, :, start:stop]
-        is_seen = seen.flatten(0, 2).any(0).to(torch.uint8)
-        first, behind = is_seen.argmax(), is_seen.flip(0).argmax()
-        bounds.append(torch.stack([first, behind]) * seen.any(-1).all())
+    bounds = [_bounds_of_seen(mask[:, :, start:stop]) for start, stop in spans]
     firsts_and_behinds = torch.stack(bounds).tolist()
     return {
         start: (first, context.length - behind)
         for (start, _), (first, behind) in zip(spans, firsts_and_behinds, strict=True)
     }
+
+
+def _bounds_of_seen(mask: Tensor) -> Tensor:
+    """Return the numbers of keys in front of and behind those that queries see, int64 [2].
+
+    If a query sees no key, stock code may give it the mean of all values. Its piece therefore gets
+    all keys, as in stock code.
+    """
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    is_seen = seen.flatten(0, 2).any(0).to(torch.uint8)
+    return torch.stack([is_seen.argmax(), is_seen.flip(0).argmax()]) * seen.any(-1).all()
 
 
 def _plan_flash(layer: _Layer, start: int, stop: int) -> Call:

@@ -60,7 +60,8 @@ class Split(Enum):
 
     NOT: it gets whole sequences.
     QUERIES: it keeps its slice of the queries, and gathers keys.
-    HEADS: it keeps its slice, except in a recurrence over some heads of whole sequences.
+    HEADS: it keeps its slice, except in a recurrence over some heads of whole sequences, or over
+        its tokens with states of other ranks.
     HALO: it keeps its slice, and its convolution also gets the last tokens of the previous rank.
     """
 

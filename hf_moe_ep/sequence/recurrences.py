@@ -6,14 +6,15 @@ are replaced:
     projections, gates            for the tokens of this rank            (stock)
     causal convolution            for the tokens of this rank, behind the last tokens of the
                                   rank that has those in front (the halo)  (`convolve_slice`)
-    recurrence                    for all tokens, some of the heads      (`run_heads`)
+    recurrence                    for all tokens, some of the heads      (`run_recurrence`)
     norm, output projection       for the tokens of this rank            (stock)
 
 With 2 ranks, 4 heads of values, and 8 tokens, the recurrence of rank 1 computes heads 2 and 3 of
 the tokens 0-7. If there are fewer heads of keys (in Mamba-2: fewer groups) than ranks, these heads
 are repeated, as in attention. A channel of Mamba-1 is a head here. If sp_size does not divide the
-number of heads, the recurrence runs on whole sequences of all heads. Everything else is divided by
-sp_size in any case. With context parallelism, the heads are split over the cp x sp ranks of a
+number of heads, each rank scans its own tokens, and states are passed on (states.py). Mamba-1,
+whose function takes no state, then runs on whole sequences of all heads. Everything else is divided
+by sp_size in any case. With context parallelism, the heads are split over the cp x sp ranks of a
 batch. A module with a convolution and no recurrence, such as the short convolutions of LFM2, needs
 only the halo.
 
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.sequence.gather import GatherArguments, Split
 from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.sequence.states import passes_states, run_pieces
 from hf_moe_ep.sequence.ulysses import exchange_all_for_heads, exchange_for_tokens
 from hf_moe_ep.upstream.recurrences import (
     CONVOLUTION,
@@ -64,7 +66,7 @@ def run_slice(
         return stock(*args, **kwargs)
     replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: partial(convolve_slice, part)}
     if gather.now == Split.HEADS:
-        replaced |= {name: partial(run_heads, part, r) for name, r in RECURRENCES.items()}
+        replaced |= {name: partial(run_recurrence, part, r) for name, r in RECURRENCES.items()}
         replaced[FUSED] = lambda *args, **kwargs: None
     return forward_with(module, replaced)(module, *args, **kwargs)
 
@@ -92,10 +94,10 @@ def convolve_slice(
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def run_heads(
+def run_recurrence(
     part: Slice, recurrence: Recurrence, stock: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a recurrence for the heads of this rank, over the whole sequence.
+    """Call a recurrence for the heads or for the tokens of this rank, or else for everything.
 
     The tensors have the layouts that `recurrence` names, for the tokens of this rank.
     """
@@ -109,6 +111,8 @@ def run_heads(
         for key, x in tensors.items()
         if layouts[key] in (Layout.HEADS, Layout.CHANNELS)
     )
+    if not splits and passes_states(recurrence, given):
+        return run_pieces(part, recurrence, stock, given, layouts)
     given |= _exchange(tensors, layouts, part) if splits else _gather(tensors, layouts, part)
     out = stock(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
     first, *others = out if isinstance(out, tuple) else (out,)

@@ -13,16 +13,18 @@ to both pieces of keys, but only where any query sees any key: with a causal mas
 step 0, and 2 of 4 at all others, on every rank.
 
 In backward keys and values travel again. Each rank adds its part of their gradients to those that
-arrive from the previous rank, and sends the sums on; the last ones arrive at their owners:
+arrive from the previous rank, and sends the sums on; the last ones arrive at their owners. The
+pairs of a rank's own pieces are divided between the first step and the last one, in which the last
+gradients travel:
 
-    step           0          1          2          3
-    attends to     rank 1     rank 0     rank 3     rank 2       the attention is computed again
-    receives       rank 0     rank 3     rank 2     -            keys and values
-    adds to        -          rank 0     rank 3     rank 2       gradients from rank 0
+    step           0          1          2          3          4
+    attends to     rank 1     rank 0     rank 3     rank 2     rank 1     computed again
+    receives       rank 0     rank 3     rank 2     -          -          keys and values
+    receives       -          -          rank 3     rank 2     rank 1     gradients from rank 0
 
 Only the keys and values of this rank are saved for backward. A rank sends (cp - 1) * 2 * kv * d
-values per token of its slice in forward, as an all-gather does, and (2 cp - 1) * 2 * kv * d in
-backward, kv being the heads of keys, and d their width.
+values per token of its slice in forward, as an all-gather does, and twice as many in backward (half
+of them in fp32 or more), kv being the heads of keys, and d their width.
 """
 
 from __future__ import annotations
@@ -116,13 +118,12 @@ class _Ring(torch.autograd.Function):
         out, grad_out = (x.transpose(1, 2).to(lse.dtype) for x in (out_BSQW, grad_out_BSQW))
         scores, context = ctx.scores, ctx.context
         grad_query = torch.zeros_like(query, dtype=out.dtype)
-        arriving: RingTransfer | None = None
         widths = [key.shape[-1], value.shape[-1]]
-        for owner, keys, values in _travel(key, value, context):
-            shape = (*key.shape[:3], sum(widths))
-            grad_both = key.new_zeros(shape, dtype=out.dtype)
+
+        def add_grads(grad_both: Tensor, keys: Tensor, values: Tensor, pairs: list[_Pair]) -> None:
+            """Add the gradients of these pairs to those of the queries, and of keys and values."""
             grad_keys, grad_values = grad_both.split(widths, -1)
-            for pair in _list_pairs(owner, scores, context):
+            for pair in pairs:
                 rows, columns = (slice(None), slice(None), pair.queries), pair.keys
                 grads = grads_of_part(
                     query[rows],
@@ -135,12 +136,26 @@ class _Ring(torch.autograd.Function):
                 grad_query[rows] += grads[0]
                 grad_keys[:, :, columns] += grads[1]
                 grad_values[:, :, columns] += grads[2]
+
+        shape = (*key.shape[:3], sum(widths))
+        grad_own = key.new_zeros(shape, dtype=out.dtype)
+        own_pairs = _list_pairs(context.rank, scores, context)
+        middle = -(-len(own_pairs) // 2)
+        arriving: RingTransfer | None = None
+        for owner, keys, values in _travel(key, value, context):
+            if owner == context.rank:
+                add_grads(grad_own, keys, values, own_pairs[:middle])
+                continue
+            grad_both = key.new_zeros(shape, dtype=out.dtype)
+            add_grads(grad_both, keys, values, _list_pairs(owner, scores, context))
             if arriving is not None:
                 grad_both += arriving.wait()
             arriving = send_to_next(grad_both, context.group, tag=_GRADIENTS)
-        assert arriving is not None
-        own = arriving.wait().split(widths, -1)
-        grad_key, grad_value = own[0].to(key.dtype), own[1].to(value.dtype)
+        assert arriving is not None, "a ring has at least two ranks"
+        add_grads(grad_own, key, value, own_pairs[middle:])
+        grad_own += arriving.wait()
+        grad_key, grad_value = grad_own.split(widths, -1)
+        grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None
 
 

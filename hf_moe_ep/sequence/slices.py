@@ -77,6 +77,8 @@ class Slice:
         self.documents: list[list[tuple[int, int]]] | None = None
         # For packed rows: id of a mask -> (mask, mask that separates the documents).
         self.separated: dict[int, tuple[Tensor | None, Tensor]] = {}
+        # True if masks have only the rows of this rank (sequence/mask_rows.py).
+        self.has_mask_rows = False
         # Results computed from a mask or from positions, which layers share (sequence/context.py).
         self.computed: dict[Any, Any] = {}
         # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).

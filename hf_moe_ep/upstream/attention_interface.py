@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,8 @@ _STOCK_CONFIG = "_hf_moe_ep_stock"
 # The interface has no function for the implementation "eager". A module with this implementation
 # calls `eager_attention_forward` of the file that defines the module.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
+# The attribute of a view of a config that holds our function for masks.
+_OWN_MASKS = "_hf_moe_ep_masks"
 
 
 def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
@@ -51,6 +54,49 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     attention_config._attn_implementation_internal = name
     setattr(attention_config, _STOCK_CONFIG, config)
     return attention_config
+
+
+def builds_dense_masks(config: Any) -> bool:
+    """Return True if transformers builds masks of all queries and keys for a model of this config.
+
+    The config is None for a module without one.
+    """
+    return getattr(config, "_attn_implementation", None) in (_EAGER, "sdpa")
+
+
+def config_with_own_masks(config: Any, build: Callable[..., Any]) -> Any:
+    """Return a view of `config`, for modules that build masks, that selects `build`.
+
+    The view has the same attributes as `config`, also those that are set later, except its
+    attention implementation. Transformers' functions for masks pass the config on to the mask
+    function of this implementation (masking_utils.py, create_causal_mask), which calls
+    `build(stock mask function, **arguments)`.
+    """
+    stock = config._attn_implementation
+    name = f"{EXPERTS_IMPLEMENTATION}_rows_{stock}"
+    mask_function = partial(_call_own_masks, ALL_MASK_ATTENTION_FUNCTIONS[stock])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask_function)
+
+    class ConfigView(type(config)):  # type: ignore[misc]
+        __slots__ = (_OWN_MASKS,)
+
+        @property
+        def _attn_implementation(self) -> str:
+            return name
+
+        def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
+            text = super().get_text_config(*args, **kwargs)
+            is_view = text is self or not builds_dense_masks(text)
+            return text if is_view else config_with_own_masks(text, build)
+
+    view = object.__new__(ConfigView)
+    object.__setattr__(view, "__dict__", vars(config))
+    object.__setattr__(view, _OWN_MASKS, build)
+    return view
+
+
+def _call_own_masks(stock: Callable[..., Any], **kwargs: Any) -> Any:
+    return getattr(kwargs["config"], _OWN_MASKS)(stock, **kwargs)
 
 
 def check_attention(module: Any, model: Any = None, sizes: str = "sp_size") -> None:

@@ -41,6 +41,27 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True)
+class StateArguments:
+    """How a recurrence takes the state in front of its tokens, and returns the one behind them.
+
+    Attributes:
+        initial, final: the names of the state, and of the flag that asks for the new one. The
+            function then returns a pair, with the new state second.
+        keys: the position of an argument whose last dimension is the size N of the state.
+        values_first: True if a state is (B, heads, V, N), False if it is (B, heads, N, V).
+        returns_pair: True if the function returns a pair in any case.
+        without: the names of tensors without which the output is linear in the state.
+    """
+
+    initial: str
+    final: str
+    keys: int
+    values_first: bool = False
+    returns_pair: bool = False
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recurrence:
     """The arguments of a recurrence that depend on tokens or heads.
 
@@ -49,11 +70,13 @@ class Recurrence:
         named: the layouts of other arguments, by their names.
         like_output: the position of an argument that has as many heads as the output, which has
             the same layout. The output may be the first element of a tuple.
+        state: None if the function takes no state.
     """
 
     positional: tuple[Layout, ...]
     named: Mapping[str, Layout] = field(default_factory=dict)
     like_output: int = 0
+    state: StateArguments | None = None
 
     def layouts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Layout]:
         """Return the layout of each tensor of a call, by its position or name."""
@@ -68,11 +91,19 @@ class Recurrence:
 
 _HEADS, _CHANNELS, _PER_HEAD = Layout.HEADS, Layout.CHANNELS, Layout.PER_HEAD
 # recurrence(query, key, value, g=..., beta=...)
-_DELTA_RULE = Recurrence((_HEADS,) * 3, {"g": _HEADS, "beta": _HEADS}, like_output=2)
+_DELTA_RULE = Recurrence(
+    (_HEADS,) * 3,
+    {"g": _HEADS, "beta": _HEADS},
+    like_output=2,
+    state=StateArguments("initial_state", "output_final_state", keys=1, returns_pair=True),
+)
 # scan(x, dt, A, B, C, ...), where groups of heads share B and C
 _MAMBA_2 = Recurrence(
     (_HEADS, _HEADS, _PER_HEAD, _HEADS, _HEADS),
     {"D": _PER_HEAD, "z": _HEADS, "dt_bias": _PER_HEAD},
+    state=StateArguments(
+        "initial_states", "return_final_states", keys=3, values_first=True, without=("z",)
+    ),
 )
 # scan(u, delta, A, B, C, ...), where all channels share B and C
 _MAMBA_1 = Recurrence(

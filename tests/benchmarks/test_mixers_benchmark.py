@@ -18,6 +18,12 @@ def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     """Keys of the whole sequence are a large part of attention over so few tokens."""
     found = {way: bench.measure_bytes(KINDS[name], way, SIZES) for way in bench.WAYS}
     stock, gathered, divided = found.values()
+    if KINDS[name].states:
+        all_heads, states = (
+            bench.measure_bytes(KINDS[name], way, SIZES) for way in bench.WAYS_OF_RECURRENCES
+        )
+        assert states.activations < 0.6 * all_heads.activations, (states, all_heads)
+        assert states.peak < all_heads.peak
     assert stock.sent == 0 and gathered.sent > 0 and divided.sent > 0
     assert gathered.activations == pytest.approx(stock.activations, rel=0.05)
     limit = 0.40 if "indexer" in name else 0.30

@@ -113,14 +113,19 @@ def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str
             assert_documents_are_alone(model_type, model, stock, masked=masked)
 
 
-def _packed_on_two_ranks(
-    model_type: str, rank: int, world: int, *, use_reentrant: bool | None = None
+def _packed_on_ranks(
+    model_type: str,
+    rank: int,
+    world: int,
+    *,
+    cp: int = 1,
+    use_reentrant: bool | None = None,
 ) -> None:
     with FP64():
         model, stock = build(model_type, seed=rank), build(model_type)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=world)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=world // cp, cp_size=cp)
         assert_documents_are_alone(model_type, model, stock, masked=True)
 
 
@@ -128,7 +133,7 @@ PACKED = [
     Check(
         name,
         2,
-        partial(_packed_on_two_ranks, name),
+        partial(_packed_on_ranks, name),
         slow=name not in FAST,
         skip=STOCK_IS_WRONG.get(name, ""),
     ).as_parameter()
@@ -140,12 +145,24 @@ CHECKPOINTED: list[Any] = [
     Check(
         f"{name}, {'reentrant' if use_reentrant else 'not reentrant'}",
         2,
-        partial(_packed_on_two_ranks, name, use_reentrant=use_reentrant),
+        partial(_packed_on_ranks, name, use_reentrant=use_reentrant),
         slow=True,
     ).as_parameter()
     for name in GRANTED
     for use_reentrant in (False, True)
     if not (use_reentrant and name in NOT_REENTRANT)
+]
+# Types with an indexer, a delta net, state spaces and lightning attention.
+CONTEXT = [
+    Check(
+        f"{name}, {layout}", 4, partial(_packed_on_ranks, name, **options), slow=True
+    ).as_parameter()
+    for name in ("glm_moe_dsa", "qwen3_5_moe_text", "nemotron_h", "minimax")
+    for layout, options in {
+        "cp 4": {"cp": 4},
+        "cp 4, checkpoint": {"cp": 4, "use_reentrant": False},
+        "cp 2 x sp 2, reentrant": {"cp": 2, "use_reentrant": True},
+    }.items()
 ]
 
 
@@ -156,6 +173,11 @@ def test_packed_documents_are_alone(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_packed_documents_are_alone(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", CONTEXT)
+def test_packed_documents_are_alone_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 

@@ -21,6 +21,7 @@ from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.needs import SINCE_5_23
+from support.parity import checkpointing
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
@@ -147,11 +148,22 @@ def _bytes_sent(model_type: str, count: Any, rank: int, world: int) -> None:
     assert sum(others) == halos + tokens * sent.gathered and of_loss in (4, 8)
 
 
-def _equals_stock(length: int, options: dict[str, int], rank: int, world: int) -> None:
+def _equals_stock(
+    length: int,
+    options: dict[str, int],
+    rank: int,
+    world: int,
+    *,
+    model_type: str = "qwen3_next",
+    cp: int = 1,
+    use_reentrant: bool | None = None,
+) -> None:
     with FP64():
-        model = build("qwen3_next", seed=rank, **options)
-        stock = build("qwen3_next", **options)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=world)
+        model = build(model_type, seed=rank, **options)
+        stock = build(model_type, **options)
+        if use_reentrant is not None:
+            checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=world // cp, cp_size=cp)
         inputs = batch(stock, 2, length)
         num_tokens = count_tokens([inputs])
         loss = loss_of_sum(model, inputs, num_tokens)
@@ -159,7 +171,7 @@ def _equals_stock(length: int, options: dict[str, int], rank: int, world: int) -
         want = loss_of_sum(stock, inputs, num_tokens)
         want.backward()
         assert_close("loss", loss, want, FP64_MODEL)
-        assert_same_grads("delta net", model, stock, FP64_MODEL)
+        assert_same_grads(model_type, model, stock, FP64_MODEL)
 
 
 BYTES: dict[str, Any] = {
@@ -172,14 +184,34 @@ BYTES: dict[str, Any] = {
     }.items()
     if name in MODEL_TYPES
 }
+# Ranks do not divide three heads, whose states are passed on instead (test_states.py).
+THREE_HEADS = {"linear_num_value_heads": 3, "linear_num_key_heads": 3}
 SIZES: dict[str, Any] = {
-    "heads that 2 does not divide": partial(
-        _equals_stock, LENGTH, {"linear_num_value_heads": 3, "linear_num_key_heads": 3}
-    ),
+    "heads that 2 does not divide": partial(_equals_stock, LENGTH, THREE_HEADS),
     "one head of keys": partial(_equals_stock, LENGTH, {"linear_num_key_heads": 1}),
     "a slice shorter than the halo": partial(_equals_stock, 3, {}),
     "the shortest slice with a halo": partial(_equals_stock, 6, {}),
 }
+STATES: dict[str, Any] = {
+    "delta net, cp 4": partial(_equals_stock, 29, THREE_HEADS, cp=4),
+    "delta net, cp 2 x sp 2, checkpoint": partial(
+        _equals_stock, 29, THREE_HEADS, cp=2, use_reentrant=False
+    ),
+    "Mamba-2, cp 4, reentrant": partial(
+        _equals_stock,
+        29,
+        {"mamba_num_heads": 3, "n_groups": 1},
+        model_type="nemotron_h",
+        cp=4,
+        use_reentrant=True,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", on_ranks(4, STATES, skip=SKIP_COUNTS))
+def test_states_are_passed_in_models(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize(

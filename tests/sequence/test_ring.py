@@ -6,6 +6,8 @@ On a CPU it computes in plain PyTorch, because FlexAttention has no backward the
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +17,7 @@ from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.parity import CHECKPOINT, Batch, Case
-from support.tiny_models import batch
+from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -24,6 +26,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from hf_moe_ep import describe, patch
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import ring
 from hf_moe_ep.sequence.partial_attention import (
@@ -125,15 +128,28 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
     own = [context.take(x, 2).requires_grad_() for x in (query, key, value)]
     own_sinks = sinks.clone().requires_grad_() if kind.sinks else None
     sent: list[int] = []
+    events: list[tuple[str, int]] = []
     stock = collectives.send_to_next
 
-    def counted(x: Tensor, group: dist.ProcessGroup, *, tag: int) -> collectives.RingTransfer:
+    def counted(x: Tensor, group: dist.ProcessGroup, *, tag: int) -> Any:
+        number = len(sent)
         sent.append(x.numel())
-        return stock(x, group, tag=tag)
+        events.append(("begin", number))
+        transfer = stock(x, group, tag=tag)
+
+        def wait() -> Tensor:
+            events.append(("end", number))
+            return transfer.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    def attend(*args: Any) -> tuple[Tensor, Tensor]:
+        events.append(("attend", 0))
+        return attend_to_part(*args)
 
     with (
         mock.patch.object(ring, "send_to_next", counted),
-        mock.patch.object(ring, "attend_to_part", side_effect=attend_to_part) as calls,
+        mock.patch.object(ring, "attend_to_part", side_effect=attend) as calls,
     ):
         out = attend_by_ring(*own, Scores(mask, softcap=kind.softcap), own_sinks, context)
         forward_sent, forward_calls = sum(sent), calls.call_count
@@ -162,9 +178,13 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
     # The bytes and the pairs of pieces that the docstring of ring.py counts.
     values = ROWS * KV_HEADS * (WIDTH + VALUE_WIDTH) * context.local
     assert forward_sent == (world - 1) * values
-    assert sum(sent) - forward_sent == (2 * world - 1) * values
+    assert sum(sent) - forward_sent == 2 * (world - 1) * values
     if name == "causal":
         assert forward_calls == 3 + 2 * (world - 1)
+        # Attention is computed during each of the transfers, also during the last one of backward.
+        for number in range(len(sent)):
+            during = events[events.index(("begin", number)) : events.index(("end", number))]
+            assert ("attend", 0) in during, f"transfer {number} of {len(sent)}"
 
 
 TWO = {name: partial(ring_equals_dense, name) for name in KINDS}
@@ -241,3 +261,14 @@ MODELS = [
 )
 def test_models_with_flex_attention_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def test_describe_says_what_a_ring_sends() -> None:
+    """Two key-value heads of 8 values: keys and values again in backward, and gradients."""
+    for dtype, sent in ((torch.float64, (768, 1_536)), (torch.bfloat16, (192, 576))):
+        model = tiny(attn_implementation="flex_attention", dtype=dtype)
+        report = describe(patch(model, cp_size=4))
+        want = (
+            "of all tokens sent from rank to rank; sends {:,} bytes per token of its part, {:,} in"
+        )
+        assert want.format(*sent) in report

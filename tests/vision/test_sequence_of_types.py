@@ -5,6 +5,7 @@ rank of a group may therefore have all pictures, and a whole group only text. Wi
 are three cuts.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -65,15 +66,24 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 def equals_stock(
-    name: str, rank: int, world: int, *, cp: int = 1, use_reentrant: bool | None = None
+    name: str,
+    rank: int,
+    world: int,
+    *,
+    sp: int = 2,
+    cp: int = 1,
+    use_reentrant: bool | None = None,
+    **config: Any,
 ) -> None:
-    """Compare losses and gradients of each step, and the parameters after the last one."""
-    column, sp = ("sp", 2) if cp == 1 else ("cp", 1)
+    """Compare losses and gradients of each step, and the parameters after the last one. `config`
+    has other fields of ParallelConfig.
+    """
+    column = "sp" if cp == 1 else "cp"
     with recording(name, column, gathered_names(build(name))) as errors, FP64():
         model, stock = build(name, seed=rank), build(name)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=sp, cp_size=cp)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=sp, cp_size=cp, **config)
         groups, group = data_parallel_size(model), data_parallel_rank(model)
         ours = dict(model.named_parameters())
         for step, makes in enumerate(steps(stock, groups)):
@@ -109,7 +119,7 @@ def _compare(where: str, got: Tensor | None, want: Tensor | None) -> list[float]
     return [assert_close(where, got, want, FP64_MODEL)]
 
 
-def _checks(world: int, slow: bool, **options: Any) -> list[Any]:
+def _checks(world: int, slow: bool, names: Sequence[str] = GRANTED, **options: Any) -> list[Any]:
     kind = ", ".join([f"{world} ranks", *(f"{n}={x}" for n, x in options.items())])
     return [
         Check(
@@ -117,15 +127,25 @@ def _checks(world: int, slow: bool, **options: Any) -> list[Any]:
             world,
             partial(equals_stock, name, **options),
             slow=slow or name != FAST,
+            timeout=600.0 if "compile_layers" in options else 240.0,
+            group_timeout=300.0 if "compile_layers" in options else 60.0,
         ).as_parameter()
-        for name in GRANTED
+        for name in names
         if not (options.get("use_reentrant") and name in NOT_REENTRANT)
     ]
 
 
 ONE_GROUP = _checks(2, slow=False)
 TWO_GROUPS = _checks(4, slow=True)
-CONTEXT = _checks(2, slow=True, cp=2) + _checks(4, slow=True, cp=2)
+CONTEXT = _checks(2, slow=True, sp=1, cp=2) + _checks(4, slow=True, sp=1, cp=2)
+# A delta net, and a blockwise mask of pictures.
+FOUR = ("qwen3_5_moe", "gemma4")
+CONTEXT_OF_FOUR = [
+    *_checks(4, True, FOUR, sp=1, cp=4),
+    *_checks(4, True, FOUR, sp=1, cp=4, use_reentrant=True),
+    *_checks(4, True, FOUR, sp=2, cp=2, use_reentrant=False),
+    *_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers="aot_eager"),
+]
 CHECKPOINTED = _checks(2, slow=True, use_reentrant=False) + _checks(
     2, slow=True, use_reentrant=True
 )
@@ -151,6 +171,12 @@ def test_one_group_has_pictures_and_the_other_has_text(found: Found, claim: Chec
 @needs_arguments_of_loss
 @pytest.mark.parametrize("claim", CONTEXT)
 def test_pictures_with_context_parallelism(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@needs_arguments_of_loss
+@pytest.mark.parametrize("claim", CONTEXT_OF_FOUR)
+def test_pictures_of_one_batch_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 

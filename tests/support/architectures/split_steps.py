@@ -72,10 +72,11 @@ def equals_stock(
     cp: int = 1,
     flash: bool = False,
     use_reentrant: bool | None = None,
+    **config: Any,
 ) -> None:
     """Compare a step with stock's. Each rank has another seed, and rank 0's values must replace the
     others. Reentrant checkpointing drops the gradients of the load-balancing loss, so with it stock
-    is checkpointed as well.
+    is checkpointed as well. `config` has other fields of ParallelConfig.
     """
     column = "sp" if cp == 1 else "cp"
     with recording(model_type, column, gathered_names(tiny(model_type))) as errors, FP64():
@@ -87,7 +88,7 @@ def equals_stock(
             checkpointing(model, use_reentrant)
         if use_reentrant:
             checkpointing(stock, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=sp, cp_size=cp)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=sp, cp_size=cp, **config)
         groups = data_parallel_size(model)
         assert groups == world // (sp * cp)
         everyone = [make(stock, seed) for seed in range(groups)]

@@ -1,0 +1,180 @@
+"""Time ring attention over slow links: how much of the transfers is hidden under attention.
+
+    python benchmarks/ring_overlap.py                              prints the table
+    python benchmarks/ring_overlap.py --write benchmarks/results   also writes it as Markdown
+
+Four cp ranks are on four network namespaces of this machine (`tests/support/namespaces.py`), so the
+benchmark needs root and iproute2. `tc tbf` limits what each of them may send. Forward and backward
+of one attention layer (sequence/ring.py) run in three ways, which take turns:
+
+    overlapped    as in training: keys, values and gradients travel while attention is computed
+    afterwards    the same transfers, each of which starts when the attention of its step is done
+    no transfer   every rank uses its own keys instead, so results are wrong and times are those of
+                  the computation alone
+
+    s         until the slowest rank is done
+    hidden    (afterwards - overlapped) / (afterwards - no transfer): 1 if overlapped steps take as
+              long as the computation alone
+
+No GPU is measured. Attention is computed in plain PyTorch, and all ranks share the cores of one
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import over_nodes
+import torch
+import torch.distributed as dist
+from figures import setting, spread
+from over_nodes import Figures, namespaces
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from hf_moe_ep.ranks.collectives import send_to_next
+from hf_moe_ep.sequence import ring
+from hf_moe_ep.sequence.partial_attention import Scores
+from hf_moe_ep.sequence.slices import Slice, zigzag_order
+
+PAGE = "ring-overlap-cpu.md"
+OVERLAPPED, AFTERWARDS, NOTHING = "overlapped", "afterwards", "no transfer"
+RATES = ("80mbit",)
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The tokens of the sequence, heads of queries and of keys, their width, and turns."""
+
+    seq: int = 4096
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    steps: int = 5
+
+
+class _Afterwards:
+    """A transfer that starts when its result is needed."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+        self._start = lambda: send_to_next(x, group, tag=tag)
+
+    def wait(self) -> Tensor:
+        return self._start().wait()
+
+
+class _Nothing:
+    """Returns the tensor of this rank."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+        self._x = x
+
+    def wait(self) -> Tensor:
+        return self._x.clone()
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    OVERLAPPED: send_to_next,
+    AFTERWARDS: _Afterwards,
+    NOTHING: _Nothing,
+}
+
+
+def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def measure(sizes: Sizes) -> Figures:
+    """Run all ways in turn, and drop the first turn."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert dist.group.WORLD is not None
+    context = Slice(dist.group.WORLD, rank, world, sizes.seq, order=zigzag_order(world))
+    scores = Scores(create_block_mask(_causal, 1, 1, sizes.seq, sizes.seq, device="cpu"))
+    generator = torch.Generator().manual_seed(rank)
+    query, key, value = (
+        torch.randn(1, heads, context.local, sizes.head_dim, generator=generator).requires_grad_()
+        for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+    )
+    figures: Figures = {way: {"seconds": [], "sent": [], "sum": []} for way in WAYS}
+    for turn in range(1 + sizes.steps):
+        # The order within a turn alternates.
+        for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+            with mock.patch.object(ring, "send_to_next", WAYS[way]):
+                dist.barrier()
+                before, began = namespaces.sent_here(), time.perf_counter()
+                out = ring.attend_by_ring(query, key, value, scores, None, context)
+                out.square().sum().backward()
+                dist.barrier()
+                seconds = time.perf_counter() - began
+            assert key.grad is not None
+            if turn:
+                figures[way]["seconds"].append(seconds)
+                figures[way]["sent"].append((namespaces.sent_here() - before) / 2**20)
+                figures[way]["sum"].append(float(key.grad.double().abs().sum()))
+            query.grad = key.grad = value.grad = None
+    return figures
+
+
+def hidden(figures: Figures) -> float:
+    """Return the hidden share of the transfers, of the medians of all turns."""
+    overlapped, afterwards, nothing = (
+        statistics.median(figures[way]["seconds"]) for way in (OVERLAPPED, AFTERWARDS, NOTHING)
+    )
+    return (afterwards - overlapped) / (afterwards - nothing)
+
+
+def run(sizes: Sizes, rate: str) -> Figures:
+    """Measure with links that are limited to `rate`; "" means no limit."""
+    return over_nodes.run(__file__, sizes, num_nodes=RANKS, num_ranks=RANKS, rate=rate or None)
+
+
+def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
+    lines = [
+        "# Ring attention over slow links\n",
+        *about,
+        f"- one layer, cp {RANKS}, a sequence of {sizes.seq} tokens, {sizes.heads} heads of "
+        f"{sizes.head_dim}, {sizes.kv_heads} key-value heads, fp32; {RANKS} gloo ranks of one "
+        f"thread each, {sizes.steps} turns",
+        "- links: limited by `tc tbf`, each way; all on one machine\n",
+        f"| link | {' | '.join(f'{way}, s' for way in WAYS)} | hidden | sent by rank 0, MiB |",
+        "|---" * (len(WAYS) + 3) + "|",
+    ]
+    for rate, figures in by_rate.items():
+        cells = [rate or "no limit", *(spread(figures[way]["seconds"]) for way in WAYS)]
+        cells += [f"{hidden(figures):.2f}", f"{statistics.median(figures[OVERLAPPED]['sent']):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append(
+        "\nMedian (min .. max) over turns. Every figure is explained at the top of "
+        "`benchmarks/ring_overlap.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    over_nodes.add_options(parser, Sizes(), PAGE)
+    parser.add_argument("--rates", nargs="+", default=list(RATES), help="links, in tc's format")
+    args = parser.parse_args()
+    if args.rank:
+        over_nodes.rank_main(args.rank, measure, Sizes)
+        return
+    if namespaces.WHY_NOT:
+        print(f"not measured: {namespaces.WHY_NOT}")
+        return
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    load_before = os.getloadavg()[0]
+    by_rate = {rate: run(sizes, rate) for rate in args.rates}
+    text = report(sizes, by_rate, setting("benchmarks/ring_overlap.py", load_before, RANKS))
+    over_nodes.write(args.write, PAGE, text)
+
+
+if __name__ == "__main__":
+    main()

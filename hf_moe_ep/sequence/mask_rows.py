@@ -1,0 +1,137 @@
+"""Build only the rows of attention masks that belong to the queries of this cp rank.
+
+For padded or packed batches and for sliding windows, Transformers builds masks (B, 1, S, S) of all
+queries and keys. A cp rank needs the rows of its own queries alone, which are S / cp of them. With
+cp 2 and 16 tokens in zigzag order (`slices.py`):
+
+    rank 0    rows 0-3, rows 12-15     (B, 1, 8, 16)
+    rank 1    rows 4-7, rows 8-11      (B, 1, 8, 16)
+
+The functions of transformers' masking_utils.py, such as `create_causal_mask`, decide which query
+sees which key, and call the mask function of the attention implementation with a number of queries
+and the number of the first one. The modules that call them get a view of their config, which names
+a mask function of ours. It calls the stock function once for each piece of this rank.
+
+Masks stay whole if nothing is padded (then there is usually no mask at all), in models whose mixers
+contain attention, for packed rows of a model with mixers, and for FlexAttention and flash
+attention, which need no such masks. A mask that the caller has built is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.sequence.slices import SLICE, Slice
+from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.upstream.attention_interface import builds_dense_masks, config_with_own_masks
+
+
+class MaskRows:
+    """Builds masks for the slice of the forward that runs.
+
+    Attributes:
+        part: the slice, during the forward of a module that builds masks.
+    """
+
+    def __init__(self) -> None:
+        self.part: Slice | None = None
+
+    def __call__(self, stock: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
+        """Call a stock mask function for the rows of this rank, or for all rows.
+
+        The arguments are those of transformers' mask functions. The result is (B, 1, S / cp, S),
+        or None if the stock function would return None.
+        """
+        context = None if self.part is None else self.part.context
+        if context is None or not _has_rows(self.part, kwargs) or _is_left_out(stock, kwargs):
+            return stock(**kwargs)
+        context.has_mask_rows = True
+        # Stock code could leave out the rows of one piece, which alone need no mask.
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        rows = []
+        for start, stop in context.spans:
+            if start < stop:
+                mask = stock(**{**kwargs, "q_length": stop - start, "q_offset": start})
+                assert mask is not None
+                rows.append(functional.pad(mask, (0, 0, 0, context.piece - stop + start)))
+        if not rows:  # a rank that has padding alone
+            mask = stock(**{**kwargs, "q_length": 1, "q_offset": 0})
+            assert mask is not None
+            rows.append(mask)
+        are_equal = all(mask.stride(0) == 0 for mask in rows)  # an expanded batch dimension
+        joined = torch.cat([mask[:1] for mask in rows] if are_equal else rows, 2)
+        missing = context.local - joined.shape[2]
+        return functional.pad(joined, (0, 0, 0, missing)).expand(len(rows[0]), -1, -1, -1)
+
+
+def _has_rows(part: Slice | None, kwargs: dict[str, Any]) -> bool:
+    """Return True if a mask with rows for this rank can be told from a whole one by its shape."""
+    assert part is not None and part.context is not None
+    lengths = [int(kwargs[name]) for name in ("q_length", "kv_length")]
+    is_whole = lengths == [part.length] * 2 and int(kwargs.get("q_offset", 0)) == 0
+    return is_whole and part.documents is None and 1 < part.context.local < part.length
+
+
+def _is_left_out(stock: Callable[..., Tensor | None], kwargs: dict[str, Any]) -> bool:
+    """Return True if the stock function returns None, which it does if attention needs no mask.
+
+    This is found by a call with two tokens that are padded, and limited by a window, if the tokens
+    of the batch are.
+    """
+    if not (kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")):
+        return False
+    padding, window = kwargs.get("attention_mask"), kwargs.get("local_size")
+    if padding is not None and not bool(padding.all()):
+        return False
+    two = {"batch_size": 1, "q_length": 2, "kv_length": 2, "attention_mask": None}
+    if window is not None:
+        two["local_size"] = 2 if kwargs["kv_length"] >= window else 3
+    return stock(**{**kwargs, **two, "mask_function": _sees_earlier, "use_vmap": False}) is None
+
+
+def _sees_earlier(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+class BeginMasks(Ours):
+    """Pre-forward hook of a module that builds masks: sets the slice of this forward."""
+
+    def __init__(self, rows: MaskRows) -> None:
+        self.rows = rows
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.rows.part = kwargs.get(SLICE)
+
+
+class EndMasks(Ours):
+    """Forward hook of such a module, also after an error: removes the slice."""
+
+    def __init__(self, rows: MaskRows) -> None:
+        self.rows = rows
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.rows.part = None
+
+
+def attach_mask_rows(parts: Parts, state: ModelState) -> None:
+    """Give the modules around the decoder layers a config that builds the rows of this rank."""
+    in_mixers = {m for mixers in parts.mixers for child in mixers.values() for m in child.modules()}
+    if not in_mixers.isdisjoint(parts.attention):
+        return
+    layers = set(parts.layers)
+    rows = MaskRows()
+    for module in parts.root.modules():
+        config = getattr(module, "config", None)
+        if module is parts.root or module in layers or not builds_dense_masks(config):
+            continue
+        if layers.isdisjoint(module.modules()):
+            continue
+        state.replace(module, "config", config_with_own_masks(config, rows))
+        module.register_forward_pre_hook(BeginMasks(rows), with_kwargs=True)
+        module.register_forward_hook(EndMasks(rows), always_call=True)

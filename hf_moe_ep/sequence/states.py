@@ -1,0 +1,122 @@
+"""Pass the states of recurrences from piece to piece, so that every rank scans its own tokens.
+
+A recurrence with a linear state, such as a delta net, KDA or Mamba-2, maps the state in front of
+some tokens to outputs and to the state behind them:
+
+    out_t  = out0_t + reads_t S             out0_t, S0: what a scan from a state of zeros returns
+    S_next = S0 + M S                       reads_t (N), M (N, N)
+
+Here S is (N, V), and one head of N keys and V values. Stock functions take the state in front and
+return the one behind, so a single call scans a piece of the sequence with N more values: these
+values are zeros, and their state in front is the identity. The call then returns
+
+    [out0_t | reads_t]                      (N = 2, V = 3:  o o o | r r)
+    [S0 | M]
+
+Each rank calls the stock function once,
+with its pieces (`slices.py`) as rows, from a state of zeros. Then [S0 | M] of all pieces is
+all-gathered, every rank computes the states in front of its own pieces, and adds reads_t S to its
+outputs. With cp 2 in zigzag order, and states s0 .. s3 in front of the pieces:
+
+    rank 0    scans pieces 0 and 3    s0 = 0,  s3 = S0_2 + M_2 (S0_1 + M_1 S0_0)
+    rank 1    scans pieces 1 and 2    s1 = S0_0,  s2 = S0_1 + M_1 S0_0
+
+For P pieces per rank, a rank sends (ranks - 1) * P * heads * N * (V + N) values of each row in
+forward, for any number of tokens, and as many gradients in backward. It computes and saves N + V
+values where stock code has V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_moe_ep.sequence.slices import Slice, gather_slices
+from hf_moe_ep.upstream.recurrences import Layout, Recurrence, StateArguments
+
+_Given = dict[int | str, Any]
+
+
+def passes_states(recurrence: Recurrence, given: _Given) -> bool:
+    """Return True if the stock function can start from a state, and was not given one.
+
+    A gate inside of the function (`z` of Mamba-2) would act on what is added to the outputs.
+    """
+    state = recurrence.state
+    if state is None or state.initial not in given or state.final not in given:
+        return False
+    is_free = given[state.initial] is None and not given[state.final]
+    return is_free and not any(isinstance(given.get(name), Tensor) for name in state.without)
+
+
+def run_pieces(
+    part: Slice,
+    recurrence: Recurrence,
+    stock: Callable[..., Any],
+    given: _Given,
+    layouts: Mapping[int | str, Layout],
+) -> Any:
+    """Call a recurrence for the pieces of this rank, and pass states on to later pieces.
+
+    Args:
+        given: the arguments of `stock`, by position or name, for the tokens of this rank.
+        layouts: the layouts of the tensors among them.
+    """
+    state = recurrence.state
+    assert state is not None
+    number = len(part.pieces)
+    pieces = {
+        key: given[key] if layout == Layout.PER_HEAD else _split(given[key], number)
+        for key, layout in layouts.items()
+    }
+    values_BSQV = pieces[recurrence.like_output]
+    rows, _, heads, width = values_BSQV.shape
+    size = pieces[state.keys].shape[-1]
+    pieces[recurrence.like_output] = functional.pad(values_BSQV, (0, size))
+    dtype = torch.promote_types(values_BSQV.dtype, torch.float32)
+    identity = torch.eye(size, dtype=dtype, device=values_BSQV.device)
+    initial = functional.pad(identity, (width, 0)).expand(rows, heads, -1, -1)
+    call: dict[Any, Any] = {**given, **pieces, state.final: True}
+    call[state.initial] = _as_stock(initial, state).contiguous()
+    positional = [call.pop(index) for index in range(sum(isinstance(key, int) for key in call))]
+    out, final = stock(*positional, **call)
+    states = _find_states(_as_stock(final, state), width, part)
+    out0, reads = out.split([width, size], -1)
+    # (B, S, Q, N) x (B, Q, N, V)
+    added = torch.einsum("bsqn,bqnv->bsqv", reads.to(states.dtype), states)
+    whole = torch.cat((out0 + added).to(out.dtype).chunk(number), 1)
+    return (whole, None) if state.returns_pair else whole
+
+
+def _split(x: Tensor, number: int) -> Tensor:
+    """Make the pieces of each row (B, S / ranks, ...) rows of their own, all first pieces first."""
+    return torch.cat(x.chunk(number, 1))
+
+
+def _as_stock(x: Tensor, state: StateArguments) -> Tensor:
+    """Return a state (B, Q, N, V) in the layout of the stock function, or the reverse."""
+    return x.mT if state.values_first else x
+
+
+def _find_states(finals: Tensor, width: int, part: Slice) -> Tensor:
+    """Return the states (B, Q, N, V) in front of the pieces of this rank.
+
+    Args:
+        finals: [S0 | M] of these pieces, (B, Q, N, V + N), with the pieces as rows.
+    """
+    number = len(part.pieces)
+    by_piece = Slice(part.group, part.rank, part.size, length=len(part.order))
+    gathered = gather_slices(torch.stack(finals.chunk(number), 1), by_piece)
+    place = {piece: place for place, piece in enumerate(part.order)}
+    # Zeros that depend on the all-gather, because its backward needs every rank.
+    nothing = gathered.new_ones((), dtype=torch.bool)
+    before = [gathered[:, 0, ..., :width].masked_fill(nothing, 0)]
+    for piece in range(max(part.pieces)):
+        widths = [width, finals.shape[-1] - width]
+        behind, transition = gathered[:, place[piece]].split(widths, -1)
+        before.append(behind + transition @ before[piece])
+    return torch.cat([before[piece] for piece in part.pieces])
