@@ -478,7 +478,13 @@ def _plan(layout: Layout, asked: Asked, few: tuple[int, ...] | None) -> Planned:
 
 def _with_stages(layout: Layout, asked: Asked, step: StepPlan, tokens: int) -> Planned:
     """Return the plan of a layout with several stages, from that of a micro-batch on a stage."""
-    step = with_micro_batches(step, pp_size=layout.pp, micro_batches=layout.micro_batches)
+    step = with_micro_batches(
+        step,
+        find_config(asked.shape),
+        pp_size=layout.pp,
+        micro_batches=layout.micro_batches,
+        trains_embedding=not asked.options.get("lora_rank"),
+    )
     rows = layout.per_forward // layout.micro_batches
     hidden = text_config(find_config(asked.shape)).hidden_size
     dtype: torch.dtype = asked.options.get("dtype", torch.bfloat16)
