@@ -54,6 +54,7 @@ the row above.
     integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
     integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
     integrations/shared_batches.py | loss_divisor | the same, of TRL's SFTTrainer
+    integrations/shared_batches.py | caller_loss compute_loss_func | the same, with its own loss
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
@@ -69,7 +70,7 @@ the row above.
     loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
     loss/attach.py | loss_is_fused | during such a forward
     mtp/attach.py | forward embeds args kwargs hidden | what the head gets, during a forward
-    pipeline/stage.py | sent | what a micro-batch takes to the next stage, during its forward
+    pipeline/stage.py | rows sent | what a micro-batch takes to the next stage, during its forward
     moe/aux_loss.py | sent_sums finish_aux_loss | the same, for the aux loss
     pipeline/run.py | deferred | sums of the aux loss of a batch, until its last forward
     pipeline/gradients.py | grad | of parameters: set aside during a forward of all stages
@@ -93,7 +94,8 @@ the row above.
     pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
     pipeline/cut.py | moe_names tensors tied | of a Stage: what the whole model has
     pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
-    sharding/stages.py | stage values defers_aux_loss | the stage of this rank
+    sharding/stages.py | stage values defers_aux_loss routed | the stage of this rank
+    checkpoints/hub/gather.py | keys_of_adapters | of a Stage: the keys of PEFT's files
     sharding/shard.py | meshes_of_stage | of a model that Accelerate shards later, until then
     checkpoints/hub/unread.py | meshes_of_stage | the same
     upstream/modules.py | _call_impl | of a model with stages: runs the schedule
@@ -159,6 +161,7 @@ the row above.
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
     upstream/adapters.py | _move_adapter_to_device_of_base_layer setattr | of PEFT, for factors
+    upstream/adapters.py | get_peft_model_state_dict | PEFT's, while it saves adapters of stages
     upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
@@ -191,7 +194,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, Quantised
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.background import Saver
-from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
 from hf_moe_ep.upstream.trainers import how_to_shard
 
@@ -240,6 +243,9 @@ class ModelState:
     # loss is added, so that both have the weights that TRL's SFTTrainer gives them
     # (integrations/shared_batches.py). None: the number of tokens of the batch.
     loss_divisor: Any = None
+    # With pp_size > 1, during a training step of a Trainer with a compute_loss_func: the
+    # `CallerLoss` (pipeline/caller_loss.py).
+    caller_loss: Any = None
     # True during a forward whose loss is computed without logits (loss/attach.py).
     loss_is_fused: bool = False
     # With pp_size > 1, from sharding on: the `Stage` (pipeline/stage.py) that this rank holds.
@@ -507,6 +513,12 @@ class RoutingSession:
     """
 
     refusal: ValueError | None = None
+
+    def begin_batch(self, num_rows: int, num_tokens: int) -> None:
+        """Begin a call of a model with pipeline stages, whose micro-batches are forwards."""
+
+    def end_batch(self, stages: Stages, device: torch.device) -> None:
+        """End such a call; every rank of the pipeline calls this."""
 
     @property
     def route_source(self) -> RouteSource:

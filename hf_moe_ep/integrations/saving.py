@@ -15,7 +15,9 @@ compared when the state is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -38,8 +40,13 @@ from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import find_state, quantised_matrices
-from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters, learns_prompts
+from hf_moe_ep.state import ModelState, find_state, quantised_matrices
+from hf_moe_ep.upstream.adapters import (
+    canonical_modules,
+    has_adapters,
+    learns_prompts,
+    saving_as,
+)
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
 from hf_moe_ep.upstream.training_frameworks import prepared_models, save_beside
@@ -95,8 +102,12 @@ def save_in_hub_layout(
     """
     state = find_state(self)
     extra_tensors = kwargs.pop("extra_tensors", True)
-    if state is None or has_adapters(self):
+    if state is None:
         original(self, save_directory, *args, **kwargs)
+        return
+    if has_adapters(self):
+        with _adapters_of_stages(state, kwargs.get("state_dict")):
+            original(self, save_directory, *args, **kwargs)
         return
     copies_extra = extra_tensors and state.extra is not None
     needs_ours = copies_extra or state.config.mtp_layers > 0
@@ -171,11 +182,40 @@ def save_adapters(
                 save = partial(original, self, save_directory, *args, **kwargs)
                 save_prompts(self, state_dict, save)
             return
-        with canonical_modules(self):
+        with canonical_modules(self), _adapters_of_stages(state, kwargs["state_dict"]):
             original(self, save_directory, *args, **kwargs)
     else:
         check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, *args, **kwargs)
+
+
+def _adapters_of_stages(
+    state: ModelState, state_dict: Mapping[str, Tensor] | None
+) -> AbstractContextManager[None]:
+    """Let PEFT save the adapters of all pipeline stages, of which a gathered state dict has all.
+
+    Raises:
+        ValueError: `state_dict` was not gathered from all stages.
+    """
+    if state.stage is None:
+        return nullcontext()
+    by_adapter: dict[str, dict[str, str]] = state.stage.keys_of_adapters
+    names = {name for keys in by_adapter.values() for name in keys.values()}
+    if not state_dict and not is_first():
+        return saving_as(defaultdict(dict))
+    if not names or not state_dict or not names <= state_dict.keys():
+        raise ValueError(
+            f"the adapters of a model with pp_size={state.stage.size} are on the ranks of several "
+            f"stages, and rank 0 has those of one; call hf_moe_ep.save_pretrained(model, folder) "
+            f"on every rank, or pass state_dict=accelerator.get_state_dict(model), which every "
+            f"rank has called"
+        )
+    return saving_as(
+        {
+            adapter: {key: state_dict[name] for key, name in keys.items()}
+            for adapter, keys in by_adapter.items()
+        }
+    )
 
 
 def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output_dir: str) -> bool:

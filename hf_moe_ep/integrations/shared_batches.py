@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.integrations.uneven_loaders import check_even
+from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
@@ -322,16 +324,55 @@ def compute_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.compute_loss`: record that nobody reads outputs which it does not return."""
+    """Wrap `Trainer.compute_loss`: record that nobody reads outputs which it does not return.
+
+    With pipeline stages the last stage computes a `compute_loss_func`.
+    """
     state = find_state(self.model)
-    if state is None or return_outputs:
+    if state is None:
         return original(self, model, inputs, return_outputs, *args, **kwargs)
+    num_items = kwargs.get("num_items_in_batch", args[0] if args else None)
     before = state.only_loss_is_read
-    state.only_loss_is_read = True
+    with _loss_on_last_stage(self, state, inputs.get("labels"), num_items):
+        state.only_loss_is_read = before or not return_outputs
+        try:
+            return original(self, model, inputs, return_outputs, *args, **kwargs)
+        finally:
+            state.only_loss_is_read = before
+
+
+@contextmanager
+def _loss_on_last_stage(
+    trainer: transformers.Trainer, state: ModelState, labels: Any, num_items: Any
+) -> Iterator[None]:
+    """Let the last pipeline stage call `compute_loss_func`, in a training step inside the block.
+
+    Raises:
+        ValueError: ranks share the sequences of a batch, or the number of tokens is unknown.
+    """
+    function = trainer.compute_loss_func
+    trains = trainer.model.training and torch.is_grad_enabled()
+    if function is None or labels is None or not trains or (state.config.pp_size or 1) == 1:
+        yield
+        return
+    if state.config.ranks_per_batch > 1:
+        raise ValueError(
+            f"compute_loss_func with pp_size={state.config.pp_size} needs whole sequences, but "
+            f"{state.config.ranks_per_batch} ranks share each batch; use sp_size=1 and cp_size=1, "
+            f"or the model's own loss"
+        )
+    if num_items is None:
+        raise ValueError(
+            f"compute_loss_func with pp_size={state.config.pp_size} must divide by "
+            f"num_items_in_batch, which the Trainer has not counted, because batches have no "
+            f"labels; use the model's own loss, or leave pp_size at 1"
+        )
+    state.caller_loss = CallerLoss(function, labels, num_items)
+    trainer.compute_loss_func = take_loss
     try:
-        return original(self, model, inputs, return_outputs, *args, **kwargs)
+        yield
     finally:
-        state.only_loss_is_read = before
+        state.caller_loss, trainer.compute_loss_func = None, function
 
 
 def compute_loss_of_process(

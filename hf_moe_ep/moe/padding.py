@@ -105,6 +105,7 @@ class FindPadding(Ours):
         if self.state.stage is not None:
             # All pipeline stages must agree, and the loss is fused on the last one alone.
             reads_logits = self.state.gather_logits or self.state.config.gather_logits
+            reads_logits |= self.state.caller_loss is not None
             return not reads_logits and not shows_hidden
         return self.state.loss_is_fused and not shows_hidden
 

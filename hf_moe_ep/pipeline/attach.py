@@ -40,7 +40,8 @@ def check(parts: Parts, state: ModelState) -> None:
     if state.config.experts_dtype is not None:
         raise ValueError(
             f"pp_size ({size}) > 1 cannot train experts that are held in "
-            f"{state.config.experts_dtype}; leave out experts_dtype, or {remedy}"
+            f"{state.config.experts_dtype}; leave out experts_dtype (adapters on bf16 experts "
+            f"work), or {remedy}"
         )
     if parts.causal_lm is None or parts.causal_lm is not parts.root:
         raise ValueError(

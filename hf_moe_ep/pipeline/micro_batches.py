@@ -8,6 +8,7 @@ the smallest batch has rows.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,11 @@ _SHARED = ("num_items_in_batch", "logits_to_keep")
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of one micro-batch, and its share of the rows of the batch."""
+    """The arguments of one micro-batch, its share of the rows of the batch, and these rows."""
 
     arguments: dict[str, Any]
     share: float
+    rows: slice
 
 
 def cut_batch(given: dict[str, Any], num_rows: int, count: int) -> list[MicroBatch]:
@@ -33,12 +35,17 @@ def cut_batch(given: dict[str, Any], num_rows: int, count: int) -> list[MicroBat
         ValueError: a tensor has no dimension that counts rows.
     """
     if count == 1:
-        return [MicroBatch(given, 1.0)]
+        return [MicroBatch(given, 1.0, slice(0, num_rows))]
     sizes = [num_rows // count + (index < num_rows % count) for index in range(count)]
     parts = {name: _cut(name, value, num_rows, sizes) for name, value in given.items()}
+    ends = list(accumulate(sizes))
     return [
-        MicroBatch({name: values[index] for name, values in parts.items()}, size / num_rows)
-        for index, size in enumerate(sizes)
+        MicroBatch(
+            {name: values[index] for name, values in parts.items()},
+            size / num_rows,
+            slice(end - size, end),
+        )
+        for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 
 

@@ -18,7 +18,8 @@ A call has these steps:
 
 The loss of the batch is the sum of the losses of its micro-batches, each divided by the number of
 tokens of the whole batch. Losses that the caller computes from logits cannot be trained, because
-their gradients would have to pass the stages a second time.
+their gradients would have to pass the stages a second time; the last stage can compute a function
+of the caller instead (`caller_loss.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_moe_ep.pipeline.caller_loss import CallerLoss
 from hf_moe_ep.pipeline.gradients import StepGradients
 from hf_moe_ep.pipeline.micro_batches import MicroBatch, count_targets, cut_batch
 from hf_moe_ep.pipeline.schedule import Operation, bubble, forwards_only, operations
@@ -61,6 +63,7 @@ from hf_moe_ep.upstream.models import (
     fused_head_coefficient,
     given_cache,
     is_fused_head,
+    text_config,
 )
 from hf_moe_ep.upstream.modules import runs_compiled
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
@@ -177,6 +180,9 @@ class Pipeline:
         if self._channels is None:
             self._channels = _Channels.of(meshes.stages, meshes.device)
         given = bind_forward(self.model, args, kwargs)
+        if state.caller_loss is not None:
+            state.caller_loss.check(given, text_config(self.model.config))
+            state.caller_loss.add_arguments(given)
         mode = self._check(given)
         tokens: Tensor = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         count = self._agree(given, tokens, mode, meshes)
@@ -197,6 +203,7 @@ class Pipeline:
         if mode != _TRAINING:
             with torch.no_grad():
                 self._run(run, forwards_only(count), stock, stage)
+            self._end_routing(meshes)
             return self._output(run, mode, None)
         if isinstance(self.model, FSDPModule):
             # A loop that accumulates gradients switches off their reduce-scatter. Every micro-batch
@@ -215,7 +222,14 @@ class Pipeline:
             gradients.restore()
             raise
         gradients.take()
+        self._end_routing(meshes)
         return self._output(run, mode, gradients)
+
+    def _end_routing(self, meshes: Meshes) -> None:
+        """Give the choices of all stages to the session that records them."""
+        if self.state.routing is not None:
+            assert meshes.stages is not None
+            self.state.routing.end_batch(meshes.stages, meshes.device)
 
     def _check(self, given: dict[str, Any]) -> int:
         """Return what this call computes.
@@ -245,8 +259,8 @@ class Pipeline:
                 f"this forward in training mode has no labels, but with pp_size={size} only the "
                 f"model's own loss can be trained: gradients of a loss that is computed from its "
                 f"logits (DPO, GRPO, a custom compute_loss) would have to pass the stages again. "
-                f"Pass labels and use outputs.loss, or leave pp_size at 1; call the model under "
-                f"torch.no_grad() if only the logits are needed"
+                f"Pass labels and use outputs.loss, give the Trainer a compute_loss_func, or leave "
+                f"pp_size at 1; call the model under torch.no_grad() if only the logits are needed"
             )
         if has_labels and is_computed_by_liger(self.model):
             raise ValueError(
@@ -266,17 +280,34 @@ class Pipeline:
         """Return the number of micro-batches, the same on all ranks.
 
         Raises:
-            ValueError: stages have different batches, or ranks do different things.
+            ValueError: stages have different batches, ranks do different things, or routes cannot
+                be replayed.
         """
-        stages = meshes.stages
+        stages, session = meshes.stages, self.state.routing
         assert stages is not None
-        numbers = torch.tensor([mode, len(tokens)], device=tokens.device)
+        routes: dict[str, Tensor] = {}
+        if session is not None:
+            session.begin_batch(*tokens.shape[:2])
+            routes = session.tensors(tokens.device)
+        refusal = None if session is None else session.refusal
+        numbers = torch.tensor([mode, len(tokens), refusal is not None], device=tokens.device)
         # The ranks of a column share a batch, so the modes of all ranks are compared.
         check_same_batch(
-            given | {"mode": numbers[0]}, tokens, stages.column.get_group(), "pipeline column"
+            given | routes | {"mode": numbers[0]},
+            tokens,
+            stages.column.get_group(),
+            "pipeline column",
         )
         by_rank = gather_counts(numbers, stages.ranks, where="the pipeline's calls")
-        modes = [rank_mode for rank_mode, _ in by_rank]
+        refused = [rank for rank, (*_, is_refused) in enumerate(by_rank) if is_refused]
+        if refusal is not None:
+            raise refusal
+        if refused:
+            raise ValueError(
+                f"rank {meshes.first_rank + refused[0]} has routes that cannot be replayed; its "
+                f"own error says why"
+            )
+        modes = [rank_mode for rank_mode, *_ in by_rank]
         other = next((rank for rank, found in enumerate(modes) if found != modes[0]), None)
         if other is not None:
             raise ValueError(
@@ -284,7 +315,7 @@ class Pipeline:
                 f"{meshes.first_rank} for {_MODES[modes[0]]}, rank {meshes.first_rank + other} "
                 f"for {_MODES[modes[other]]}; all ranks must call the model alike"
             )
-        fewest_rows = min(rows for _, rows in by_rank)
+        fewest_rows = min(rows for _, rows, _ in by_rank)
         wanted = self.state.config.pp_microbatches or stages.size
         count = max(1, min(wanted, fewest_rows))
         if mode == _TRAINING and count < stages.size and torch.distributed.get_rank() == 0:
@@ -349,14 +380,24 @@ class Pipeline:
             received = run.arrivals.pop(operation).wait()
             for tensor in received:
                 tensor.requires_grad_(run.trains)
-        stage.boundary.begin(received, share=batch.share, losses_are_summed=run.losses_are_summed)
+        stage.boundary.begin(
+            received,
+            share=batch.share,
+            rows=batch.rows,
+            losses_are_summed=run.losses_are_summed,
+        )
         # Only the last stage has the head.
         is_fused = run.has_fused_head and stage.is_last
         arguments = batch.arguments | ({FUSED_HEAD: True} if is_fused else {})
+        caller_loss: CallerLoss | None = self.state.caller_loss
+        if caller_loss is not None:
+            arguments, labels = caller_loss.take_labels(arguments)
         try:
             output = stock(**arguments)
         finally:
             produced = stage.boundary.end()
+        if caller_loss is not None and stage.is_last:
+            output = caller_loss.add_loss(output, labels)
         if is_fused:
             coefficient = fused_head_coefficient(self.model)
             output = with_known_loss(output, run.divisor, coefficient, batch.share)

@@ -35,6 +35,7 @@ class Boundary:
         sent: the hidden states for the next stage; None on the last stage.
         sent_sums: `received_sums` plus what the routers of this stage add, for the next stage.
         share: the number of rows in the micro-batch, divided by the rows of the batch.
+        rows: the slice of the batch that these rows are.
         losses_are_summed: True if the caller divides the loss of the batch by a number of tokens.
         defers_aux_loss: True with "gpipe", whose aux loss is computed after all forwards.
         deferred: on the last stage with "gpipe", the sums of all routers, one tensor per
@@ -52,13 +53,16 @@ class Boundary:
     sent: Tensor | None = None
     sent_sums: Tensor | None = None
     share: float = 1.0
+    rows: slice = field(default_factory=lambda: slice(None))
     losses_are_summed: bool = False
 
-    def begin(self, received: list[Tensor], *, share: float, losses_are_summed: bool) -> None:
+    def begin(
+        self, received: list[Tensor], *, share: float, rows: slice, losses_are_summed: bool
+    ) -> None:
         """Begin the forward of a micro-batch with the tensors that the previous stage has sent."""
         self.received, self.received_sums = (*received, None, None)[:2]
         self.sent = self.sent_sums = None
-        self.share, self.losses_are_summed = share, losses_are_summed
+        self.share, self.rows, self.losses_are_summed = share, rows, losses_are_summed
 
     def end(self) -> list[Tensor]:
         """End the forward, and return the tensors for the next stage."""
@@ -102,6 +106,10 @@ class Stage:
             name of the weight in it; None if the weights are not tied.
         tensors: all tensors of the whole model by name, in order, without tied copies.
         values: values that rank 0 has sent for parameters that are not sharded yet.
+        routed: the `RoutedLayers` of the whole model, without their modules; or a text that says
+            why its routing cannot be replayed.
+        keys_of_adapters: on rank 0, after adapters of all stages were gathered: for each adapter,
+            the keys of PEFT's file, and the names of their tensors in the gathered state dict.
     """
 
     index: int
@@ -114,6 +122,8 @@ class Stage:
     tied: tuple[nn.Module, str] | None = None
     tensors: dict[str, WholeTensor] = field(default_factory=dict)
     values: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    routed: Any = None
+    keys_of_adapters: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from hf_moe_ep.placement.move import (
     check_same_tensors,
     check_trained,
     find_expert_tensors,
-    move_experts,
+    move_layers,
     slots_of,
 )
 from hf_moe_ep.ranks.together import ALONE, check_alike, check_everyone_calls, together
@@ -44,6 +45,8 @@ def balance_experts(
         optimizer.step()
         if step % 500 == 0:
             balance_experts(model, optimizer, expert_load(model))
+
+    With pipeline stages each stage moves the experts of its own layers.
 
     Call this function between two steps. The weights (also quantised weights), biases, adapters,
     gradients and optimizer state of the moved experts are sent to their new ranks, tensor by
@@ -90,20 +93,25 @@ def balance_experts(
 
     tensors = together("balance_experts", check)
     check_alike("balance_experts", threshold=threshold, load=_digest(load))
-    check_same_tensors("balance_experts", tensors, optimizers)
-    guard_state_dicts(model, state, tensors, optimizers)
     assert state.meshes is not None
+    together(
+        "balance_experts",
+        partial(check_same_tensors, "balance_experts", tensors, optimizers, state.meshes),
+    )
+    guard_state_dicts(model, state, tensors, optimizers)
     ranks = state.meshes.ep_size
-    for layer_tensors in tensors:
-        layer = layer_tensors.layer
+    placements = [layer.placement for layer in state.moe_layers]
+    for layer in state.moe_layers:
         old_slots_E = slots_of(layer.placement, state.num_experts)
         load_E: list[int] = load.counts[layer.index].tolist()
         if not _is_uneven(load_E, old_slots_E, ranks, threshold):
             continue
         slots_E = balanced(load_E, ranks, old_slots_E)
         in_hub_order = slots_E == sorted(slots_E)
-        placement = None if in_hub_order else torch.tensor(slots_E, device=state.device)
-        move_experts(layer_tensors, placement, state.meshes, optimizers)
+        placements[layer.index] = (
+            None if in_hub_order else torch.tensor(slots_E, device=state.device)
+        )
+    move_layers(tensors, placements, state, optimizers)
     return replace(load, ep_size=ranks, slots=slots_of_layers(state))
 
 
@@ -114,12 +122,6 @@ def check_has_ep(state: ModelState, what: str) -> None:
         raise ValueError(
             f"{what} moves experts between the ranks of an ep group, but this model {sharded}: "
             f"first patch the model with ep_size=2 or more and shard it"
-        )
-    if state.stage is not None:
-        raise ValueError(
-            f"{what} does not move experts of a model with pp_size={state.stage.size}: no rank "
-            f"knows the placements of all layers; leave pp_size at 1, or balance with the router's "
-            f"aux loss or bias_update_rate"
         )
 
 

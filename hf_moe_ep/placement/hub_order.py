@@ -29,7 +29,7 @@ from hf_moe_ep.placement.move import (
     check_movable,
     check_same_tensors,
     find_expert_tensors,
-    move_experts,
+    move_layers,
 )
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.units import reshard
@@ -124,13 +124,12 @@ def _move_all(
     reshard(model)
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
     tensors = find_expert_tensors(model)
-    # The state of an optimizer may have been replaced since the experts were moved. If the check
+    # The state of an optimizer may have been replaced since the experts were moved. If a check
     # fails on one rank, `together` raises the error on all ranks.
-    together("experts_in_hub_order", lambda: check_movable(tensors, optimizers))
-    check_same_tensors("experts_in_hub_order", tensors, optimizers)
-    for layer_tensors in tensors:
-        placement = placements[layer_tensors.layer.index]
-        move_experts(layer_tensors, placement, state.meshes, optimizers)
+    what = "experts_in_hub_order"
+    together(what, lambda: check_movable(tensors, optimizers))
+    together(what, functools.partial(check_same_tensors, what, tensors, optimizers, state.meshes))
+    move_layers(tensors, placements, state, optimizers)
 
 
 def guard_state_dicts(

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
 from hf_moe_ep.ranks.together import check_alike
-from hf_moe_ep.state import STATE, MoELayer
+from hf_moe_ep.state import STATE, ModelState, MoELayer
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,26 @@ def _is_sharded_like(value: Any, parameter: DTensor) -> bool:
     )
 
 
+def move_layers(
+    tensors: Iterable[ExpertTensors],
+    placements: Sequence[Tensor | None],
+    state: ModelState,
+    optimizers: Sequence[Any],
+) -> None:
+    """Move the experts of all layers to new slots; every rank calls this with the same slots.
+
+    Args:
+        tensors: the layers of this rank's pipeline stage.
+        placements: the new slots of each layer of the model, as `move_experts` takes them.
+    """
+    assert state.meshes is not None
+    for layer_tensors in tensors:
+        placement = placements[layer_tensors.layer.index]
+        move_experts(layer_tensors, placement, state.meshes, optimizers)
+    for layer in state.moe_layers:  # also those whose experts other pipeline stages have moved
+        layer.placement = placements[layer.index]
+
+
 @torch.no_grad()
 def move_experts(
     tensors: ExpertTensors, placement: Tensor | None, meshes: Meshes, optimizers: Sequence[Any]
@@ -153,12 +173,13 @@ def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
 
 
 def check_same_tensors(
-    what: str, tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]
+    what: str, tensors: Iterable[ExpertTensors], optimizers: Sequence[Any], meshes: Meshes
 ) -> None:
-    """Check that the same tensors move with the experts on all ranks.
+    """Check that the same tensors move with the experts on all ranks of a pipeline stage.
 
     Raises:
-        ValueError: on every rank; the message has the tensors of two ranks, counted by kind.
+        ValueError: on every rank of the stage; the message has the tensors of two ranks, counted
+            by kind.
     """
     names = [
         f"{key} of {name}"
@@ -169,7 +190,8 @@ def check_same_tensors(
     kinds = Counter(name.partition(" of ")[0] for name in names)
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
-    check_alike(what, optimizer=f"{counts or 'no tensors'} ({digest}) that move with experts")
+    moved = f"{counts or 'no tensors'} ({digest}) that move with experts"
+    check_alike(what, meshes.world_group, optimizer=moved)
 
 
 def _tensors_that_move_with(

@@ -484,7 +484,13 @@ def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -
 
 def _with_stages(layout: Layout, request: LayoutRequest, step: StepPlan, tokens: int) -> Planned:
     """Return the plan of a layout with several stages, from that of a micro-batch on a stage."""
-    step = with_micro_batches(step, pp_size=layout.pp, micro_batches=layout.micro_batches)
+    step = with_micro_batches(
+        step,
+        find_config(request.shape),
+        pp_size=layout.pp,
+        micro_batches=layout.micro_batches,
+        trains_embedding=not request.options.get("lora_rank"),
+    )
     rows = layout.per_forward // layout.micro_batches
     hidden = text_config(find_config(request.shape)).hidden_size
     dtype: torch.dtype = request.options.get("dtype", torch.bfloat16)

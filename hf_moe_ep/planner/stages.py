@@ -2,15 +2,15 @@
 
     config = stage_config(find_config("Qwen/Qwen3-30B-A3B"), ParallelConfig(pp_size=2))
     step = plan_step(config, world_size=8, batch=Batch(4096, accumulates=True))   # 2 x 8 GPUs
-    step = with_micro_batches(step, pp_size=2, micro_batches=8)
+    step = with_micro_batches(step, config, pp_size=2, micro_batches=8)
     time = time_of_stages(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
 
 One stage is planned as a model with fewer layers, on the ranks of one stage (`step.py`). One plan
 stands for all stages, so each of its parts is the largest that any stage has:
 
     layers      those of the largest stage, from the end of the model, where MoE layers are
-    embedding   only the first stage has it; the plan counts it together with the head, which only
-                the last stage has
+    embedding   on the first stage. A stage has the embedding or the head, which is as large, and
+                with tied weights a copy of the embedding; so one of the two is counted
     activations the first stage keeps those of min(pp_size, micro_batches) micro-batches ("1f1b").
                 Only the last stage has logits, and it keeps one micro-batch
 
@@ -38,8 +38,10 @@ from hf_moe_ep.planner.extrapolate import layer_descriptions
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.seconds import StepTime, step_time, stretch_parts, time_of_work
 from hf_moe_ep.planner.step import StepPlan
-from hf_moe_ep.upstream.models import text_config
+from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 
+# What a rank holds of each parameter, by the names in plans.
+_HELD = ("parameters", "gradients", "optimizer state")
 IN_FLIGHT = "activations of other micro-batches"
 # Fields of configs that have the number of dense layers before the first MoE layer.
 _NUM_DENSE = ("first_k_dense_replace", "num_dense_layers")
@@ -81,19 +83,42 @@ def _with_last_layers(config: Any, layers: int) -> Any:
     return short
 
 
-def with_micro_batches(step: StepPlan, *, pp_size: int, micro_batches: int) -> StepPlan:
+def with_micro_batches(
+    step: StepPlan, config: Any, *, pp_size: int, micro_batches: int, trains_embedding: bool = True
+) -> StepPlan:
     """Add the activations that a stage keeps for the micro-batches whose backward comes later.
+
+    What the rank holds of an untied embedding is subtracted, because no stage has embedding and
+    head.
 
     Args:
         step: the plan of one micro-batch on one stage.
+        config: the result of `stage_config`.
+        trains_embedding: False if the embedding is frozen, as with adapters.
     """
     kept = (min(pp_size, micro_batches) - 1) * _kept_by_layers(step)
+    share = _share_of_embedding(config)
+    held = _HELD if trains_embedding else _HELD[:1]
     peaks, made_of = dict(step.peaks), dict(step.made_of)
     for name in peaks:
+        less = {kind: int(share * made_of[name][kind]) for kind in held if kind in made_of[name]}
+        peaks[name] -= sum(less.values())
+        made_of[name] = {kind: n - less.get(kind, 0) for kind, n in made_of[name].items()}
         if "head" not in name:
             peaks[name] += kept
             made_of[name] = made_of[name] | {IN_FLIGHT: kept}
     return replace(step, peaks=peaks, made_of=made_of)
+
+
+def _share_of_embedding(config: Any) -> float:
+    """Return the embedding's share of all parameters; 0 if the head has the same weight."""
+    model = meta_model(config, torch.bfloat16)
+    embedding, head = (
+        {id(p) for p in module.parameters()} if module is not None else set()
+        for module in (input_embedding(model), output_head(model))
+    )
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    return 0.0 if embedding & head else sum(sizes[key] for key in embedding) / sum(sizes.values())
 
 
 def _kept_by_layers(step: StepPlan) -> int:

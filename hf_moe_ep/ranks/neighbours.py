@@ -14,7 +14,7 @@ error names the stage, the operation and the rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.missing import name_missing_ranks
 
 _DTYPES = (
@@ -167,43 +166,6 @@ def _read(numbers: Sequence[int]) -> list[Form]:
     return forms
 
 
-def send_boxes(
-    parts: Iterable[tuple[Box, Tensor | None]],
-    target: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Send parts of a tensor, (box, values), to the rank `target`, which calls `receive_boxes`."""
-    for box, values in parts:
-        assert values is not None
-        values = values.to(device).contiguous()
-        edges = [edge for dim in box for edge in dim]
-        header = torch.tensor([1, _DTYPES.index(values.dtype), len(box), *edges], device=device)
-        dist.send(_pad(header), target, group=group)
-        dist.send(values, target, group=group)
-    dist.send(_pad(torch.zeros(1, dtype=torch.int64, device=device)), target, group=group)
-
-
-def receive_boxes(
-    source: int, group: dist.ProcessGroup, device: torch.device
-) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the parts that the rank `source` sends, on `device`."""
-    while True:
-        header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=device)
-        dist.recv(header, source, group=group)
-        goes_on, dtype, num_dims, *edges = header.tolist()
-        if not goes_on:
-            return
-        box = tuple((edges[2 * dim], edges[2 * dim + 1]) for dim in range(num_dims))
-        values = torch.empty(box_sizes(box), dtype=_DTYPES[dtype], device=device)
-        dist.recv(values, source, group=group)
-        yield box, values
-
-
-def _pad(header: Tensor) -> Tensor:
-    return torch.cat([header, header.new_zeros(_HEADER_SIZE - len(header))])
-
-
 def broadcast_numbers(numbers: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     """Return the fp64 numbers of the rank `source` on every rank of `group`."""
     assert numbers.dtype == torch.float64
@@ -222,5 +184,6 @@ def broadcast_tensor(
         (form,) = _read(header.tolist())
         tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
     tensor = tensor.contiguous()
-    dist.broadcast(tensor, source, group=group)
+    if tensor.numel():
+        dist.broadcast(tensor, source, group=group)
     return tensor

@@ -12,7 +12,7 @@ A layer is identified by its index among the decoder layers, as in inference eng
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,8 @@ class RoutedLayers:
         num_layers: the number of decoder layers, including dense layers.
         with_experts: the decoder layers that have experts. In some of these layers a fixed table
             may choose the experts.
-        routed: the layers whose choice can be recorded and replayed.
+        keys: the decoder layers whose choice can be recorded and replayed.
+        routed: these layers; with pipeline stages, those of this rank's stage.
     """
 
     model_type: str
@@ -59,21 +60,27 @@ class RoutedLayers:
     num_experts: int
     top_k: int
     with_experts: tuple[int, ...]
+    keys: tuple[int, ...]
     routed: tuple[RoutedLayer, ...]
 
     @property
-    def keys(self) -> tuple[int, ...]:
-        """The indices of the decoder layers that are recorded and replayed."""
+    def own_keys(self) -> tuple[int, ...]:
+        """The decoder layers of `routed`."""
         return tuple(layer.decoder_layer for layer in self.routed)
 
 
 def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     """Find the layers of a patched model, which may be sharded and have adapters.
 
+    With pipeline stages only the modules of this rank's stage are there.
+
     Raises:
         ValueError: the routing of this architecture cannot be replayed; the message says why.
     """
     plan = state.plan
+    whole = None if state.stage is None else state.stage.routed
+    if isinstance(whole, str):
+        raise ValueError(whole)
     # A wrapper and the module in it have the same stock name (the name without wrappers).
     # named_modules yields the module after its wrapper, so this dict contains the module.
     # A head for multi-token prediction chooses anew: an engine returns no routes of it.
@@ -107,6 +114,9 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
             continue
         owner = _common_owner(router, name) if router in routers else router
         routed[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
+    if whole is not None:
+        own = tuple(layer for key, layer in routed.items() if key in whole.keys)
+        return replace(whole, routed=own)
     if not routed:
         kinds = {type(named[name]).__name__ for name in routers} or {"its layers"}
         _refuse(
@@ -120,6 +130,7 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         state.num_experts,
         experts_per_token(root, plan, text_config(root.config)),
         tuple(with_experts),
+        tuple(routed),
         tuple(routed.values()),
     )
 

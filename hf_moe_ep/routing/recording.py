@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.ranks.mesh import Stages
+from hf_moe_ep.ranks.neighbours import broadcast_tensor
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.routing.sessions import Forward, Session
@@ -23,13 +25,15 @@ class Recording(Session):
         self._state, self._layers = state, layers
         self._dtype = torch.uint8 if layers.num_experts <= 256 else torch.int16
         self.routes = Routes(
-            torch.empty(0, 0, len(layers.routed), layers.top_k, dtype=self._dtype),
+            torch.empty(0, 0, len(layers.keys), layers.top_k, dtype=self._dtype),
             layers.keys,
             num_experts=layers.num_experts,
         )
         self._forward: Forward | None = None
         # The ids of the current forward, by decoder layer.
         self._chosen: dict[int, Tensor] = {}
+        # With pipeline stages: the ids of the micro-batches of the current call.
+        self._micro_batches: list[Tensor] = []
         # The CUDA event of the last copy to the host, and the number of forwards that have ended.
         self._copied: Any = None
         self._forwards = 0
@@ -68,10 +72,15 @@ class Recording(Session):
         forward, self._forward = self._forward, None
         if forward is None or not completed:
             return
-        missing = [key for key in self._layers.keys if key not in self._chosen]
+        keys = self._layers.own_keys
+        missing = [key for key in keys if key not in self._chosen]
         if missing:
             raise ValueError(f"decoder layers {missing} did not run in the recorded forward")
-        ids_TLK = torch.stack([self._chosen.pop(key) for key in self._layers.keys], dim=1)
+        none_T0K = torch.empty(
+            forward.rows, 0, self._layers.top_k, dtype=self._dtype, device=forward.device
+        )
+        chosen = [self._chosen.pop(key).unsqueeze(1) for key in keys]
+        ids_TLK = torch.cat([none_T0K, *chosen], dim=1)  # a pipeline stage may have none
         ids = ids_TLK.unflatten(0, (forward.batch, forward.tokens))
         if forward.part is not None:
             with torch.no_grad():
@@ -79,6 +88,29 @@ class Recording(Session):
                 as_bytes = ids.view(torch.uint8)
                 whole = gather_slices(as_bytes.flatten(2), forward.part)
                 ids = whole.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)
+        if self._state.stage is not None:
+            self._micro_batches.append(ids)
+            return
+        self._finish(ids)
+
+    def begin_batch(self, num_rows: int, num_tokens: int) -> None:
+        self._micro_batches = []
+
+    def end_batch(self, stages: Stages, device: torch.device) -> None:
+        """Send the ids of each stage's layers to the ranks of all stages."""
+        own = torch.cat(self._micro_batches)
+        self._micro_batches = []
+        group = stages.column.get_group()
+        by_stage = []
+        for stage in range(stages.size):
+            # The ids are sent as bytes, because NCCL has no int16.
+            as_bytes = own.view(torch.uint8) if stage == stages.index else None
+            received = broadcast_tensor(as_bytes, stages.rank_in(stage), group, device)
+            by_stage.append(received.view(self._dtype))
+        self._finish(torch.cat(by_stage, dim=2))
+
+    def _finish(self, ids: Tensor) -> None:
+        """Replace the recorded routes by the ids of a whole batch."""
         self.routes.ids = self._to_host(ids)
         self._forwards += 1
 

@@ -46,6 +46,9 @@ class RoutingReplay:
     model is not changed. Backward may run inside or after a block: a recompute of a checkpointed
     layer uses the routes of the layer's first run. (This holds for the checkpointing functions
     of transformers and torch. With another function, backward must run inside the block.)
+
+    With pipeline stages every rank records the routes of all layers, and all ranks of a column pass
+    the same routes to `replay`.
     """
 
     def __init__(self, model: nn.Module, *, on_missing: str = "live") -> None:
@@ -67,6 +70,7 @@ class RoutingReplay:
         _check_not_compiled(model)
         self._root = next(m for m in model.modules() if isinstance(vars(m).get(STATE), ModelState))
         self._layers = find_routed_layers(self._root, self._state)
+        self._stage = self._state.stage
         self._watch = CheckpointWatch(self._state)
         self._last: Replaying | None = None
 
@@ -149,6 +153,11 @@ class RoutingReplay:
             raise ValueError(
                 "this RoutingReplay was created before the model was unpatched; patch the model, "
                 "and create a new RoutingReplay"
+            )
+        if self._state.stage is not self._stage:
+            raise ValueError(
+                "this RoutingReplay was created before the model was cut into pipeline stages; "
+                "create it after the model was sharded"
             )
         _check_not_compiled(self._root)
         # ForwardGuard wraps checkpointing functions only with ep, so they are wrapped here.

@@ -31,7 +31,7 @@ class Replaying(Session):
     ) -> None:
         self._state, self._layers = state, layers
         self._adapters_off, self._were_off = adapters_off, adapters_off()
-        self.counts = Counts(layers.keys, layers.top_k)
+        self.counts = Counts(layers.own_keys, layers.top_k)
         self._ids_BSLK: Tensor | None = None
         self._weights_BSLK: Tensor | None = None
         # True during a forward that is not replayed.
@@ -78,6 +78,23 @@ class Replaying(Session):
             tensors["weights of routes"] = self._weights_BSLK.to(device)
         return tensors
 
+    def begin_batch(self, num_rows: int, num_tokens: int) -> None:
+        if self._adapters_off() == self._were_off:
+            self._check_size(num_rows, num_tokens)
+
+    def _check_size(self, num_rows: int, num_tokens: int) -> None:
+        if self._ids_BSLK is None or self.refusal is not None:
+            return
+        rows, tokens = self._ids_BSLK.shape[:2]
+        if (rows, tokens) != (num_rows, num_tokens):
+            self.refuse(
+                ValueError(
+                    f"routes of {rows} rows of {tokens} tokens cannot be replayed in a "
+                    f"forward of {num_rows} rows of {num_tokens}: one replay() is "
+                    f"for the whole batch of one call of the model"
+                )
+            )
+
     def begin(self, forward: Forward) -> None:
         """Slice the routes as the inputs of this forward are sliced."""
         # If the adapters were switched on or off inside the block, this forward computes another
@@ -85,16 +102,8 @@ class Replaying(Session):
         self._live = self._adapters_off() != self._were_off
         if self._live:
             return
-        if self._ids_BSLK is not None and self.refusal is None:
-            rows, tokens = self._ids_BSLK.shape[:2]
-            if (rows, tokens) != (forward.batch, forward.sequence):
-                self.refuse(
-                    ValueError(
-                        f"routes of {rows} rows of {tokens} tokens cannot be replayed in a "
-                        f"forward of {forward.batch} rows of {forward.sequence}: one replay() is "
-                        f"for the whole batch of one call of the model"
-                    )
-                )
+        if self._state.stage is None:
+            self._check_size(forward.batch, forward.sequence)
         if self.refusal is None:
             if self._ids_BSLK is not None:
                 self._slice_routes(forward)
@@ -191,7 +200,7 @@ class Replaying(Session):
         self.counts.add(layer.decoder_layer, ids_TK, self._live_TK, self._given_T1)
 
     def _position(self, layer: RoutedLayer) -> int:
-        return self._layers.keys.index(layer.decoder_layer)
+        return self._layers.own_keys.index(layer.decoder_layer)
 
     def _must_replay(self) -> bool:
         """Return True if the current layer must replay recorded expert ids."""
@@ -202,13 +211,22 @@ class Replaying(Session):
     def _slice_routes(self, forward: Forward) -> None:
         """Copy the routes to the device of the forward, and keep this rank's part of them."""
         assert self._ids_BSLK is not None
-        ids = self._ids_BSLK.to(forward.device, non_blocking=True)
+        ids = self._of_micro_batch(self._ids_BSLK).to(forward.device, non_blocking=True)
         self._ids_LTK = _by_layer(
             ids if ids.dtype.is_signed else ids.to(torch.int16), forward, LIVE
         )
         if self._weights_BSLK is not None:
-            weights = self._weights_BSLK.to(forward.device, non_blocking=True)
+            weights = self._of_micro_batch(self._weights_BSLK)
+            weights = weights.to(forward.device, non_blocking=True)
             self._weights_LTK = _by_layer(weights, forward, 0)
+
+    def _of_micro_batch(self, x_BSLK: Tensor) -> Tensor:
+        """With pipeline stages, take the rows of the micro-batch and the layers of the stage."""
+        stage, layers = self._state.stage, self._layers
+        if stage is None:
+            return x_BSLK
+        own = [layers.keys.index(key) for key in layers.own_keys]
+        return x_BSLK[stage.boundary.rows][:, :, own]
 
 
 def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
@@ -221,4 +239,5 @@ def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
 def ranks_compare_routes(state: ModelState) -> bool:
     """Return True if ranks compare their routes, or their `RouteSource`s, in a forward."""
     meshes = state.meshes
-    return state.exchanges_rows or (meshes is not None and meshes.ranks_per_batch > 1)
+    shares_batch = meshes is not None and (meshes.ranks_per_batch > 1 or meshes.pp_size > 1)
+    return state.exchanges_rows or shares_batch

@@ -14,7 +14,7 @@ from hf_moe_ep.ranks.together import gather
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The report of one `replay` block on this rank.
+    """The report of one `replay` block on this rank; with pipeline stages, of its stage's layers.
 
     Attributes:
         replayed: the number of (token, layer) pairs that had routes.
@@ -32,9 +32,9 @@ class ReplayReport:
     def agreement(self) -> float:
         """The share of replayed (token, expert) pairs that the router itself would have chosen.
 
-        It is NaN if nothing was replayed.
+        It is NaN if nothing was replayed, as in a pipeline stage of dense layers.
         """
-        return _ratio(*(sum(column) for column in zip(*self.pairs.values(), strict=True)))
+        return _ratio(*(sum(pair[index] for pair in self.pairs.values()) for index in (0, 1)))
 
     @property
     def by_layer(self) -> dict[int, float]:
@@ -44,9 +44,12 @@ class ReplayReport:
     def over_ranks(self) -> ReplayReport:
         """Add up the reports of all ranks; every rank calls this."""
         reports = gather((self.replayed, self.live, dict(self.pairs)))
+        # Each pipeline stage has the pairs of its own layers.
+        layers = sorted({layer for _, _, pairs in reports for layer in pairs})
+        of_layers = [[pairs.get(layer, (0, 0)) for _, _, pairs in reports] for layer in layers]
         pairs = {
-            layer: (sum(r[2][layer][0] for r in reports), sum(r[2][layer][1] for r in reports))
-            for layer in self.pairs
+            layer: (sum(agreed for agreed, _ in counts), sum(replayed for _, replayed in counts))
+            for layer, counts in zip(layers, of_layers, strict=True)
         }
         return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), pairs)
 

@@ -74,17 +74,16 @@ def session_hooks(
     """Register the hooks that call the session's methods, and remove them after the block.
 
     Raises:
-        ValueError: another session is open, or the model has several pipeline stages.
+        ValueError: another session is open, or the model was not cut into its pipeline stages.
     """
     if state.routing is not None:
         raise ValueError(
             "a record() or replay() block of this model is open already; leave that block first"
         )
-    if state.stage is not None or (state.config.pp_size or 1) > 1:
+    if state.stage is None and (state.config.pp_size or 1) > 1:
         raise ValueError(
-            f"routing of a model with pp_size={state.config.pp_size} cannot be recorded or "
-            f"replayed, because a rank chooses for the layers of its own stage only; leave pp_size "
-            f"at 1"
+            f"routing of a model with pp_size={state.config.pp_size} can be recorded and replayed "
+            f"once the model is sharded; shard it first"
         )
     head = output_head(root)
     owners = (module for module in root.modules() if head in own_children(module))

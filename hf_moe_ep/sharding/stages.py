@@ -9,14 +9,23 @@ Accelerate.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts, find_parts
-from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
+from hf_moe_ep.pipeline.cut import (
+    cut_model,
+    layers_of_stages,
+    parameters_outside,
+    parts_of_stage,
+    stage_of_names,
+)
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.routing.layers import RoutedLayers, find_routed_layers
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.modules import own_buffers, replace_call
@@ -30,7 +39,7 @@ def cut_into_stages(
     Every rank must call this function.
 
     Raises:
-        ValueError: the model would compute in fp16.
+        ValueError: the model would compute in fp16, or it has parameters that belong to no stage.
     """
     stages = meshes.stages
     assert stages is not None
@@ -40,13 +49,33 @@ def cut_into_stages(
             f"loss, so gradients in fp16 would become zero; train in bf16"
         )
     parts = find_parts(model, state.plan)
+    outside = parameters_outside(model, parts)
+    if outside:
+        raise ValueError(
+            f"pp_size={stages.size} places adapters with the layers that they adapt, but "
+            f"{outside[0]} belongs to no layer, embedding, final norm or head, as with prompts and "
+            f"with adapters that share a bank of vectors; train a LoraConfig, or leave pp_size at 1"
+        )
     layers = layers_of_stages(len(parts.layers), state.config)
     values = _send_values(model, stage_of_names(model, parts, layers), options, meshes)
+    routed = _describe_routing(parts, state)
     stage = cut_model(model, parts, state, stages.index, layers)
+    stage.routed = routed
     stage.values = values
     stage.boundary.defers_aux_loss = state.config.pp_schedule == "gpipe"
     state.stage = stage
     replace_call(parts.root, Pipeline(parts.root, state))
+
+
+def _describe_routing(parts: Parts, state: ModelState) -> RoutedLayers | str:
+    """Return the layers whose routing can be replayed, or why there are none.
+
+    A stage knows its own layers only, so the whole model is asked before it is cut.
+    """
+    try:
+        return replace(find_routed_layers(parts.root, state), routed=())
+    except ValueError as error:
+        return str(error)
 
 
 def find_parts_of_stage(model: nn.Module, state: ModelState) -> Parts:

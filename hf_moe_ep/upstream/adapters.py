@@ -6,7 +6,7 @@ peft/tuners/lora/layer.py and peft/utils/save_and_load.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -70,9 +70,23 @@ def adapter_names(
         return None
     if learns_prompts(model):  # PEFT's function would run the prompt encoders on one rank only.
         return [name for name in state_dict if name.startswith(f"{PROMPT_ENCODERS}.")]
+    by_adapter = keys_of_adapters(model, state_dict, save_embedding_layers)
+    saved = {name for names in by_adapter.values() for name in names.values()}
+    return [name for name in state_dict if name in saved]
+
+
+def keys_of_adapters(
+    model: Any, state_dict: Mapping[str, Tensor], save_embedding_layers: str | bool
+) -> dict[str, dict[str, str]]:
+    """Map, for each adapter, the keys of PEFT's file to names in `state_dict`, in its order.
+
+    The model has no prompts. Tensors that PEFT computes for the file are left out.
+    """
     from peft import get_peft_model_state_dict
 
-    saved_ids: set[int] = set()
+    by_adapter = {}
+    name_of = {id(tensor): name for name, tensor in state_dict.items()}
+    order = {name: number for number, name in enumerate(state_dict)}
     with canonical_modules(model):
         for adapter in model.peft_config:
             tensors = get_peft_model_state_dict(
@@ -81,8 +95,33 @@ def adapter_names(
                 adapter_name=adapter,
                 save_embedding_layers=save_embedding_layers,
             )
-            saved_ids |= {id(tensor) for tensor in tensors.values()}
-    return [name for name, tensor in state_dict.items() if id(tensor) in saved_ids]
+            names = {key: name_of[id(x)] for key, x in tensors.items() if id(x) in name_of}
+            by_adapter[adapter] = dict(sorted(names.items(), key=lambda item: order[item[1]]))
+    return by_adapter
+
+
+@contextmanager
+def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
+    """Let PEFT save these tensors, inside the block: for each adapter, the content of its file.
+
+    PEFT looks for the modules of adapters to find their tensors, and on rank 0 a model with several
+    pipeline stages has the modules of one stage (peft/utils/save_and_load.py).
+    """
+    import peft
+    from peft import peft_model
+
+    def saved(model: Any, *args: Any, adapter_name: str = "default", **_: Any) -> dict[str, Tensor]:
+        return dict(tensors_of_adapters[adapter_name])
+
+    places: tuple[Any, ...] = (peft, peft_model)
+    stock = [place.get_peft_model_state_dict for place in places]
+    for place in places:
+        place.get_peft_model_state_dict = saved
+    try:
+        yield
+    finally:
+        for place, function in zip(places, stock, strict=True):
+            place.get_peft_model_state_dict = function
 
 
 @contextmanager

@@ -112,6 +112,9 @@ def test_new_results_are_merged_into_the_data() -> None:
         "| `mixtral` | yes | yes | not tested | not tested | - | not tested | not tested |" in page
     )
     assert "\n3. a \\| b\n" in page
+    lines = page.splitlines()
+    rule = next(line for line in lines if line.startswith("|---"))
+    assert all(line.count("|") == rule.count("|") for line in lines if line.startswith("| `m"))
 
 
 def test_a_type_that_cannot_be_patched_is_refused_in_all_columns() -> None:

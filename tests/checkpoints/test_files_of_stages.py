@@ -3,13 +3,18 @@
 All files equal those of a model without stages, and load at any number of stages.
 """
 
+import json
+import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
@@ -18,6 +23,7 @@ from support.hub_files import read_all
 from support.parity import whole_parameters, whole_state
 from support.stages import even_rows, four_layers, state_of
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import (
     apply_ep_fsdp2,
@@ -30,6 +36,12 @@ from hf_moe_ep import (
     save_checkpoint,
     save_pretrained,
 )
+from hf_moe_ep.checkpoints.hub import write
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
+from hf_moe_ep.checkpoints.storage import safetensors_file
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
+from hf_moe_ep.checkpoints.verify import verify
+from hf_moe_ep.integrations.saving import save_adapters
 
 TIED = {"tie_word_embeddings": True}
 STAGES = {"pp_size": 2, "ep_size": 2}
@@ -147,28 +159,146 @@ def writes_hub_files(
             assert torch.equal(parameter, joined[name]), name
 
 
-def adapters_are_saved_without_stages(rank: int, world: int, folder: str) -> None:
-    """A checkpoint of adapters loads without stages, where PEFT can save them."""
+def _layers_by_file(folder: Path) -> dict[str, set[int]]:
+    """Return the layers in each file; the embedding counts as layer 0, norm and head as layer 3."""
+    index = json.loads((folder / INDEX).read_text())
+    layers: dict[str, set[int]] = {}
+    for key, file in index["weight_map"].items():
+        _, is_layer, rest = key.partition("layers.")
+        layer = int(rest.split(".")[0]) if is_layer else 0 if "embed" in key else 3
+        layers.setdefault(file, set()).add(layer)
+    assert index["metadata"]["hf_moe_ep_sha256"].keys() == layers.keys()
+    return layers
+
+
+def each_stage_writes_its_files(rank: int, world: int, folder: str) -> None:
+    """No tensor leaves its stage, a rank gets one slab at a time, and files are small."""
+    model = four_layers(0)
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    largest = max(parameter.numel() for parameter in model.parameters())
+    apply_ep_fsdp2(model, **STAGES, pp_layers=(1, 3))
+    opened: list[str] = []
+    stock = safetensors_file.Path.open
+
+    def open_path(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if args[:1] == ("wb",):
+            opened.append(path.name)
+        return stock(path, *args, **kwargs)
+
+    column = state_of(model).meshes.stages.column.get_group()
+    between = mock.Mock(side_effect=AssertionError("a tensor leaves its stage"))
+    broadcast = dist.broadcast
+
+    def broadcast_in_stage(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        assert group is not column, "a tensor leaves its stage"
+        return broadcast(tensor, *args, group=group, **kwargs)
+
+    slabs: list[int] = []
+    write_slab = write._write_slab
+
+    def measure_slab(file: Any, dtype: Any, pieces: Any, box: Any, slab: Tensor) -> None:
+        slabs.append(slab.untyped_storage().nbytes() // slab.itemsize)
+        write_slab(file, dtype, pieces, box, slab)
+
+    with (
+        mock.patch.object(safetensors_file.Path, "open", open_path),
+        mock.patch.object(dist, "send", between),
+        mock.patch.object(dist, "broadcast", broadcast_in_stage),
+        mock.patch.object(write, "_write_slab", measure_slab),
+    ):
+        save_pretrained(model, f"{folder}/saved", max_shard_size=60_000)
+    assert max(slabs, default=0) <= largest and bool(slabs) == (rank in (0, 2))
+    own_layers = {0} if rank < 2 else {1, 2, 3}
+    by_file = _layers_by_file(Path(folder, "saved"))
+    own = {file for file, layers in by_file.items() if layers & own_layers}
+    assert all(by_file[file] <= own_layers for file in own) and len(own) > 1
+    assert set(opened) == (own if rank in (0, 2) else set())
+    loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/saved", dtype=torch.float64)
+    assert_equal("stock loads", loaded.state_dict(), want)
+    verify(f"{folder}/saved")
+
+
+def a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) -> None:
+    """The previous checkpoint stays, and no temporary file is left."""
+    model = apply_ep_fsdp2(four_layers(0), pp_size=2)
+    save_pretrained(model, f"{folder}/0")
+    dist.barrier()
+    before = sorted(os.listdir(f"{folder}/0"))
+    with pytest.raises(
+        ValueError, match=r"rank 1 writes the tensors of pipeline stage 1 of 2.*all nodes share"
+    ):
+        save_pretrained(model, f"{folder}/{rank}")
+    dist.barrier()
+    assert sorted(os.listdir(f"{folder}/0")) == before
+    save_pretrained(model, f"{folder}/0")
+
+
+def a_failing_stage_loses_nothing(rank: int, world: int, folder: str) -> None:
+    """If the writer of the second stage fails, no rank goes on and the folder is as before."""
+    model = apply_ep_fsdp2(four_layers(0), pp_size=2)
+    save_pretrained(model, folder)
+    dist.barrier()
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    error = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with (
+        mock.patch.object(Writer, "write", error) if rank == 1 else nullcontext(),
+        pytest.raises(RuntimeError, match=r"rank 1: .*No space left on device"),
+    ):
+        save_pretrained(model, folder, max_shard_size=60_000)
+    dist.barrier()
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+
+
+# Options of LoraConfig: adapters on experts and attention, and whole modules of both stages.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapters": {},
+    "adapters and modules": {"modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+def saves_adapters(options: dict[str, Any], rank: int, world: int, folder: str) -> None:
+    """Every way to save adapters writes the tensors that PEFT saves without stages."""
     torch.manual_seed(rank)
-    model = with_lora(four_layers(0), r=3)
+    model = with_lora(four_layers(0), r=3, **options)
     apply_ep_fsdp2(model, **STAGES)
-    with pytest.raises(ValueError, match=r"adapters of a model with pp_size=2.*save_checkpoint"):
-        save_pretrained(model, folder)
-    save_checkpoint(f"{folder}/run", model, None)
-    torch.manual_seed(10 + rank)
-    resumed = with_lora(four_layers(0), r=3)
-    apply_ep_fsdp2(resumed, ep_size=2)
-    load_checkpoint(f"{folder}/run", resumed, None)
-    save_pretrained(resumed, f"{folder}/adapters")
     torch.manual_seed(0)
-    stock = with_lora(four_layers(0), r=3)
+    stock = with_lora(four_layers(0), r=3, **options)
+    with pytest.raises(ValueError, match=r"pp_size=2.*call hf_moe_ep.save_pretrained\(model"):
+        save_adapters(mock.Mock(), model, f"{folder}/none", state_dict={"a": torch.ones(1)})
+    save_pretrained(model, f"{folder}/ours")
+    model.save_pretrained(f"{folder}/on every rank")
+    state_dict = gather_state_dict(model)
+    assert bool(state_dict) == (rank == 0)
     if rank == 0:
+        model.save_pretrained(f"{folder}/with a state dict", state_dict=state_dict)
         stock.save_pretrained(f"{folder}/stock")
     dist.barrier()
-    got, want = (
-        load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("adapters", "stock")
-    )
-    assert_equal("adapters", got, want)
+    want = load_file(f"{folder}/stock/adapter_model.safetensors")
+    config = json.loads(Path(folder, "stock", "adapter_config.json").read_text())
+    for name in ("ours", "on every rank", "with a state dict"):
+        assert_equal(name, load_file(f"{folder}/{name}/adapter_model.safetensors"), want)
+        got = json.loads(Path(folder, name, "adapter_config.json").read_text())
+        assert got == config, f"{name}: {got} instead of {config}"
+    opened = PeftModel.from_pretrained(four_layers(0), f"{folder}/ours")
+    rows = even_rows(stock, 0, 0)[0]
+    with torch.no_grad():
+        assert torch.equal(opened(**rows).logits, stock.eval()(**rows).logits)
+    resumed = apply_ep_fsdp2(with_lora(four_layers(0), r=3, seed=9, **options), ep_size=2)
+    save_checkpoint(f"{folder}/run", model, None)
+    load_checkpoint(f"{folder}/run", resumed, None)
+    save_pretrained(resumed, f"{folder}/resumed")
+    assert_equal("resumed", load_file(f"{folder}/resumed/adapter_model.safetensors"), want)
+
+
+def shared_adapters_are_refused(rank: int, world: int) -> None:
+    """PEFT's prompts belong to no stage: their gradients would be those of one stage."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = get_peft_model(four_layers(0), config)
+    with pytest.raises(ValueError, match=r"prompt_encoder\S+ belongs to no layer.*LoraConfig"):
+        apply_ep_fsdp2(model, pp_size=2)
 
 
 CHECKS: dict[str, Any] = {
@@ -177,11 +307,16 @@ CHECKS: dict[str, Any] = {
     "hub": partial(writes_hub_files, STAGES, {}),
     "hub, tied": partial(writes_hub_files, STAGES, TIED),
     "hub, etp": partial(writes_hub_files, ETP, {}),
-    "adapters": adapters_are_saved_without_stages,
+    "own files": each_stage_writes_its_files,
+    **{name: partial(saves_adapters, options) for name, options in ADAPTERS.items()},
 }
+TWO_RANKS = (
+    a_folder_that_is_not_shared_is_refused,
+    a_failing_stage_loses_nothing,
+    shared_adapters_are_refused,
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("claim", on_ranks(4, CHECKS))
+@pytest.mark.parametrize("claim", [*on_ranks(4, CHECKS, slow=True), *on_ranks(2, *TWO_RANKS)])
 def test_files_of_stages(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

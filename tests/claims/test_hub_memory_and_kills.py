@@ -375,30 +375,38 @@ def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: 
             assert os.listdir(folder) == ["model.safetensors"]
 
 
-def _save_until_killed(rank: int, world: int, folder: str, victim: int, after: float) -> None:
+def _save_until_killed(
+    rank: int, world: int, folder: str, sizes: dict[str, int], victim: int, after: float
+) -> None:
     """Save weights that are all 0, then all 1, 2, ..., until rank `victim` is killed."""
     together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
     if rank == victim:
         kill_later(after)
-    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
-    weight = model.lm_head.weight
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), **sizes)
     for version in range(1000):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(version)
         save_pretrained(model, folder, max_shard_size=40_000)
-    raise AssertionError(f"nobody was killed, {weight.shape}")
+    raise AssertionError("nobody was killed")
 
 
 @pytest.mark.slow
-def test_after_a_kill_the_folder_holds_one_complete_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "rounds"),
+    [({"ep_size": 2}, 40), ({"pp_size": 2}, 20)],
+    ids=["ep", "stages"],
+)
+def test_after_a_kill_the_folder_holds_one_complete_version(
+    sizes: dict[str, int], rounds: int, tmp_path: Path
+) -> None:
     draw = random.Random(40)
     versions = set()
-    for number in range(40):
+    for number in range(rounds):
         folder, victim = tmp_path / str(number), draw.randrange(2)
         started = time.monotonic()
         outcomes = run_ranks(
-            _save_until_killed, 2, str(folder), victim, draw.uniform(1.0, 3.0),
+            _save_until_killed, 2, str(folder), sizes, victim, draw.uniform(1.0, 3.0),
             expect_errors=True, group_timeout=20.0,
         )  # fmt: skip
         assert outcomes[victim][1] == "ProcessDied" and time.monotonic() - started < 100
@@ -411,4 +419,5 @@ def test_after_a_kill_the_folder_holds_one_complete_version(tmp_path: Path) -> N
         assert state.keys() == hub_state(tiny(dtype=torch.float32)).keys()
         AutoModelForCausalLM.from_pretrained(folder)
         versions |= values
+    print(sorted(versions))
     assert len(versions) > 1, "all kills came at the same version"

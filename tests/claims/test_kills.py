@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from support.jobs.resume import Layout, start, step
+from support.jobs.resume import Layout, Run, start, step
 from support.killing import kill_later
 from support.ranks import RankError, run_ranks
 
@@ -25,8 +25,11 @@ from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as together_module
 from hf_moe_ep.ranks.background import SaveHandle
 
-LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
-SMALL = {"num_hidden_layers": 1}
+# Kind of run: the layouts of even and odd rounds, and the number of layers.
+RUNS = {
+    "ep": ((Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1})), 1),
+    "stages": ((Layout("pp2", 2, {"pp_size": 2}),) * 2, 2),
+}
 MODULES = {"folder": training_folder, "manifest": manifest}
 # (rank that dies, seconds after the start of a save or the function in which it dies, number of the
 # save in the round)
@@ -38,20 +41,25 @@ def _folders(root: Path) -> list[Path]:
     return list(root.glob("step-*"))
 
 
-def _reference_losses(rank: int, world: int, steps: int) -> list[float]:
-    run = start("full", LAYOUTS[0], **SMALL)
+def _start(kind: str, round_: int, seed: int = 0) -> Run:
+    layouts, num_layers = RUNS[kind]
+    return start("full", layouts[round_ % 2], seed=seed, num_hidden_layers=num_layers)
+
+
+def _reference_losses(rank: int, world: int, kind: str, steps: int) -> list[float]:
+    run = _start(kind, 0)
     return [step(run, number) for number in range(steps)]
 
 
-def _resume_and_die(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
+def _resume_and_die(rank: int, world: int, kind: str, root: str, round_: int, kill: Kill) -> None:
     """Resume, write every loss to a file and save after every step, until the kill."""
     victim, moment, after = kill
-    run = start("full", LAYOUTS[round_ % 2], seed=50 + round_, **SMALL)
+    run = _start(kind, round_, seed=50 + round_)
     asynchronous, first = round_ % 3 != 0, 0
     if any((path / "manifest.json").exists() for path in _folders(Path(root))):
         first = load_checkpoint(root, run.model, run.optimizer, run.scheduler)["step"]
     else:
-        run = start("full", LAYOUTS[round_ % 2], **SMALL)
+        run = _start(kind, round_)
     together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
     handle = SaveHandle(Path(root))  # a handle without a save, so that wait() returns at once
     for number in range(first, first + 4):
@@ -84,13 +92,13 @@ def _schedule_kill(moment: float | str) -> None:
     kill_later(moment)
 
 
-def _run_rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
+def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
     counts = {"died": 0, "torn": 0, "resumed": 0}
     root.mkdir()
     for round_, kill in enumerate(kills):
         before = {path.name for path in _folders(root) if (path / "manifest.json").exists()}
         try:
-            run_ranks(_resume_and_die, 2, str(root), round_, kill, timeout=90)
+            run_ranks(_resume_and_die, 2, kind, str(root), round_, kill, timeout=90)
         except RankError as error:
             assert f"rank {kill[0]} of 2 raised ProcessDied" in str(error), error
             wrong = ("raised ValueError", "raised AssertionError")
@@ -111,11 +119,11 @@ def _run_rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
     return counts
 
 
-def _check_losses(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
-    counts = _run_rounds(root, kills)
+def _check_losses(kind: str, root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
+    counts = _run_rounds(kind, root, kills)
     lines = [line.split() for line in (root / "losses").read_text().splitlines()]
     last = max(int(number) for number, *_ in lines)
-    want = run_ranks(_reference_losses, 2, last + 1)[0]
+    want = run_ranks(_reference_losses, 2, kind, last + 1)[0]
     for number, loss, round_ in lines:
         got = float(loss)
         assert abs(got - want[int(number)]) <= BUDGET * want[int(number)], (number, loss, round_)
@@ -135,18 +143,22 @@ def _check_losses(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
 def test_kills_between_the_steps_of_a_save(points: tuple[str, ...], tmp_path: Path) -> None:
     """Each kill leaves a torn folder."""
     kills: list[Kill] = [(index % 2, point, 1) for index, point in enumerate(points)]
-    counts, last = _check_losses(tmp_path / "run", kills)
+    counts, last = _check_losses("ep", tmp_path / "run", kills)
     num_kills = len(points)
     assert counts == {"died": num_kills, "torn": num_kills, "resumed": num_kills - 1}, last
     assert last >= num_kills
 
 
 @pytest.mark.slow
-def test_forty_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "num_kills"), [("ep", 40), ("stages", 20)])
+def test_kills_at_random_moments(kind: str, num_kills: int, tmp_path: Path) -> None:
     rng = random.Random(0)
     kills: list[Kill] = [
-        (rng.randrange(2), 10 ** rng.uniform(-3.0, -0.8), rng.randrange(4)) for _ in range(40)
+        (rng.randrange(2), 10 ** rng.uniform(-3.0, -0.8), rng.randrange(4))
+        for _ in range(num_kills)
     ]
-    counts, last = _check_losses(tmp_path / "run", kills)
+    counts, last = _check_losses(kind, tmp_path / "run", kills)
     print(counts, last)
-    assert counts["died"] == 40 and counts["torn"] >= 10 and counts["resumed"] >= 35, (counts, last)
+    assert counts["died"] == num_kills, (counts, last)
+    assert counts["torn"] >= num_kills // 4, (counts, last)
+    assert counts["resumed"] >= num_kills * 7 // 8, (counts, last)

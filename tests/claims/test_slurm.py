@@ -1,23 +1,30 @@
 """The batch files of examples/slurm/, run unchanged with stand-ins for srun and scontrol.
 
 Two agents with two ranks each stand for two machines. After the death of a rank or an agent, the
-job resumes by itself, and every loss equals that of an undisturbed run.
+job resumes by itself, and every loss equals that of an undisturbed run. stages.sbatch runs on two
+network namespaces with a slow link between them.
 """
 
+import json
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from support.jobs.going_on import read_losses, steps_taken
-from support.scripts import CPU_4, ROOT
+from support.namespaces import Nodes
+from support.scripts import CPU_4, ROOT, run_script
 from support.slurm import run_sbatch
 
 SLURM = ROOT / "examples" / "slurm"
 JOB = ROOT / "tests" / "support" / "jobs" / "going_on.py"
+STAGES = ROOT / "examples" / "accelerate" / "gpu_2x8_stages.yaml"
 STEPS = 4
+TWO_LAYERS = ["--layers", "2", "--ep_size", "2"]
 WAYS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
 
 
@@ -84,3 +91,57 @@ def test_a_job_whose_time_is_up_is_requeued_and_resumes(tmp_path: Path) -> None:
     assert sorted(by_step) == list(range(before + 2))
     assert steps_taken(tmp_path).count(0) == 1
     assert all(len(losses) == 1 for losses in by_step.values()), by_step
+
+
+def _run_stages(folder: Path, network: Nodes, failures: Sequence[str] = ()) -> int:
+    """Run stages.sbatch with the Trainer, and return the bytes that both nodes sent."""
+    config = yaml.safe_load(STAGES.read_text())
+    assert (config["num_machines"], config["num_processes"]) == (2, 16)
+    config |= {"use_cpu": True, "mixed_precision": "no"}
+    folder.mkdir()
+    for failure in failures:
+        (folder / failure).write_text("rank")
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    before = sum(network.sent(node) for node in range(2))
+    code = run_sbatch(
+        SLURM / "stages.sbatch",
+        *[*_arguments("accelerate", folder), *TWO_LAYERS],
+        folder=folder,
+        network=network,
+        CONFIG=str(file),
+        MICRO_BATCHES="4",
+    )
+    output = (folder / "output").read_text()
+    assert code == 0, output[-6000:]
+    assert "stage 0: node0\nstage 1: node1\n" in output
+    layout = json.loads((folder / f"checkpoint-{STEPS}" / "manifest.json").read_text())["layout"]
+    assert (layout["world_size"], layout["pp_size"], layout["ep_size"]) == (4, 2, 2)
+    return sum(network.sent(node) for node in range(2)) - before
+
+
+@pytest.mark.slow
+def test_stages_on_a_slow_link_resume_after_a_death(tmp_path: Path) -> None:
+    """Each node is a stage with ep 2. The losses are those of one machine without stages.
+
+    A rank of the second stage dies at step 1, and srun starts all ranks again.
+    """
+    from support.namespaces import WHY_NOT
+
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    whole, dying, alone = (tmp_path / name for name in ("whole", "dying", "alone"))
+    with Nodes(2, rate="100mbit") as network:
+        sent = _run_stages(whole, network)
+        _run_stages(dying, network, ["die-3-1"])
+    alone.mkdir()
+    # Four data ranks instead of two have the same rows.
+    rows = ["--per_device_train_batch_size", "4"]
+    arguments = [*_arguments("accelerate", alone)[1:], *TWO_LAYERS, *rows]
+    run_script(JOB, *arguments, output=tmp_path / "alone.txt", config_file=CPU_4)
+    assert _losses(dying) == _losses(whole)
+    assert (dying / "done-3-1").exists() and steps_taken(dying).count(0) == 1
+    assert "start 1 ended with an error" in (dying / "output").read_text()
+    for got, want in zip(_losses(whole), _losses(alone), strict=True):
+        assert abs(float(got) - float(want)) <= 2e-4, (got, want)  # fp32, in another order
+    print(f"{sent / STEPS / 2**10:.0f} KiB per step crossed the link; losses {_losses(whole)}")

@@ -32,6 +32,10 @@ BLOCKS = [
     block for page in pages.names() for block in pages.blocks(page) if block.language == "bash"
 ]
 
+YAML_BLOCKS = [
+    block for page in pages.names() for block in pages.blocks(page) if block.language == "yaml"
+]
+
 
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, without leading variables, comments and line breaks."""
@@ -198,7 +202,24 @@ def test_wrong_commands_and_options_are_refused() -> None:
 def test_every_language_is_checked() -> None:
     """`mermaid` is a picture and `text` is printed output. Blocks of other languages are tested."""
     languages = {block.language for page in pages.names() for block in pages.blocks(page)}
-    assert languages <= {"python", "bash", "text", "mermaid"}
+    assert languages <= {"python", "bash", "text", "mermaid", "yaml"}
+
+
+@pytest.mark.parametrize("block", YAML_BLOCKS, ids=str)
+def test_settings_are_those_of_a_file_that_the_page_names(block: pages.Block) -> None:
+    names = re.findall(r"`(examples/accelerate/\w+\.yaml)`", pages.read(block.page))
+    wanted = yaml.safe_load(block.text)
+    files = [yaml.safe_load((ROOT / name).read_text()) for name in names]
+    assert any(_is_part(wanted, file) for file in files), names
+
+
+def _is_part(settings: dict[str, Any], whole: dict[str, Any]) -> bool:
+    return all(
+        _is_part(value, whole.get(name, {}))
+        if isinstance(value, dict)
+        else value == whole.get(name)
+        for name, value in settings.items()
+    )
 
 
 def test_blocks_of_a_page_by_hand() -> None:

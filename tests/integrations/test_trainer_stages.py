@@ -26,8 +26,11 @@ LAYERS = {"num_hidden_layers": 4}
 ARGUMENTS = EVALUATE | {"include_num_input_tokens_seen": "non_padding", "max_steps": STEPS}
 ALL_STEPS = ("train", "evaluate", "predict", "predict 21")
 UNCLIPPED = {"max_grad_norm": 0.0, "max_steps": 3}
+OWN_LOSS = {"max_steps": 3}
+STAGES: dict[str, Any] = {"ep": 2, "pp": 2, "microbatches": 3}
 TIED = {"tie_word_embeddings": True}
 OPTIONS: dict[str, Any] = {"model": LAYERS, "rows": "padded"}
+LOSS: dict[str, Any] = {"own_loss": True, "arguments": OWN_LOSS, **OPTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +49,15 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
     folder = tmp_path_factory.mktemp("trainer_stages_slow")
     stock = [
         Case("stock unclipped", arguments=UNCLIPPED, **OPTIONS),
+        Case("stock own loss", ("train", "evaluate"), **LOSS),
         Case("stock tied", model=LAYERS | TIED, arguments={"max_steps": 4}),
     ]
     ranks = [
         Case("pp4", ALL_STEPS, ep=1, pp=4, microbatches=4, arguments=ARGUMENTS, **OPTIONS),
         Case("pp2 sp2", ep=2, pp=2, sp=2, arguments=ARGUMENTS, **OPTIONS),
         Case("unclipped", ep=2, pp=2, arguments=UNCLIPPED, **OPTIONS),
+        Case("own loss", ("train", "evaluate"), **STAGES, **LOSS),
+        Case("own loss sp", sp=2, fails=True, **STAGES, **LOSS),
         Case("tied", ep=2, pp=2, model=LAYERS | TIED, arguments={"max_steps": 4}),
     ]
     return {
@@ -148,3 +154,16 @@ def test_norms_are_logged_without_clipping(slow_runs: Results) -> None:
 def test_tied_embeddings_stay_equal(slow_runs: Results) -> None:
     """`support.jobs.trainer.whole` compares the copies of the two stages."""
     assert_same_training(slow_runs["tied"][0], slow_runs["stock tied"][0], 4)
+
+
+@pytest.mark.slow
+def test_the_last_stage_computes_a_loss_of_the_caller(slow_runs: Results) -> None:
+    """A loss function that reads logits trains and evaluates as with stock."""
+    got, want = slow_runs["own loss"], slow_runs["stock own loss"][0]
+    assert_same_training(got[0], want, 3)
+    for result in got:
+        assert_close("eval_loss", result.series("eval_loss"), want.series("eval_loss"), FP32_BUDGET)
+    model_loss = slow_runs["stock unclipped"][0].series("loss")
+    assert (want.series("loss") / model_loss < 0.99).all(), "the loss is that of the model"
+    for result in slow_runs["own loss sp"]:
+        assert "2 ranks share each batch; use sp_size=1 and cp_size=1" in result.error

@@ -1,28 +1,38 @@
-"""Counts, correction biases and Muon of a model with stages equal those of one process."""
+"""Counts, biases, replay, balancing and Muon with stages equal those of one process."""
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
+from support.jobs.trainer import focal_loss
 from support.parity import full_tensor
-from support.stages import four_layers, rows_of, state_of
+from support.stages import compare, four_layers, rows_of, state_of
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import (
     Muon,
+    Routes,
+    RoutingReplay,
     apply_ep_fsdp2,
+    balance_experts,
     data_parallel_rank,
     data_parallel_size,
     expert_load,
+    experts_in_hub_order,
     global_token_count,
     patch,
+    save_pretrained,
     update_router_bias,
 )
+from hf_moe_ep.pipeline.caller_loss import CallerLoss
 
 ONE_PROCESS: dict[str, Any] = {"experts_backend": "torch", "fused_loss": True}
 
@@ -80,9 +90,156 @@ def muon_trains_every_matrix(rank: int, world: int) -> None:
         assert_close(name, full_tensor(parameter.detach()), wanted[name], FP64_MODEL)
 
 
-TWO_RANKS = {"counts": partial(counts_every_token_once, {"pp_size": 2})}
-SLOW_TWO_RANKS = {"biases": biases_follow_the_load}
+def _routes(model: nn.Module, data_rank: int, number: int) -> Routes:
+    """Make the routes of `rows_of(5)`, which route live at every third token."""
+    (rows,) = rows_of(5)(model, data_rank, number)
+    shape = rows["input_ids"].shape
+    generator = torch.Generator().manual_seed(10 * number + data_rank)
+    order = torch.rand(*shape, 4, model.config.num_experts, generator=generator).argsort(-1)
+    ids = order[..., : model.config.num_experts_per_tok].to(torch.int16)
+    ids[:, ::3] = -1
+    return Routes(ids, (0, 1, 2, 3))
+
+
+def replays_routes(
+    sizes: dict[str, Any], dense: list[int], checkpointed: bool, rank: int, world: int
+) -> None:
+    """Record and replay with micro-batches over stages: choices, losses, gradients and report."""
+    model = four_layers(rank, mlp_only_layers=dense)
+    reference = patch(four_layers(0, mlp_only_layers=dense), **ONE_PROCESS)
+    if checkpointed:
+        for trained in (model, reference):
+            trained.gradient_checkpointing_enable()
+    apply_ep_fsdp2(model, **sizes, pp_microbatches=3)
+    ours, stock = RoutingReplay(model), RoutingReplay(reference)
+    size, own = data_parallel_size(model), data_parallel_rank(model)
+    batches = [rows_of(5)(reference, other, 0)[0] for other in range(size)]
+    count = global_token_count(model, batches[own]["labels"])
+    routed = [layer for layer in range(4) if layer not in dense]
+    given = [_routes(reference, other, 0) for other in range(size)]
+    given = [Routes(x.ids[:, :, routed], tuple(routed)) for x in given]
+    with FP64(), ours.replay(given[own]):
+        loss = model(**batches[own], num_items_in_batch=count).loss
+        (loss * size).backward()
+    losses = []
+    with FP64():
+        for other, rows in enumerate(batches):
+            with stock.replay(given[other]):
+                wanted = reference(**rows, num_items_in_batch=count).loss
+                wanted.backward()
+            losses.append(wanted.detach())
+            if other == own:
+                want = stock.last
+    assert_close("loss", loss.detach(), losses[own], FP64_MODEL)
+    compare("gradient of", model, reference, lambda p: p.grad, FP64_MODEL)
+    pairs = {layer: pair for layer, pair in want.pairs.items() if layer in ours.last.pairs}
+    if "sp_size" not in sizes:
+        assert ours.last.pairs == pairs
+    assert set(ours.last.over_ranks().pairs) == set(routed)
+    for training in (True, False):
+        model.train(training)
+        reference.train(training)
+        with torch.no_grad(), ours.record() as got:
+            model(**batches[own])
+        with torch.no_grad(), stock.record() as chosen:
+            reference(**batches[own])
+        assert got.layers == chosen.layers == tuple(routed)
+        assert torch.equal(got.ids, chosen.ids), f"training {training}"
+    model.train()
+    with ours.record() as got:
+        model(**batches[own])
+    with ours.replay(got):
+        model(**batches[own])
+    assert ours.last.over_ranks().agreement == 1.0
+    assert ours.last.agreement == 1.0 or (math.isnan(ours.last.agreement) and not ours.last.pairs)
+
+
+def routes_that_do_not_fit_raise_on_every_stage(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(four_layers(0), pp_size=2)
+    (rows,) = rows_of(5)(model, 0, 0)
+    replay, routes = RoutingReplay(model), _routes(model, 0, 0)
+    short = Routes(routes.ids[:4], routes.layers)
+    with (
+        pytest.raises(ValueError, match=r"routes of 4 rows of 6 tokens.*forward of 5 rows"),
+        replay.replay(short),
+    ):
+        model(**rows)
+    other = _routes(model, rank, rank)  # each stage has other routes
+    with (
+        pytest.raises(ValueError, match=r"pipeline column were given different batches"),
+        replay.replay(Routes(other.ids[:5, :6], other.layers)),
+    ):
+        model(**rows)
+    with replay.replay(routes):
+        assert torch.isfinite(model(**rows).loss)
+
+
+def moves_experts(sizes: dict[str, Any], rank: int, world: int, folder: str) -> None:
+    """Balanced layers of all stages train as before, and files are in the hub's order."""
+    model = apply_ep_fsdp2(four_layers(rank, mlp_only_layers=[0]), **sizes)
+    reference = patch(four_layers(0, mlp_only_layers=[0]), **ONE_PROCESS)
+    optimizers = [torch.optim.AdamW(x.parameters(), foreach=False) for x in (model, reference)]
+    moved = torch.zeros(3, dtype=torch.bool)
+    for number in range(3):
+        step(model, reference, number)
+        with experts_in_hub_order(model, optimizers[0]):
+            compare(f"gradient {number} of", model, reference, lambda p: p.grad, FP64_MODEL)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        load = expert_load(model)
+        balanced = balance_experts(model, optimizers[0], load)
+        slots: list[Any] = [None] * world
+        dist.all_gather_object(slots, balanced.slots.tolist())
+        assert all(other == slots[0] for other in slots), "ranks disagree about the experts"
+        assert (balanced.rank_max_over_mean <= load.rank_max_over_mean).all()
+        moved |= (balanced.slots != torch.arange(load.counts.shape[1])).any(1)
+    assert moved.all(), "the experts of a layer were never moved"
+    with experts_in_hub_order(model, optimizers[0]):
+        compare("after 3 steps", model, reference, lambda p: p, FP64_MODEL)
+        own = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
+    save_pretrained(model, folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for name, value in own.items():
+        assert torch.equal(loaded.get_parameter(name), value), name
+
+
+def computes_a_loss_of_the_caller(rank: int, world: int) -> None:
+    """The last stage calls a function of logits and labels for each micro-batch."""
+    model = apply_ep_fsdp2(four_layers(rank), pp_size=2, pp_microbatches=3)
+    reference = patch(four_layers(0), **ONE_PROCESS)
+    (rows,) = rows_of(5)(reference, 0, 0)
+    labels = rows.pop("labels")
+    count = labels[:, 1:].ne(-100).sum()
+    state = state_of(model)
+    with FP64():
+        state.caller_loss = CallerLoss(focal_loss, labels, count)
+        loss = model(**rows).loss
+        with pytest.raises(
+            ValueError, match=r"aux loss depends on all.*output_router_logits=False"
+        ):
+            model(**rows, output_router_logits=True)
+        state.caller_loss = None
+        loss.backward()
+        want = focal_loss(reference(**rows), labels, count)
+        want.backward()
+    assert_close("loss", loss.detach(), want.detach(), FP64_MODEL)
+    compare("gradient of", model, reference, lambda p: p.grad, FP64_MODEL)
+
+
+TWO_RANKS = {
+    "counts": partial(counts_every_token_once, {"pp_size": 2}),
+    "a loss of the caller": computes_a_loss_of_the_caller,
+}
+SLOW_TWO_RANKS = {
+    "biases": biases_follow_the_load,
+    "replay": partial(replays_routes, {"pp_size": 2}, [0], False),
+}
 FOUR_RANKS = {
+    "replay, ep 2": partial(replays_routes, {"pp_size": 2, "ep_size": 2}, [1], True),
+    "replay, sp 2": partial(replays_routes, {"pp_size": 2, "sp_size": 2}, [], False),
+    "replay, a dense stage": partial(replays_routes, {"pp_size": 4}, [0], True),
+    "experts are moved": partial(moves_experts, {"pp_size": 2, "ep_size": 2}),
     "counts, ep 2": partial(counts_every_token_once, {"pp_size": 2, "ep_size": 2}),
     "counts, ep_fsdp 2": partial(counts_every_token_once, {"pp_size": 2}),
     "Muon": muon_trains_every_matrix,
@@ -92,7 +249,7 @@ FOUR_RANKS = {
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, TWO_RANKS),
+        *on_ranks(2, TWO_RANKS, routes_that_do_not_fit_raise_on_every_stage),
         *on_ranks(2, SLOW_TWO_RANKS, slow=True),
         *on_ranks(4, FOUR_RANKS, slow=True),
     ],

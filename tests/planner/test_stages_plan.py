@@ -42,7 +42,7 @@ def planned(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPla
         dtype=torch.float32,
         like_gpu=False,
     )
-    return with_micro_batches(step, pp_size=pp_size, micro_batches=MICRO_BATCHES)
+    return with_micro_batches(step, config, pp_size=pp_size, micro_batches=MICRO_BATCHES)
 
 
 def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[int, int]:
@@ -63,13 +63,13 @@ def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[
 def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
     pp_size: int, checkpointing: bool
 ) -> None:
-    """The plan counts embedding and head on one stage, so it is up to 6 % above the measured
-    peak. The bytes that a stage sends are exact.
-    """
+    """The peak is within 5 % of the measured one, and the bytes that a stage sends are exact."""
     plan = planned(pp_size, pp_size, checkpointing=checkpointing)
     ranks = run_ranks(partial(_measure, pp_size=pp_size, checkpointing=checkpointing), pp_size)
     peaks, sent = zip(*ranks, strict=True)
-    assert 0.97 <= plan.peak / max(peaks) <= 1.06, (plan.peak, peaks)
+    ratio = plan.peak / max(peaks)
+    print(f"{pp_size} stages: planned / measured {ratio:.3f}, {plan.peak} of {peaks}")
+    assert abs(ratio - 1) <= 0.05, (plan.peak, peaks)
     assert sum(plan.parts.values()) == plan.peak
     nbytes = SIZES.seq * SIZES.hidden * 4
     assert max(sent) == Transfers(pp_size, MICRO_BATCHES, 1, nbytes).sent

@@ -26,6 +26,8 @@ from typing import Any
 
 NETWORK = "10.77.0"
 DEVICE = "eth0"
+# Variables with which torch's processes talk to other nodes through this interface.
+INTERFACES = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
 # Bytes of headers in an Ethernet frame with a TCP segment: Ethernet, IPv4, TCP, TCP time stamps.
 HEADERS = 14 + 20 + 20 + 12
 SEGMENT = 1500 - (HEADERS - 14)
@@ -101,17 +103,20 @@ class Nodes:
         self, node: int, *command: str, output: Path, **environment: str
     ) -> "subprocess.Popen[bytes]":
         """Start a command on a node. Its output is appended to the file `output`."""
-        interfaces = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
-        inside = ["ip", "netns", "exec", self._space(node), "unshare", "--uts"]
         with open(output, "ab") as file:
             return subprocess.Popen(
-                [*inside, "sh", "-c", _BEGIN, f"node{node}", *command],
-                env=os.environ | interfaces | environment,
+                [*self.prefix(node), *command],
+                env=os.environ | INTERFACES | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
+
+    def prefix(self, node: int) -> list[str]:
+        """Return the words in front of a command that run it on a node."""
+        inside = ["ip", "netns", "exec", self._space(node), "unshare", "--uts"]
+        return [*inside, "sh", "-c", _BEGIN, f"node{node}"]
 
     def kill(self, node: int) -> int:
         """Kill all processes on a node, as a power failure would, and return their number."""

@@ -3,9 +3,11 @@
 `run_sbatch` runs a batch file as Slurm does on the first of N machines, with fakes of `srun` and
 `scontrol` on PATH. `srun` starts the command N times, as N tasks. If a task fails, it kills the
 others and all processes that they started. `scontrol` prints the host names. For `requeue` it ends
-the step, as Slurm does before it starts the job again.
+the step, as Slurm does before it starts the job again. With `network`, each task runs on a node of
+`support.namespaces`.
 """
 
+import json
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ from typing import NoReturn
 sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
 
 from support.marked import MARK, kill_marked
+from support.namespaces import INTERFACES, Nodes
 from support.scripts import ROOT
 
 CPUS = 2
@@ -34,6 +37,7 @@ def run_sbatch(
     gpus: int = 2,
     timeout: float = 400.0,
     meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda shell: None,
+    network: Nodes | None = None,
     **environment: str,
 ) -> int:
     """Run a batch file, write its output to `folder`/output, and return its exit code.
@@ -65,8 +69,14 @@ def run_sbatch(
         "SLURM_FOLDER": os.fspath(folder),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "SLURM_PREFIXES": json.dumps([[] for _ in range(nodes)]),
+        "SLURM_HOSTS": "\n".join(["127.0.0.1"] * nodes),
         MARK: mark,
     }
+    if network is not None:
+        variables["SLURM_PREFIXES"] = json.dumps([network.prefix(node) for node in range(nodes)])
+        variables["SLURM_HOSTS"] = "\n".join(f"node{node}" for node in range(nodes))
+        variables |= INTERFACES
     with open(folder / "output", "ab") as output:
         shell = subprocess.Popen(
             ["bash", os.fspath(file), *arguments],
@@ -99,9 +109,10 @@ def srun(arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: end(143))
     tasks = [
         subprocess.Popen(
-            arguments[len(OPTIONS) :], env=os.environ | {"SLURM_NODEID": str(node), MARK: mark}
+            [*prefix, *arguments[len(OPTIONS) :]],
+            env=os.environ | {"SLURM_NODEID": str(node), MARK: mark},
         )
-        for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+        for node, prefix in enumerate(json.loads(os.environ["SLURM_PREFIXES"]))
     ]
     while True:
         codes = [task.poll() for task in tasks]
@@ -115,7 +126,7 @@ def srun(arguments: list[str]) -> NoReturn:
 def scontrol(arguments: list[str]) -> None:
     """Print the host names, or requeue the job."""
     if arguments == ["show", "hostnames", HOSTS]:
-        print("127.0.0.1\n127.0.0.1")
+        print(os.environ["SLURM_HOSTS"])
         return
     assert arguments == ["requeue", os.environ["SLURM_JOB_ID"]], arguments
     folder = Path(os.environ["SLURM_FOLDER"])

@@ -27,7 +27,7 @@ receives each byte once. A change of the values, such as a cast, is computed by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -53,7 +53,7 @@ from hf_moe_ep.ranks.boxes import (
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.ranks.together import is_first, on_first, this_rank
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapters import adapter_names, has_adapters
+from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.process_groups import device_of_objects
 
@@ -72,61 +72,99 @@ def gather_state_dict(
 
     For a model with adapters only the tensors that PEFT saves are gathered, packed as PEFT packs
     them; `save_embedding_layers` is the argument of PEFT's save_pretrained.
-
-    Raises:
-        ValueError: the model has adapters and several pipeline stages.
     """
-    state = find_state(model)
-    if state is not None and state.stage is not None and has_adapters(unwrap(model)):
-        raise ValueError(
-            f"adapters of a model with pp_size={state.stage.size} are on the ranks of several "
-            f"stages, and PEFT saves the adapters of the modules that it finds on one rank; call "
-            f"save_checkpoint, load it with load_checkpoint into a model with pp_size=1, and save "
-            f"the adapters there"
-        )
+    inner, state = unwrap(model), find_state(model)
     with experts_in_hub_order(model):
-        return _gather_by_name(unwrap(model), save_embedding_layers)
+        if state is None or state.meshes is None or state.meshes.stages is None:
+            return _gather_by_name(inner, save_embedding_layers)
+        return _gather_stages(inner, state, state.meshes.stages, save_embedding_layers)
 
 
 def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict[str, Tensor]:
-    state = find_state(model)
-    stages = None if state is None or state.meshes is None else state.meshes.stages
-    keep = is_first() if stages is None else this_rank() in stages.first_ranks
-    full: dict[str, Tensor] = {}
     state_dict = model.state_dict()
     # Rank 0 decides, because PEFT reads files that other ranks may not have.
     names = on_first(
         "gathering adapters", lambda: adapter_names(model, state_dict, save_embedding_layers)
     )
+    return _gather_whole(model, state_dict, names, keep=is_first())
+
+
+def _gather_whole(
+    model: nn.Module, state_dict: dict[str, Tensor], names: Iterable[str] | None, *, keep: bool
+) -> dict[str, Tensor]:
+    """Gather tensors of a state dict by name; only ranks with `keep` store them."""
+    full: dict[str, Tensor] = {}
     for name in state_dict if names is None else names:
         tensor = state_dict[name]
         gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
-    packed = as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
-    return packed if stages is None or state is None else join_stages(packed, state, stages)
+    return as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
 
 
-def join_stages(own: dict[str, Tensor], state: ModelState, stages: Stages) -> dict[str, Tensor]:
-    """Return the tensors of all stages on rank 0, {} on other ranks.
+def _gather_stages(
+    model: nn.Module, state: ModelState, stages: Stages, save_embedding_layers: str | bool
+) -> dict[str, Tensor]:
+    """Gather each stage on its first rank, and send everything to rank 0.
 
-    `own` has the tensors of a stage on its first rank. Copies of tied weights are left out.
+    `stage.keys_of_adapters` of rank 0 then has the keys of PEFT's files.
     """
-    if this_rank() not in stages.first_ranks:
+    stage, state_dict = state.stage, model.state_dict()
+    names: Iterable[str] | None = None
+    keys: dict[str, dict[str, str]] = {}
+    if has_adapters(model):
+
+        def saves_embeddings() -> bool:
+            wanted, never = (
+                keys_of_adapters(model, state_dict, option)
+                for option in (save_embedding_layers, False)
+            )
+            return wanted != never
+
+        # The first stage has the embedding, so rank 0 can decide for all.
+        option = on_first("gathering adapters", saves_embeddings)
+        keys = keys_of_adapters(model, state_dict, option)
+        names = list(dict.fromkeys(name for of_one in keys.values() for name in of_one.values()))
+    keep = this_rank() in stages.first_ranks
+    full = _gather_whole(model, state_dict, names, keep=keep)
+    if not keep:
         return {}
-    own = {name: x for name, x in own.items() if name not in state.stage.aliases}
+    # Copies of tied weights are left out; the first stage has them.
+    first_name: dict[str, str] = stage.aliases
+    own = {name: tensor for name, tensor in full.items() if name not in first_name}
+    own_keys = {
+        adapter: {
+            key: first_name.get(canonical_name(name), canonical_name(name))
+            for key, name in of_one.items()
+        }
+        for adapter, of_one in keys.items()
+    }
+    by_stage = _send_to_first((own, own_keys), stages)
+    joined: dict[str, Tensor] = {}
+    joined_keys: dict[str, dict[str, str]] = {adapter: {} for adapter in keys}
+    for tensors, keys_of_stage in by_stage:
+        joined |= tensors
+        for adapter, of_one in keys_of_stage.items():
+            joined_keys[adapter] |= of_one
+    if is_first():
+        stage.keys_of_adapters = joined_keys
+    order = {name: number for number, name in enumerate(stage.tensors)}
+    return dict(sorted(joined.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _send_to_first(own: Any, stages: Stages) -> list[Any]:
+    """Return the values of all stages on rank 0, [] on the first ranks of other stages."""
     group, (_, *others) = stages.column.get_group(), stages.first_ranks
     device = device_of_objects(group)
     if not is_first():
         dist.send_object_list([own], 0, group=group, device=device)
-        return {}
-    joined = dict(own)
+        return []
+    by_stage = [own]
     for rank in others:
         received: list[Any] = [None]
         dist.recv_object_list(received, rank, group=group, device=device)
-        joined |= received[0]
-    order = {name: number for number, name in enumerate(state.stage.tensors)}
-    return dict(sorted(joined.items(), key=lambda item: order.get(item[0], len(order))))
+        by_stage += received
+    return by_stage
 
 
 @torch.no_grad()

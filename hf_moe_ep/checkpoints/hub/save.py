@@ -1,15 +1,19 @@
 """Save a model as a Hugging Face checkpoint in the hub's layout.
 
 `save_pretrained` sends one tensor after the other to rank 0, shard by shard (`gather.py`), and rank
-0 writes the files (`write.py`). For a model with adapters, which are small, rank 0 gathers all of
-them and PEFT saves them. `save_state_dict` writes a full state dict that one process holds. Both
-copy the tensors of the loaded checkpoint that the model's class ignores (`extra.py`).
+0 writes the files (`write.py`). With pipeline stages the first rank of each stage receives and
+writes the tensors of its stage (`stages.py`). For a model with adapters, which are small, rank 0
+gathers all of them and PEFT saves them. `save_state_dict` writes a full state dict that one process
+holds. All save the tensors of the loaded checkpoint that the model's class ignores (`extra.py`),
+except in files of adapters.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,19 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.stages import slabs_of_stages, tensors_of_model
+from hf_moe_ep.checkpoints.hub.stages import (
+    assign_groups,
+    check_folder_is_shared,
+    is_writer,
+    share_files,
+    tensors_of_model,
+)
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
+    file_names,
     first_dtype,
     group_tensors,
     parse_size,
@@ -31,7 +42,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
-from hf_moe_ep.etp import find_apart
+from hf_moe_ep.etp import find_apart, slabs_in_stock_shape
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.ranks.together import (
@@ -60,11 +71,13 @@ def save_pretrained(
 
     Besides its shards a rank needs memory for another rank's shard of one tensor; with
     expert_shard_dim=1, rank 0 needs memory for the experts of one ep rank in one layer. If a
-    process is killed during the save, the previous checkpoint stays complete.
+    process is killed during the save, the previous checkpoint stays complete. With pipeline stages
+    the first rank of each stage does what rank 0 does without stages, for the layers of its stage.
 
     Args:
         model: patched, sharded or not.
-        directory: is created if missing; only rank 0 writes.
+        directory: is created if missing; only rank 0 writes. With pipeline stages all nodes must
+            share the folder, because the first rank of each stage writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         dtype: the dtype of the saved weights; None saves in the dtype in which the model was
             loaded. torch.float32 saves the fp32 master weights of a bf16 model.
@@ -77,8 +90,9 @@ def save_pretrained(
     Raises:
         ValueError: the model is not patched; `max_shard_size` is no size; the experts are held
             quantised and the model has no adapters; the files of the extra tensors are gone or
-            have changed since the model was loaded; ranks pass different arguments (raised on every
-            rank; nothing is written).
+            have changed since the model was loaded; ranks pass different arguments, or the first
+            ranks of pipeline stages do not share `directory` (raised on every rank; nothing is
+            written).
         TypeError: `kwargs` are given for a model without adapters.
         RuntimeError: a rank has not called this within five minutes; rank 0 cannot write (raised on
             every rank; the previous checkpoint stays complete).
@@ -123,19 +137,40 @@ def _save_weights(
         state.plan,
         tensors,
         lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
-        lambda name, tensor: slabs_of_stages(name, tensor, state, apart.get(id(tensor))),
+        lambda name, tensor: slabs_in_stock_shape(slabs_of(tensor), apart.get(id(tensor))),
     )
-    files = split_files(groups, max_shard_size)
+    groups = assign_groups(groups, state)
+    files, what = split_files(groups, max_shard_size), f"saving to {folder}"
 
-    def prepare() -> tuple[Path, int]:
-        files.extend(_extra_files(state, groups, max_shard_size, extra_tensors))
+    extra_files: list[list[TensorGroup]] = []
+
+    def prepare() -> tuple[Path, list[str]]:
+        extra_files.extend(_extra_files(state, groups, max_shard_size, extra_tensors))
         folder.mkdir(parents=True, exist_ok=True)
-        return stage_configs(model, folder, first_dtype(groups), processors), len(files)
+        configs = stage_configs(model, folder, first_dtype(groups), processors)
+        return configs, file_names(len(files) + len(extra_files))
 
-    configs, num_files = on_first(f"saving to {folder}", prepare)
+    configs, names = on_first(what, prepare)
+    own_files = share_files(files, len(names), state)
+    files.extend(extra_files)
     # Every rank takes part in writing each file, but only rank 0 reads and writes extra tensors.
-    files.extend([] for _ in range(num_files - len(files)))
-    copied = write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
+    files.extend([] for _ in range(len(names) - len(files)))
+    if own_files is not None:
+        try:
+            together(what, partial(check_folder_is_shared, folder, configs, state))
+        except ValueError:
+            if is_first():
+                shutil.rmtree(configs)
+            raise
+    copied = write_checkpoint(
+        folder,
+        files,
+        writes=is_writer(state),
+        together=together,
+        configs=configs,
+        names=names,
+        stage=own_files,
+    )
     if is_first():
         follow_copies(state, folder, copied)
 

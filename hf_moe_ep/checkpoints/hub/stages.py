@@ -1,32 +1,32 @@
 """The tensors of a model with pipeline stages, of which each rank holds those of its stage.
 
 Every rank lists all tensors of the model, in the same order. A tensor of another stage is a tensor
-on the meta device with the shape and the dtype of the whole tensor. Its values are sent by the
-ranks that hold it:
+on the meta device with the shape and the dtype of the whole tensor.
 
-    to rank 0 (`slabs_of_stages`)           the first rank of the stage gathers a slab as without
-                                            stages, and sends it to rank 0
-    to all ranks (`slabs_for_all_stages`)   the ranks of the stage gather a slab, and each one sends
-                                            it to the ranks of its column
+    save_pretrained   each stage writes files of its own tensors, and no tensor leaves its stage
+                      (`assign_groups`, `share_files`)
+    hub_tensors       the ranks of a stage gather a slab, and each one sends it to the ranks of its
+                      column (`slabs_for_all_stages`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.gather import Change, list_slabs, slabs_for_all, slabs_of
+from hf_moe_ep.checkpoints.hub.gather import Change, list_slabs, slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
-from hf_moe_ep.etp import slabs_in_stock_shape
+from hf_moe_ep.checkpoints.hub.write import StageFiles, TensorGroup
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.neighbours import receive_boxes, send_boxes
-from hf_moe_ep.ranks.together import is_first, this_rank
+from hf_moe_ep.ranks.together import for_first, is_first, this_rank
 from hf_moe_ep.state import ModelState
 
 
@@ -50,32 +50,52 @@ def tensors_of_model(
     }
 
 
-def slabs_of_stages(
-    name: str, tensor: Tensor, state: ModelState, apart: int | None
-) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield (box, values) of a parameter in host memory of rank 0; every rank iterates to the end.
+def assign_groups(groups: list[TensorGroup], state: ModelState) -> list[TensorGroup]:
+    """Assign each group to the stage that holds its parameters, and sort the groups by stage."""
+    stage: Stage | None = state.stage
+    if stage is None:
+        return groups
+    assigned = []
+    for group in groups:
+        holders = {stage.tensors[name].stage for name in group.names}
+        assert len(holders) == 1, f"{group.names} of several stages fill one checkpoint tensor"
+        assigned.append(replace(group, stage=holders.pop()))
+    return sorted(assigned, key=lambda group: group.stage)
 
-    On other ranks the values are None, or nothing is yielded. Boxes and values have stock dims, of
-    which this rank may hold `apart` as two dims (`etp.py`).
+
+def share_files(
+    files: list[list[TensorGroup]], num_files: int, state: ModelState
+) -> StageFiles | None:
+    """Return the files that this rank's stage writes; None for a model without stages.
+
+    Stage 0 also writes the files after `files`, which hold extra tensors.
     """
     stage: Stage | None = state.stage
-    holder = 0 if stage is None else stage.tensors[name].stage
-    if stage is None or (holder == 0 and stage.is_first):
-        yield from slabs_in_stock_shape(slabs_of(tensor), apart)
-        return
-    meshes = state.meshes
-    assert meshes is not None and meshes.stages is not None
-    group, device = meshes.stages.column.get_group(), meshes.device
-    if stage.index == holder:
-        parts = slabs_in_stock_shape(slabs_of(tensor), apart)
-        if this_rank() == meshes.first_rank:
-            send_boxes(parts, 0, group, device)
-        else:
-            for _ in parts:
-                pass
-    elif is_first():
-        for box, values in receive_boxes(meshes.stages.first_ranks[holder], group, device):
-            yield box, values.cpu()
+    if stage is None:
+        return None
+    numbers: list[list[int]] = [[] for _ in range(stage.size)]
+    for number, groups in enumerate(files):
+        numbers[groups[0].stage].append(number)
+    numbers[0] += range(len(files), num_files)
+    return StageFiles(numbers[stage.index], max(map(len, numbers)), is_first(), for_first)
+
+
+def is_writer(state: ModelState) -> bool:
+    """Return True on the first rank of each stage, and without stages on rank 0."""
+    return this_rank() == (0 if state.meshes is None else state.meshes.first_rank)
+
+
+def check_folder_is_shared(folder: Path, configs: Path, state: ModelState) -> None:
+    """Raise ValueError if a rank that writes does not see what rank 0 has written to the folder.
+
+    `configs` is a subfolder that rank 0 has created.
+    """
+    if is_writer(state) and not (folder / configs.name).is_dir():
+        raise ValueError(
+            f"rank {this_rank()} writes the tensors of pipeline stage {state.stage.index} of "
+            f"{state.stage.size} to {folder}, but does not see there what rank 0 has written; pass "
+            f"the path of one folder that all nodes share"
+        )
 
 
 def slabs_for_all_stages(

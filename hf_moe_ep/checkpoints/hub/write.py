@@ -1,6 +1,8 @@
 """Write a checkpoint in the hub's layout: rank 0 writes, one slab of a parameter at a time.
 
-A slab is the part of a parameter that a range of dim 0 selects. The steps of a save, in order:
+With pipeline stages the first rank of each stage writes the files of its stage, and rank 0 commits
+(`StageFiles`). A slab is the part of a parameter that a range of dim 0 selects. The steps of a
+save, in order:
 
     files                                              what happens
     .configs-../config.json, .., tokenizer             are written into a temporary folder
@@ -34,7 +36,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 # The slabs of a parameter, in order: (box, values), where a box is the index range in each dim.
-# While a checkpoint is written, only rank 0 uses the values, but every rank iterates to the end.
+# While a checkpoint is written, only the rank that writes uses the values, but every rank of its
+# pipeline stage iterates to the end.
 Slabs = Iterable[tuple[Box, Tensor | None]]
 
 
@@ -87,6 +90,7 @@ class TensorGroup:
         source: a tensor in another file. It is copied byte for byte and is the group's only tensor;
             its slabs are not read.
         sha256: the hash of `source`, if it is known.
+        stage: the pipeline stage that holds the parameters.
     """
 
     parameters: Sequence[tuple[list[Piece], Callable[[], Slabs]]]
@@ -94,6 +98,7 @@ class TensorGroup:
     names: tuple[str, ...] = ()
     source: FileTensor | None = None
     sha256: bytes | None = None
+    stage: int = 0
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -110,6 +115,27 @@ class TensorGroup:
             for box, slab in slabs_of():
                 yield pieces, box, slab
                 del slab
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """The files that one pipeline stage writes. All stages write at the same time.
+
+        round      0                1                2
+        stage 0    file 0           file 1           file 2
+        stage 1    file 3           file 4           (waits)
+
+    Attributes:
+        numbers: the numbers of the files of this rank's stage, in order.
+        num_rounds: the largest number of files of a stage.
+        commits: True on rank 0.
+        for_first: runs a step on all ranks, and returns the values of all ranks on rank 0.
+    """
+
+    numbers: Sequence[int]
+    num_rounds: int
+    commits: bool
+    for_first: Callable[[str, Callable[[], Any]], list[Any] | None]
 
 
 def group_tensors(
@@ -180,12 +206,16 @@ def parse_size(size: int | str) -> int:
 def split_files(groups: list[TensorGroup], max_bytes: int) -> list[list[TensorGroup]]:
     """Assign groups to files in order; a group larger than `max_bytes` gets a file of its own.
 
-    Copies have files of their own, too.
+    Copies have files of their own, too, and so has each pipeline stage.
     """
+
+    def kind_of(group: TensorGroup) -> tuple[bool, int]:
+        return group.source is None, group.stage
+
     files: list[list[TensorGroup]] = []
     size = 0
     for group in groups:
-        is_other_kind = bool(files) and (files[-1][-1].source is None) != (group.source is None)
+        is_other_kind = bool(files) and kind_of(files[-1][-1]) != kind_of(group)
         if not files or is_other_kind or size + group.num_bytes > max_bytes:
             files.append([])
             size = 0
@@ -199,8 +229,21 @@ def first_dtype(groups: Iterable[TensorGroup]) -> torch.dtype:
     return next(group.dtype for group in groups if group.dtype.is_floating_point)
 
 
+def file_names(num_files: int) -> list[str]:
+    """Return names for the files of a save, which no earlier checkpoint has."""
+    tag = uuid.uuid4().hex[:8]
+    return [
+        f"model-{tag}-{number:05d}-of-{num_files:05d}.safetensors"
+        for number in range(1, num_files + 1)
+    ]
+
+
 def _run_alone(what: str, step: Callable[[], None]) -> None:
     step()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def write_checkpoint(
@@ -212,34 +255,52 @@ def write_checkpoint(
     configs: Path | None = None,
     names: Sequence[str] | None = None,
     what: str | None = None,
+    stage: StageFiles | None = None,
 ) -> dict[str, bytes]:
     """Write all files, then commit the index; after an error the previous checkpoint is unchanged.
 
     Args:
-        writes: True on the process that writes; other ranks only iterate over the slabs.
+        writes: True on the process that writes, with pipeline stages on one of each stage; other
+            ranks only iterate over the slabs.
         together: runs a step on all ranks and raises an error of one rank on every rank.
         configs: the folder that `stage_configs` returned; the commit publishes its files, and an
             error removes it.
-        names: the names of the files, for a folder without a checkpoint; None chooses names that no
-            earlier checkpoint in the folder has.
+        names: the names of the files, the same on all ranks, which no checkpoint in the folder has;
+            None chooses them.
         what: describes the work in the progress bar and in errors.
+        stage: with pipeline stages, the files that this rank's stage writes.
 
     Returns:
-        The sha256 of each copied tensor, by key, on the process that writes.
+        The sha256 of each copied tensor, by key, on the process that commits.
     """
+    names = names or file_names(len(files))
+    own = range(len(files)) if stage is None else stage.numbers
+    commits = writes if stage is None else stage.commits
+    num_waits = 0 if stage is None else stage.num_rounds - len(own)
     writer = _HubWriter(folder, files, configs, names) if writes else None
-    total = sum(group.num_bytes for groups in files for group in groups)
+    abandon = _do_nothing
+    if writer is not None:
+        abandon = writer.abandon if commits else writer.remove_files
+    total = sum(group.num_bytes for number in own for group in files[number])
     what = what or f"saving to {folder}"
     try:
-        with progress_bar(total, what, writes) as progress:
-            for number, groups in enumerate(files):
-                together(what, partial(_write_file, writer, number, groups, progress))
-        together(what, writer.commit if writer is not None else lambda: None)
+        with progress_bar(total, what, commits) as progress:
+            for number in own:
+                together(what, partial(_write_file, writer, number, files[number], progress))
+            for _ in range(num_waits):
+                together(what, _do_nothing)
+        if stage is not None:
+            # From here on rank 0 may commit, and only rank 0 knows if it has.
+            abandon = abandon if commits else _do_nothing
+            written = stage.for_first(what, lambda: None if writer is None else writer.written)
+            for other in written or ():
+                if other is not None and writer is not None:
+                    writer.written.add(other)
+        together(what, writer.commit if writer is not None and commits else _do_nothing)
     except (OSError, RuntimeError, ValueError):
-        if writer is not None:
-            writer.abandon()
+        abandon()
         raise
-    return {} if writer is None else writer.copied
+    return {} if writer is None else writer.written.copied
 
 
 def _write_file(
@@ -297,22 +358,38 @@ def _write_slab(
             file.write(key, parts[0].view, filled, block)
 
 
+@dataclass
+class _Written:
+    """What a process knows about the files that it has written.
+
+    Attributes:
+        hashes: the sha256 of each file that has other tensors than copies.
+        hashes_of_copies: for each file of copies, the sha256 of the header and of the hashes.
+        copied: the sha256 of each copied tensor, by key.
+    """
+
+    hashes: dict[str, str] = field(default_factory=dict)
+    hashes_of_copies: dict[str, str] = field(default_factory=dict)
+    copied: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, other: _Written) -> None:
+        """Add the files of another process."""
+        self.hashes.update(other.hashes)
+        self.hashes_of_copies.update(other.hashes_of_copies)
+        self.copied.update(other.copied)
+
+
 class _HubWriter:
-    """Writes the files of one save on rank 0: `open` and `finish_file` for each, then `commit`."""
+    """Writes the files of one save: `open` and `finish_file` for each, then `commit` on rank 0."""
 
     def __init__(
         self,
         folder: Path,
         files: list[list[TensorGroup]],
         configs: Path | None,
-        names: Sequence[str] | None,
+        names: Sequence[str],
     ) -> None:
-        self._folder, self._configs = folder, configs
-        tag = uuid.uuid4().hex[:8]
-        self._names = names or [
-            f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
-            for number in range(1, len(files) + 1)
-        ]
+        self._folder, self._configs, self._names = folder, configs, names
         self._file_of = {
             key: name
             for name, groups in zip(self._names, files, strict=True)
@@ -320,9 +397,7 @@ class _HubWriter:
             for key in group.shapes
         }
         self._total = sum(group.num_bytes for groups in files for group in groups)
-        self._hashes: dict[str, str] = {}
-        self._hashes_of_copies: dict[str, str] = {}
-        self.copied: dict[str, bytes] = {}
+        self.written = _Written()
 
     def open(self, number: int, groups: list[TensorGroup]) -> Writer:
         """Create a file with the header of all tensors of its groups."""
@@ -333,17 +408,24 @@ class _HubWriter:
 
     def finish_file(self, number: int, writer: Writer) -> None:
         """Store the hash of a complete file for the index."""
-        self.copied |= writer.copied_hashes
+        name = self._names[number]
+        self.written.copied.update(writer.copied_hashes)
         if writer.has_only_copies:
-            self._hashes_of_copies[self._names[number]] = writer.sha256_of_tensors
+            self.written.hashes_of_copies[name] = writer.sha256_of_tensors
         else:
-            self._hashes[self._names[number]] = writer.sha256
+            self.written.hashes[name] = writer.sha256
 
     def commit(self) -> None:
         """Make the new shards the checkpoint, then remove the shards of earlier checkpoints."""
-        metadata: dict[str, Any] = {"total_size": self._total, HASHES: self._hashes}
-        if self._hashes_of_copies:
-            metadata[HASHES_OF_COPIES] = self._hashes_of_copies
+        # With pipeline stages the hashes come from other processes, in the order of the ranks.
+        hashes, of_copies = (
+            {name: hashes[name] for name in self._names if name in hashes}
+            for hashes in (self.written.hashes, self.written.hashes_of_copies)
+        )
+        assert len(hashes) + len(of_copies) == len(self._names), "a file was not written"
+        metadata: dict[str, Any] = {"total_size": self._total, HASHES: hashes}
+        if of_copies:
+            metadata[HASHES_OF_COPIES] = of_copies
         index = {"metadata": metadata, "weight_map": dict(sorted(self._file_of.items()))}
         text = json.dumps(index, indent=2) + "\n"
         if not self._switch(text):
@@ -376,11 +458,15 @@ class _HubWriter:
         )
         return False
 
+    def remove_files(self) -> None:
+        """Remove the files of this save."""
+        self._remove_shards(lambda name: name in self._names)
+
     def abandon(self) -> None:
         """Remove the files of a failed save, unless the save failed after the commit."""
         settle(self._folder)
         if not self._is_committed():
-            self._remove_shards(lambda name: name in self._names)
+            self.remove_files()
             if self._configs is not None:
                 shutil.rmtree(self._configs, ignore_errors=True)
 
@@ -395,4 +481,4 @@ class _HubWriter:
         for path in self._folder.iterdir():
             is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
             if is_shard and is_unwanted(path.name):
-                path.unlink()
+                path.unlink(missing_ok=True)  # after an error, several ranks remove files

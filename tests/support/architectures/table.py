@@ -102,7 +102,8 @@ def page(data: Mapping[str, Any]) -> str:
     types: Results = data["types"]
     reasons = _number_reasons(types)
     lines = [INTRODUCTION.format(version=data["transformers"])]
-    lines += [" | ".join(["| model type", *COLUMNS.values()]) + " |", "|---" * 7 + "|"]
+    titles = ["model type", *COLUMNS.values()]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for model_type, found in types.items():
         cells = [_cell(found.get(column), reasons) for column in COLUMNS]
         star = " *" if model_type in OUTSIDE else ""

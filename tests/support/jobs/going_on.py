@@ -31,8 +31,6 @@ from hf_moe_ep import load_checkpoint, newest_checkpoint, save_checkpoint
 from hf_moe_ep.checkpoints.training import folder as training_folder
 from support.jobs.resume import Layout, start, step
 
-SMALL = {"num_hidden_layers": 1}
-
 
 def fail_on_order(folder: Path, rank: int, number: int, model: nn.Module) -> None:
     """Make this rank fail at step `number` if there is a file that says so."""
@@ -95,7 +93,8 @@ def steps_taken(folder: Path) -> list[int]:
 def own_loop(folder: Path, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience or 60))
     rank, world = dist.get_rank(), dist.get_world_size()
-    run = start("full", Layout("nodes", world, config_of(args)), **SMALL)
+    layout = Layout("nodes", world, config_of(args))
+    run = start("full", layout, num_hidden_layers=args.layers)
     parts = (run.model, run.optimizer, run.scheduler)
     first, handle = 0, None
     if (newest := newest_checkpoint(folder)) is not None:
@@ -141,7 +140,7 @@ def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> Non
     if args.patience:  # with use_cpu, TrainingArguments ignores ddp_timeout
         dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
     (training,) = parser.parse_args_into_dataclasses(options)
-    model = tiny(**SMALL)
+    model = tiny(num_hidden_layers=args.layers)
     patch(model, **config_of(args))
     trainer = Trainer(
         model=model,
@@ -157,6 +156,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ep_size", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--dispatcher", default="all_to_all")
     parser.add_argument("--replicate", type=int, default=1)
     parser.add_argument("--until_told", action="store_true", help="stop when FOLDER/stop exists")

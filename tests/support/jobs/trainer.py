@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -65,6 +66,7 @@ class Case:
         lora: the rank of random adapters; 0 for none.
         lora_on: "both", "experts" or "attention".
         lora_after: attach the adapters after `patch`.
+        own_loss: give the Trainer a `compute_loss_func`.
         held: the format of quantised experts. A stock model gets their dequantised values.
         exact: compute everything in fp64, as `support.fp64.FP64` explains.
         split: a factor that divides the batch size and multiplies the number of micro-batches.
@@ -90,6 +92,7 @@ class Case:
     lora: int = 0
     lora_on: str = "both"
     lora_after: bool = False
+    own_loss: bool = False
     held: str = ""
     exact: bool = False
     split: int = 1
@@ -105,6 +108,14 @@ class Case:
     stop_after: int | None = None
     kill_after: int | None = None
     fails: bool = False
+
+
+def focal_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Weigh the loss of each token by (1 - p)^2, which no model does itself."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    losses = cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
+    total = ((1 - (-losses).exp()) ** 2 * losses).sum()
+    return total / (num_items_in_batch or labels[:, 1:].ne(-100).sum())
 
 
 @dataclass
@@ -385,6 +396,7 @@ def _run(case: Case, folder: Path) -> Result:
         train_dataset=vision_rows() if vision else training_rows(case.rows),
         eval_dataset=None if vision else evaluation_rows(),
         callbacks=[_Recorder(case, result)],
+        compute_loss_func=focal_loss if case.own_loss else None,
         optimizer_cls_and_kwargs=muon if case.muon else None,
     )
     for step in case.steps:

@@ -1,0 +1,72 @@
+"""Compute a loss that the caller computes from outputs and labels, on the last stage.
+
+The Trainer's `compute_loss_func(outputs, labels, num_items_in_batch=n)` divides a sum over tokens
+by the number of tokens of all accumulated batches. So the losses of micro-batches add up to the
+loss of their batch, as the losses of accumulated batches do. Every rank gets the sum as
+`outputs.loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+_LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
+
+
+@dataclass(frozen=True)
+class CallerLoss:
+    """The function of the caller, and what it gets besides the outputs of the model.
+
+    Attributes:
+        labels: the labels of the whole batch.
+        num_items: the number of tokens by which the function divides.
+    """
+
+    function: Callable[..., Any]
+    labels: Tensor
+    num_items: Tensor | int
+
+    def add_arguments(self, given: dict[str, Any]) -> None:
+        """Add labels and number of tokens to the arguments of a forward, which are then cut."""
+        given |= {_LABELS: self.labels, _NUM_ITEMS: self.num_items}
+
+    def check(self, given: dict[str, Any], config: Any) -> None:
+        """Raise ValueError, on every rank, if a forward would compute the router's aux loss."""
+        name = "output_router_logits"
+        if given.get(name) or (given.get(name) is None and getattr(config, name, False)):
+            raise ValueError(
+                f"compute_loss_func with pp_size > 1 gets the outputs of one micro-batch, but the "
+                f"router's aux loss depends on all of them; set {name}=False in the model's "
+                f"config, or leave out compute_loss_func: the model's own loss has the aux loss"
+            )
+
+    def take_labels(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        """Split the arguments of a micro-batch into those of the model and the labels."""
+        of_model = {n: x for n, x in arguments.items() if n not in (_LABELS, _NUM_ITEMS)}
+        return of_model, arguments[_LABELS]
+
+    def add_loss(self, output: Any, labels: Tensor) -> Any:
+        """Return the output of a micro-batch with its loss.
+
+        Raises:
+            ValueError: the function returns no scalar tensor.
+        """
+        assert output.get("aux_loss") is None
+        loss = self.function(output, labels, num_items_in_batch=self.num_items)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"compute_loss_func must return a scalar tensor, but returned {kind}; sum the "
+                f"losses of the tokens, and divide the sum by num_items_in_batch"
+            )
+        return replace(output, loss=loss)
+
+
+def take_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    """Return the loss that the last stage has computed; the Trainer calls this instead."""
+    loss: Tensor = outputs.loss
+    return loss
