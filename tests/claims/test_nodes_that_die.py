@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.agents import Agents
-from support.jobs.going_on import SMALL, read_losses, steps_taken
+from support.jobs.going_on import read_losses, steps_taken
 from support.jobs.resume import Layout, start, step
 from support.namespaces import Nodes
 from support.preloaded import serve
@@ -46,7 +46,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes,
 
 
 def _run_undisturbed(rank: int, world: int, steps: int, config: dict[str, Any]) -> list[str]:
-    run = start("full", Layout("nodes", world, config), **SMALL)
+    run = start("full", Layout("nodes", world, config), num_hidden_layers=1)
     return [repr(step(run, number)) for number in range(steps)]
 
 
