@@ -126,7 +126,7 @@ def test_masks_with_a_cache_or_of_another_length_stay_whole() -> None:
     view = config_with_own_masks(_config(), rows)
     rows.part = _part(0, 2, 16)
     masks = [
-        causal(view, torch.zeros(3, n, 2), attention_mask=mask, cache=None)
+        causal(view, torch.zeros(3, n, 2), attention_mask=mask, **WITHOUT_CACHE)
         for n, mask in ((12, _padding(12)), (8, _padding(16)))
     ]
     assert [tuple(mask.shape) for mask in masks] == [(3, 1, 12, 12), (3, 1, 8, 16)]
