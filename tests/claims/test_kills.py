@@ -160,5 +160,6 @@ def test_kills_at_random_moments(kind: str, num_kills: int, tmp_path: Path) -> N
     counts, last = _check_losses(kind, tmp_path / "run", kills)
     print(counts, last)
     assert counts["died"] == num_kills, (counts, last)
-    assert counts["torn"] >= num_kills // 4, (counts, last)
+    # How many kills meet a save depends on the machine.
+    assert counts["torn"] >= num_kills // 8, (counts, last)
     assert counts["resumed"] >= num_kills * 7 // 8, (counts, last)
