@@ -32,6 +32,7 @@ COLUMNS = {
     "lora": "LoRA on experts",
     "sp": "sequence parallelism",
     "cp": "context parallelism",
+    "etp": "expert tensor parallelism",
     "vision": "vision tower",
     "hub": "hub files",
     "resume": "resume at another layout",

@@ -47,6 +47,7 @@ also holds the largest error, max|got - want| / max|want|, of each comparison.
   sound run on every rank, except the tower of `qwen3_vl_moe`, which is divided.
 - context parallelism: training with `cp_size=2` equals stock. The modules marked "gathered" are the
   same.
+- expert tensor parallelism: the values of the first column equal stock's with `etp_size=2`.
 - vision tower: training equals stock, whichever ranks have pictures and whichever have only text.
   "-" marks a model that takes only text.
 - hub files: `save_pretrained` writes the same keys and the same bits as stock, and

@@ -1,0 +1,57 @@
+"""Expert tensor parallelism of every model type: a training step equals stock's.
+
+The two ranks hold half of every expert each. The loss, every gradient, the gradient norm and one
+step of AdamW are compared with stock, as in test_every_type.py. tests/test_etp.py has more layouts.
+"""
+
+import warnings
+from functools import partial
+
+import pytest
+from support.architectures import record_refusal, recording
+from support.architectures.steps import (
+    CUT_LOGITS,
+    TRAINED,
+    adamw,
+    assert_same_step,
+    budget_of,
+    build,
+    exactly,
+)
+from support.checks import Check, Found
+
+from hf_moe_ep import apply_ep_fsdp2, patch
+
+# Type -> a match of the error with which patch() refuses etp_size=2.
+REFUSED = {"muse_spark": r"norm after each expert.*etp_size \(2\)"}
+GRANTED = [name for name in TRAINED if name not in REFUSED]
+
+
+def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
+    if model_type in CUT_LOGITS:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    with recording(model_type, "etp") as errors, exactly(model_type):
+        model, stock = build(model_type, seed=rank), build(model_type)
+        apply_ep_fsdp2(model, etp_size=2)
+        optimizers = adamw(model), adamw(stock)
+        errors += assert_same_step(
+            model_type, (model, stock), optimizers, budget_of(model_type), seed=1
+        )
+
+
+TWO_RANKS = [
+    Check(name, 2, partial(_on_two_ranks, name), slow=True).as_parameter() for name in GRANTED
+]
+
+
+@pytest.mark.parametrize("claim", TWO_RANKS)
+def test_on_two_ranks_at_etp_2(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_by_name(model_type: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[model_type]) as raised:
+        patch(build(model_type), etp_size=2)
+    record_refusal(model_type, "etp", str(raised.value))
