@@ -98,7 +98,7 @@ def run_stages(stages: list[nn.Module], inputs: dict[str, Tensor]) -> Tensor:
     tensors: list[Tensor] = []
     for part in stages:
         boundary = getattr(part, STATE).stage.boundary
-        boundary.begin(tensors, share=1.0, losses_are_summed=False)
+        boundary.begin(tensors, share=1.0, rows=slice(None), losses_are_summed=False)
         loss = part(**inputs, use_cache=False).loss
         tensors = boundary.end()
     return loss
