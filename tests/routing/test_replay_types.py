@@ -25,7 +25,9 @@ from hf_moe_ep.routing import replaying
 
 EXPERTS, SEQUENCE = 8, 11
 REFUSED = {
+    "dbrx": "Linear do not choose by one torch.topk over the 8 experts",
     "ernie4_5_vl_moe": "has several experts modules",
+    "longcat_flash": "its routers also choose experts that return their input",
     "phimoe": "PhimoeTopKRouter do not choose by one torch.topk over the 8 experts",
     "zaya": "ZayaRouter do not choose by one torch.topk over the 8 experts",
 }
