@@ -13,13 +13,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from figures import setting
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -103,6 +104,44 @@ def run(
         run_agents(nodes, commands, Path(folder), timeout=timeout)
         figures: Figures = json.loads(file.read_text())
     return figures
+
+
+def main_by_rate(
+    script: str,
+    about: str,
+    sizes: Any,
+    rates: Sequence[str],
+    *,
+    page: str,
+    ranks: int,
+    measure: Callable[[Any], Figures],
+    report: Callable[[Any, dict[str, Figures], list[str]], str],
+) -> None:
+    """Run a benchmark with one rank per node at several limits of the links; "" means no limit.
+
+    Args:
+        about: the benchmark's docstring.
+        sizes: the default sizes.
+        report: makes the page `page` of the sizes, the figures by rate, and the setting.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    add_options(parser, sizes, page)
+    parser.add_argument("--rates", nargs="+", default=list(rates), help="links, in tc's format")
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.rank, measure, type(sizes))
+        return
+    if namespaces.WHY_NOT:
+        print(f"not measured: {namespaces.WHY_NOT}")
+        return
+    sizes = type(sizes)(**{name: getattr(args, name) for name in vars(sizes)})
+    load_before = os.getloadavg()[0]
+    by_rate = {
+        rate: run(script, sizes, num_nodes=ranks, num_ranks=ranks, rate=rate or None)
+        for rate in args.rates
+    }
+    text = report(sizes, by_rate, setting(f"benchmarks/{Path(script).name}", load_before, ranks))
+    write(args.write, page, text)
 
 
 def write(folder: Path | None, page: str, text: str) -> None:

@@ -21,8 +21,6 @@ share the cores of one machine, little can be hidden.
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +28,8 @@ from typing import Any
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import setting, spread
-from over_nodes import Figures, namespaces
+from figures import spread
+from over_nodes import Figures
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
@@ -143,21 +141,9 @@ def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    over_nodes.add_options(parser, Sizes(), PAGE)
-    parser.add_argument("--rates", nargs="+", default=list(RATES), help="links, in tc's format")
-    args = parser.parse_args()
-    if args.rank:
-        over_nodes.rank_main(args.rank, measure, Sizes)
-        return
-    if namespaces.WHY_NOT:
-        print(f"not measured: {namespaces.WHY_NOT}")
-        return
-    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
-    load_before = os.getloadavg()[0]
-    by_rate = {rate: run(sizes, rate) for rate in args.rates}
-    text = report(sizes, by_rate, setting("benchmarks/overlap.py", load_before, RANKS))
-    over_nodes.write(args.write, PAGE, text)
+    over_nodes.main_by_rate(
+        __file__, __doc__, Sizes(), RATES, page=PAGE, ranks=RANKS, measure=measure, report=report
+    )
 
 
 if __name__ == "__main__":

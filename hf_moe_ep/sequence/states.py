@@ -13,10 +13,10 @@ values are zeros, and their state in front is the identity. The call then return
     [out0_t | reads_t]                      (N = 2, V = 3:  o o o | r r)
     [S0 | M]
 
-Each rank calls the stock function once,
-with its pieces (`slices.py`) as rows, from a state of zeros. Then [S0 | M] of all pieces is
-all-gathered, every rank computes the states in front of its own pieces, and adds reads_t S to its
-outputs. With cp 2 in zigzag order, and states s0 .. s3 in front of the pieces:
+Each rank calls the stock function once, with its pieces (`slices.py`) as rows, from a state of
+zeros. Then [S0 | M] of all pieces is all-gathered, every rank computes the states in front of its
+own pieces, and adds reads_t S to its outputs. With cp 2 in zigzag order, and states s0 .. s3 in
+front of the pieces:
 
     rank 0    scans pieces 0 and 3    s0 = 0,  s3 = S0_2 + M_2 (S0_1 + M_1 S0_0)
     rank 1    scans pieces 1 and 2    s1 = S0_0,  s2 = S0_1 + M_1 S0_0

@@ -140,16 +140,14 @@ class _ReduceScatter:
 
     def __init__(self, buffers: FixedBuffers, group: dist.ProcessGroup) -> None:
         self._buffers, self._group = buffers, group
-        self._input: weakref.ReferenceType[Tensor] | None = None
+        self._asks_for_output = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
-        if self._input is not None:
-            self._input = None
+        is_output, self._asks_for_output = self._asks_for_output, not self._asks_for_output
+        if is_output:
             return torch.empty(numel, dtype=dtype, device=device)
-        tensor = self._buffers.take("reduced", self._group, int(numel), dtype, device)
-        self._input = weakref.ref(tensor)
-        return tensor
+        return self._buffers.take("reduced", self._group, int(numel), dtype, device)
 
     def __call__(
         self,
