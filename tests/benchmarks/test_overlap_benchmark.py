@@ -11,8 +11,8 @@ SIZES = bench.Sizes(tokens=1024, layers=1, steps=4)
 
 @pytest.mark.slow
 def test_losses_are_equal_and_a_slow_link_is_hidden() -> None:
-    if bench.namespaces.WHY_NOT:
-        pytest.skip(bench.namespaces.WHY_NOT)
+    if bench.over_nodes.namespaces.WHY_NOT:
+        pytest.skip(bench.over_nodes.namespaces.WHY_NOT)
     figures = bench.run(SIZES, "50mbit")
     serial = figures[bench.SERIAL]
     for kind in bench.OPTIONS:
