@@ -41,6 +41,7 @@ WITH_AUX_LOSS = (
     "jamba",
     "jetmoe",
     "laguna",
+    "lara_mini",
     "mellum",
     "minimax",
     "minimax_m2",
@@ -61,8 +62,9 @@ WITH_AUX_LOSS = (
 )
 
 
-# Its loss concatenates the logits of two routers, one for text and one for pictures.
-OF_TWO_ROUTERS = "ernie4_5_vl_moe"
+# These losses also use logits of other routers: the second router of a layer, for pictures, and the
+# routers of experts in the attention.
+OF_OTHER_ROUTERS = ("ernie4_5_vl_moe", "jetmoe")
 
 
 def _equals_stock(model_type: str, rank: int, world: int) -> None:
@@ -73,9 +75,11 @@ def _equals_stock(model_type: str, rank: int, world: int) -> None:
     whole = batch(stock, 3, 11, pad=4)
     assert not whole["attention_mask"].all()
     inputs = {name: value[:1] if rank == 0 else value[1:] for name, value in whole.items()}
-    num_tokens = whole["labels"][:, 1:].ne(-100).sum()
-    actual = model(**inputs, num_items_in_batch=num_tokens)
-    expected = stock(**whole, num_items_in_batch=num_tokens)
+    options = {
+        "num_items_in_batch": whole["labels"][:, 1:].ne(-100).sum(),
+        "output_router_logits": True,
+    }
+    actual, expected = model(**inputs, **options), stock(**whole, **options)
     tolerance = max(budget(model_type), FP32_INSIDE)
     assert_close(f"{model_type}: aux loss", actual.aux_loss, expected.aux_loss, tolerance)
     total = actual.loss.detach().clone()
@@ -99,7 +103,7 @@ def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [n for n in WITH_AUX_LOSS if n != OF_TWO_ROUTERS])
+@pytest.mark.parametrize("model_type", [n for n in WITH_AUX_LOSS if n not in OF_OTHER_ROUTERS])
 def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) -> None:
     """The reference calls stock's function once for each layer of a stock model.
 
@@ -137,7 +141,7 @@ def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) 
 @pytest.mark.parametrize(
     ("model_type", "changed", "error"),
     [
-        (OF_TWO_ROUTERS, {}, "from logits that none of its routers returned"),
+        *((n, {}, "from logits that none of its routers returned") for n in OF_OTHER_ROUTERS),
         ("phimoe", {"input_jitter_noise": 0.1}, "PhimoeTopKRouter changes its input in place"),
     ],
 )

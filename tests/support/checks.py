@@ -14,6 +14,7 @@ failure does not affect them. A check that passes but leaves its process group u
 marked `alone=True`. `parity.on_ranks(CASES)` makes checks of the cases of `support.parity`.
 """
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from support.ranks import RankError, begin_time_anew, run_ranks
 
@@ -147,6 +150,15 @@ def _run_in_turn(rank: int, world: int, checks: list[Check], folder: str) -> Non
         # A barrier of the process group would raise a timeout here if another rank hangs.
         while not all(_value_file(folder, index, other).exists() for other in range(world)):
             time.sleep(0.005)
+        _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """Destroy all process groups but the first. Each has a thread that wakes up every 10 ms."""
+    gc.collect()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _value_file(folder: str, index: int, rank: int) -> Path:
