@@ -231,7 +231,7 @@ class ModelState:
     # first counted forward.
     choice_counts: Tensor | None = None
     # The counts at the last reset of each reader, such as `expert_load` (routing/counts.py).
-    counted: dict[str, Tensor] = field(default_factory=dict)
+    count_baselines: dict[str, Tensor] = field(default_factory=dict)
     # True if losses computed with num_items_in_batch are summed over data ranks; False if such a
     # loss is the mean of one rank.
     sums_losses: bool = True
@@ -518,7 +518,7 @@ class RoutingSession:
         """Begin a call of a model with pipeline stages, whose micro-batches are forwards."""
 
     def end_batch(self, stages: Stages, device: torch.device) -> None:
-        """End such a call; every rank of the pipeline calls this."""
+        """End a call of a model with pipeline stages; every rank of the pipeline calls this."""
 
     @property
     def route_source(self) -> RouteSource:

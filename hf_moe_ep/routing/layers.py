@@ -72,7 +72,7 @@ class RoutedLayers:
 def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     """Find the layers of a patched model, which may be sharded and have adapters.
 
-    With pipeline stages only the modules of this rank's stage are there.
+    With pipeline stages this rank has only the modules of its stage.
 
     Raises:
         ValueError: the routing of this architecture cannot be replayed; the message says why.
@@ -81,12 +81,16 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     whole = None if state.stage is None else state.stage.routed
     if isinstance(whole, str):
         raise ValueError(whole)
+    # The layer of a head for multi-token prediction is left out, because an inference engine
+    # returns no routes of that layer.
+    head = find_head(root)
+    modules_of_head = set() if head is None else set(head.modules())
     # A wrapper and the module in it have the same stock name (the name without wrappers).
     # named_modules yields the module after its wrapper, so this dict contains the module.
-    # A head for multi-token prediction chooses anew: an engine returns no routes of it.
-    of_head = set() if (head := find_head(root)) is None else set(head.modules())
     named = {
-        stock_name(name): module for name, module in root.named_modules() if module not in of_head
+        stock_name(name): module
+        for name, module in root.named_modules()
+        if module not in modules_of_head
     }
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
