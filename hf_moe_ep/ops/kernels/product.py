@@ -1,8 +1,8 @@
 """The main loop of `up`, `grouped_mm` and `dgated`: rows of a tile times the matrix of its expert.
 
-`tile_product` loads its factors through pointers or, where `load_blocks` and `matrix_blocks` return
-a TMA descriptor, as whole blocks. Blocks need no addresses in registers and far fewer instructions.
-Rows that are gathered are always loaded through pointers.
+`tile_product` loads its factors through pointers or, where `row_blocks` and `matrix_blocks` return
+a TMA descriptor, as whole blocks. Loading a block needs no addresses in registers and far fewer
+instructions. Rows that are gathered are always loaded through pointers.
 """
 
 from __future__ import annotations
