@@ -1,4 +1,4 @@
-"""`RunReport`: what `hf-moe-ep run` prints and logs through the trainer of the command."""
+"""`RunReport` prints and logs the report of `hf-moe-ep run` through the command's trainer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from hf_moe_ep.architectures import experts_per_token
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream.code import calls
+from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.module_names import stock_name
 
@@ -146,7 +146,7 @@ def _chooses_by_topk(
 
     Some routers choose among num_experts + 1 classes: the experts, and "no expert".
     """
-    if not calls(router, "topk"):
+    if not uses_name(router, "topk"):
         return False
     inside = (module for other, module in named.items() if f"{other}.".startswith(f"{name}."))
     rows = {p.shape[0] for module in inside for p in module.parameters(recurse=False) if p.dim()}

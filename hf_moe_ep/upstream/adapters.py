@@ -102,7 +102,7 @@ def keys_of_adapters(
 
 @contextmanager
 def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Let PEFT save these tensors, inside the block: for each adapter, the content of its file.
+    """Let PEFT save given tensors inside the block: for each adapter, the content of its file.
 
     PEFT looks for the modules of adapters to find their tensors, and on rank 0 a model with several
     pipeline stages has the modules of one stage (peft/utils/save_and_load.py).
@@ -113,15 +113,15 @@ def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterat
     def saved(model: Any, *args: Any, adapter_name: str = "default", **_: Any) -> dict[str, Tensor]:
         return dict(tensors_of_adapters[adapter_name])
 
-    places: tuple[Any, ...] = (peft, peft_model)
-    stock = [place.get_peft_model_state_dict for place in places]
-    for place in places:
-        place.get_peft_model_state_dict = saved
+    modules: tuple[Any, ...] = (peft, peft_model)
+    stock = [module.get_peft_model_state_dict for module in modules]
+    for module in modules:
+        module.get_peft_model_state_dict = saved
     try:
         yield
     finally:
-        for place, function in zip(places, stock, strict=True):
-            place.get_peft_model_state_dict = function
+        for module, function in zip(modules, stock, strict=True):
+            module.get_peft_model_state_dict = function
 
 
 @contextmanager
@@ -167,8 +167,8 @@ class ParameterFactor:
 def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
     """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked parameter.
 
-    A stacked parameter has three dims, or four if a sharded model holds gate and up apart
-    (`etp.py`).
+    A stacked parameter has three dims, or four in a sharded model if gate and up are two dims of
+    the parameter (`etp.py`).
     """
     for prefix, wrapper in model.named_modules():
         adapted_name = getattr(wrapper, "parameter_name", None)

@@ -1,4 +1,4 @@
-"""`assign_slots` assigns experts to ranks: its bound, compared with the best assignment, and slots."""
+"""`assign_slots` assigns experts to ranks: its bound, the best assignment, and slots."""
 
 import random
 from collections.abc import Iterator
