@@ -220,17 +220,7 @@ class ParallelConfig:
         check_choice("pp_schedule", self.pp_schedule, _PP_SCHEDULES)
         self._check_pp_layers()
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
-        if self.node_size is not None and self.dispatcher != "hierarchical":
-            raise ValueError(
-                f"node_size={self.node_size} is for dispatcher='hierarchical', but the dispatcher "
-                f"is {self.dispatcher!r}, which does not use nodes; leave out node_size, or set "
-                f"dispatcher='hierarchical'"
-            )
-        if (self.deepep_num_sms or 0) % 2:
-            raise ValueError(
-                f"deepep_num_sms must be even, because DeepEP uses pairs of SMs; got "
-                f"{self.deepep_num_sms}, try {(self.deepep_num_sms or 0) + 1}"
-            )
+        self._check_dispatcher()
         if self.experts_backend == "eager" and (self.ep_size or 1) > 1:
             raise ValueError(
                 f"experts_backend='eager' needs all experts on every rank and cannot run with "
@@ -243,6 +233,19 @@ class ParallelConfig:
                 f"compile_layers={self.compile_layers!r} is unknown; use False, True, the name of "
                 f"a backend such as 'inductor', or a dict of keyword arguments of torch.compile "
                 f"such as {{'backend': 'inductor', 'dynamic': True}}"
+            )
+
+    def _check_dispatcher(self) -> None:
+        if self.node_size is not None and self.dispatcher != "hierarchical":
+            raise ValueError(
+                f"node_size={self.node_size} is for dispatcher='hierarchical', but the dispatcher "
+                f"is {self.dispatcher!r}, which does not use nodes; leave out node_size, or set "
+                f"dispatcher='hierarchical'"
+            )
+        if (self.deepep_num_sms or 0) % 2:
+            raise ValueError(
+                f"deepep_num_sms must be even, because DeepEP uses pairs of SMs; got "
+                f"{self.deepep_num_sms}, try {(self.deepep_num_sms or 0) + 1}"
             )
 
     def _check_pp_layers(self) -> None:

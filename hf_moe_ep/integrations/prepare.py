@@ -307,7 +307,7 @@ def _check_loss(model: nn.Module) -> None:
 
 # The sizes that mean the same in Accelerate's ParallelismConfig and in ParallelConfig.
 _SHARED_SIZES = ("cp_size", "sp_size")
-# For sizes that an error asks to set to 1: the rest of the message, with our own setting.
+# The end of an error that asks to set a size to 1: it names our own setting for this size.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
 

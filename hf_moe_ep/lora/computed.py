@@ -158,7 +158,7 @@ def unmerge(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _is_computed_here(experts: Any) -> bool:
-    """Return True if this package computes the experts, and not the code of stock."""
+    """Return True if this package computes the experts, and not the model's own code."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
 

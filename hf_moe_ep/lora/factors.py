@@ -62,8 +62,8 @@ def is_stacked(factor: Tensor) -> bool:
 def join_gate_and_up(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """View stacked factors as [E, r, in] and [E, out, r].
 
-    If gate and up are two dims (2, F) of one of the factors (`etp.py`), the two dims are joined.
-    The factor is B, or A if PEFT takes the dim 2F of the matrix for its input dim.
+    If gate and up are two dims (2, F) of a factor (`etp.py`), these two dims are joined. The
+    factor is B; if PEFT takes the dim 2F of the matrix for its input dim, it is A.
     """
     return (a if a.ndim == 3 else a.flatten(2)), (b if b.ndim == 3 else b.flatten(1, 2))
 

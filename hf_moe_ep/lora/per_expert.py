@@ -192,7 +192,8 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
             return {"gate_up_proj": up, "down_proj": down}
     raise ValueError(
         f"{experts}: {up_in} -> {up_out} and {down_in} -> {down_out} are not H -> 2F and F -> H of "
-        f"gate_up_proj and down_proj (PEFT before 0.19 exchanged input and output: merge with it)"
+        f"gate_up_proj and down_proj; if PEFT before 0.19, which exchanged input and output, wrote "
+        f"this adapter, merge it with that version of PEFT"
     )
 
 

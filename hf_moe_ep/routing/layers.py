@@ -78,20 +78,11 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         ValueError: the routing of this architecture cannot be replayed; the message says why.
     """
     plan = state.plan
-    whole = None if state.stage is None else state.stage.routed
-    if isinstance(whole, str):
-        raise ValueError(whole)
-    # The layer of a head for multi-token prediction is left out, because an inference engine
-    # returns no routes of that layer.
-    head = find_head(root)
-    modules_of_head = set() if head is None else set(head.modules())
-    # A wrapper and the module in it have the same stock name (the name without wrappers).
-    # named_modules yields the module after its wrapper, so this dict contains the module.
-    named = {
-        stock_name(name): module
-        for name, module in root.named_modules()
-        if module not in modules_of_head
-    }
+    # With pipeline stages: the layers of the whole model, or why its routing cannot be replayed.
+    of_all_stages = None if state.stage is None else state.stage.routed
+    if isinstance(of_all_stages, str):
+        raise ValueError(of_all_stages)
+    named = _modules_by_stock_name(root)
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
@@ -118,9 +109,9 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
             continue
         owner = _common_owner(router, name) if router in routers else router
         routed[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
-    if whole is not None:
-        own = tuple(layer for key, layer in routed.items() if key in whole.keys)
-        return replace(whole, routed=own)
+    if of_all_stages is not None:
+        own = tuple(layer for key, layer in routed.items() if key in of_all_stages.keys)
+        return replace(of_all_stages, routed=own)
     if not routed:
         kinds = {type(named[name]).__name__ for name in routers} or {"its layers"}
         _refuse(
@@ -129,14 +120,31 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
             f"{state.num_experts} experts",
         )
     return RoutedLayers(
-        plan.model_type,
-        len(layers),
-        state.num_experts,
-        experts_per_token(root, plan, text_config(root.config)),
-        tuple(with_experts),
-        tuple(routed),
-        tuple(routed.values()),
+        model_type=plan.model_type,
+        num_layers=len(layers),
+        num_experts=state.num_experts,
+        top_k=experts_per_token(root, plan, text_config(root.config)),
+        with_experts=tuple(with_experts),
+        keys=tuple(routed),
+        routed=tuple(routed.values()),
     )
+
+
+def _modules_by_stock_name(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by stock name, the name that a module has without wrappers.
+
+    The layer of a head for multi-token prediction is left out, because an inference engine returns
+    no routes of that layer.
+    """
+    head = find_head(root)
+    modules_of_head = set() if head is None else set(head.modules())
+    # A wrapper and the module in it have the same stock name. named_modules yields the module after
+    # its wrapper, so this dict contains the module.
+    return {
+        stock_name(name): module
+        for name, module in root.named_modules()
+        if module not in modules_of_head
+    }
 
 
 def _chooses_by_topk(

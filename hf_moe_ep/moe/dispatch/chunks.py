@@ -66,8 +66,8 @@ class LayerTimes:
     def with_chunks(self, num_chunks: int) -> float:
         """Return the seconds of forward and backward.
 
-        In backward, the gradients of the rows take as long as forward. The gradients of the weights
-        take as long again, and are computed while the last rows are sent.
+        In backward, computing the gradients of the rows takes as long as forward, and so does
+        computing the gradients of the weights, which runs while the last rows are sent.
         """
         forward = self._pipeline(num_chunks, self.shared)
         backward = self._pipeline(num_chunks, self.experts + 2 * self.shared)

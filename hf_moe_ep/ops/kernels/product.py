@@ -79,7 +79,11 @@ def tile_product(
 
 
 def row_blocks(rows: Tensor, block: Block, num_rows: int, columns: int) -> TensorDescriptor | None:
-    """Return a descriptor for blocks of [num_rows, columns]; None if TMA is off or cannot load."""
+    """Return a TMA descriptor for blocks of [num_rows, columns], or None.
+
+    Without a descriptor the rows are loaded through pointers: if `block.tma` is False, or if the
+    rows are not aligned or not contiguous.
+    """
     if not block.tma or not _is_aligned(rows) or rows.stride(1) != 1:
         return None
     return TensorDescriptor.from_tensor(rows, [num_rows, columns])
