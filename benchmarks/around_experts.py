@@ -286,7 +286,7 @@ def planned_memory(shape: str = "Qwen/Qwen3-30B-A3B", tokens: int = 8192) -> Fig
             )
             kind = "full" if lora_rank is None else "LoRA"
             title = f"{kind}, {tokens} tokens{name}"
-            in_head = max(peak for stretch, peak in plan.peaks.items() if "head" in stretch)
+            in_head = max(peak for phase, peak in plan.peaks.items() if "head" in phase)
             figures[f"GiB at the peak of head and loss, {title}"] = in_head / 2**30
             figures[f"GiB at the peak of the step, {title}"] = plan.peak / 2**30
     return figures

@@ -41,7 +41,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.planner import config as planner_config
-from hf_moe_ep.planner.fused import Fusion, in_place_of_compile
+from hf_moe_ep.planner.fused import Fusion, mark_compiled_regions
 from hf_moe_ep.planner.work import WorkCounter
 from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 
@@ -116,7 +116,7 @@ def counted_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> f
     work = WorkCounter(fusion=fusion if fused else None)
     with (
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _return_input),
-        in_place_of_compile(fusion),
+        mark_compiled_regions(fusion),
     ):
         with torch.device("meta"):
             model = one_layer(use_reentrant, fused)

@@ -57,7 +57,7 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks as table
 from hf_moe_ep.ops.kernels.blocks import Blocks
 from hf_moe_ep.ops.reference import matrices
-from hf_moe_ep.ops.self_check import some_bytes
+from hf_moe_ep.ops.self_check import draw_quantised
 
 KERNEL_FOLDER = "hf_moe_ep.ops.kernels"
 # Allowed difference, relative to the largest element: two roundings of bf16.
@@ -183,7 +183,7 @@ class Layer:
         if sizes.quantised:
             generator = torch.Generator(device).manual_seed(0)
             for name, matrix in (("up", up), ("down", down)):
-                stack = some_bytes(matrix, sizes.quantised, generator)
+                stack = draw_quantised(matrix, sizes.quantised, generator)
                 base_weights |= stack.by_name(name)
         self.rows, self.grad = draw(tokens, hidden), draw(tokens, hidden)
         self.weights = torch.rand(tokens, sizes.top_k, device=device)

@@ -254,7 +254,7 @@ def planned_share(shape: str, gpu: str, world: int, seq: int, batch: int) -> str
     tokens = seq * batch // world
     step = step_time(plan, hardware, micro_batches=batch // world, tokens=tokens)
     operations, sent = work_of_a_rank(config, parallel, world)
-    rate = hardware.matmul_flops["bfloat16"] * hardware.reached("matmul", "bfloat16")
+    rate = hardware.matmul_flops["bfloat16"] * hardware.reached_fraction("matmul", "bfloat16")
     seconds = operations / rate
     travel = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
     whole = step.seconds + seconds + travel

@@ -47,7 +47,7 @@ from hf_moe_ep import (
     patch,
 )
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.planner.calibrate import measure_rates, record_of, timed
+from hf_moe_ep.planner.calibrate import hardware_of_rates, measure_rates, timed
 from hf_moe_ep.planner.config import attach_lora
 from hf_moe_ep.planner.counted import count_step, make_optimizer
 from hf_moe_ep.planner.seconds import StepTime, step_time
@@ -309,7 +309,7 @@ def predict(
     sizes: Sizes,
 ) -> list[StepTime]:
     """Predict the time of a step of each configuration on this machine."""
-    hardware = record_of(rates)
+    hardware = hardware_of_rates(rates)
     return [
         step_time(
             plan,

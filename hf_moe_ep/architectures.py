@@ -267,8 +267,8 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         head=head,
         causal_lm=None if head is None else next(owners, None),
         classifier=token_classifier(without_adapters(model)),
-        # One shared parameter makes them tied: PEFT's modules_to_save adds an untied copy to a
-        # tied head.
+        # Head and embedding are tied even if they share only one of their parameters: PEFT's
+        # modules_to_save adds a copy that is not tied to a tied head.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
         encoders=_find_encoders(model, named, plan),
@@ -453,11 +453,11 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
 
 
 def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
-    """Return True if a module in a layer is a mixer, or takes the tokens that an indexer chose.
+    """Return True if a module in a layer needs whole sequences.
 
-    The result is also True for a module of `ModelPlan.whole_sequences`.
-
-    A module whose name matches a derived pattern may be attention, or may not mix tokens.
+    Such a module matches `ModelPlan.whole_sequences`, or is a mixer, or takes the tokens that the
+    indexer of an earlier layer has chosen. The names of mixers in a derived plan are not enough: a
+    module with such a name may be attention, or may not mix tokens.
     """
     if any(matches(pattern, name) for pattern in plan.whole_sequences):
         return True

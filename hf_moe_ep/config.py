@@ -54,20 +54,20 @@ class ParallelConfig:
             `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
             must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
         etp_size: the number of consecutive ranks that share each expert (expert tensor
-            parallelism): each has a part of the hidden units of its experts, and their results are
-            added up. This is for models with few, large experts, on more ranks than experts. It
-            must divide the hidden size of an expert, and `ep_size * etp_size` must divide
-            `world_size / dp_replicate_size`. None: HF_MOE_EP_ETP_SIZE, or 1.
+            parallelism). Each rank has some of the hidden units of its experts, and the results of
+            the ranks are added up. This is for models with few, large experts, on more ranks than
+            experts. `etp_size` must divide the hidden size of an expert, and `ep_size * etp_size`
+            must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_ETP_SIZE, or 1.
         pp_size: the number of pipeline stages. Each stage holds some of the layers, and all sizes
-            above count ranks of one stage. A forward in training with labels runs forward and
-            backward of all stages; `loss.backward()` then adds the gradients. None:
-            HF_MOE_EP_PP_SIZE, or 1.
+            above count ranks of one stage. In training, a forward with labels runs the forward and
+            the backward of all stages; `loss.backward()` then adds the gradients to the parameters.
+            None: HF_MOE_EP_PP_SIZE, or 1.
         pp_microbatches: the number of micro-batches into which `pp_size` > 1 cuts the rows of a
-            batch. Stages wait for (pp_size - 1) / (pp_microbatches + pp_size - 1) of the time.
+            batch. Each stage waits for (pp_size - 1) / (pp_microbatches + pp_size - 1) of the time.
             None: `pp_size`.
         pp_schedule: the order of the micro-batches. "1f1b" keeps the activations of at most
-            `pp_size` micro-batches, "gpipe" those of all. The router's aux loss is that of each
-            micro-batch with "1f1b", and that of the whole batch with "gpipe".
+            `pp_size` micro-batches, "gpipe" those of all. The router's aux loss is computed for
+            each micro-batch with "1f1b", and for the whole batch with "gpipe".
         pp_layers: the number of layers of each stage, such as (13, 11). None divides the layers
             evenly.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
@@ -108,9 +108,9 @@ class ParallelConfig:
             "auto" takes the first dimension whose size is divisible by the size of the ep_fsdp
             group: dimension 0 (the experts of a rank), or 1. If neither is divisible, it takes 0.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
-        fsdp_double_buffer: FSDP2 units of one size gather and reduce in two fixed buffers, which
-            they use in turn, instead of memory that torch allocates each time. The buffers are held
-            between steps.
+        fsdp_double_buffer: FSDP2 units of the same size gather their parameters in two fixed
+            buffers, which they use in turn, and reduce their gradients in a third one. Without this
+            option, torch allocates memory for every unit. The buffers are held between steps.
         nccl_ub: FSDP2 gathers and reduces in memory of NCCL's own allocator, which NCCL registers
             (user buffers), so that NVLink SHARP and other transfers without copies can be used
             (NVIDIA GPUs only).
@@ -220,17 +220,7 @@ class ParallelConfig:
         check_choice("pp_schedule", self.pp_schedule, _PP_SCHEDULES)
         self._check_pp_layers()
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
-        if self.node_size is not None and self.dispatcher != "hierarchical":
-            raise ValueError(
-                f"node_size={self.node_size} is for dispatcher='hierarchical', but the dispatcher "
-                f"is {self.dispatcher!r}, which does not use nodes; leave out node_size, or set "
-                f"dispatcher='hierarchical'"
-            )
-        if (self.deepep_num_sms or 0) % 2:
-            raise ValueError(
-                f"deepep_num_sms must be even, because DeepEP uses pairs of SMs; got "
-                f"{self.deepep_num_sms}, try {(self.deepep_num_sms or 0) + 1}"
-            )
+        self._check_dispatcher()
         if self.experts_backend == "eager" and (self.ep_size or 1) > 1:
             raise ValueError(
                 f"experts_backend='eager' needs all experts on every rank and cannot run with "
@@ -243,6 +233,19 @@ class ParallelConfig:
                 f"compile_layers={self.compile_layers!r} is unknown; use False, True, the name of "
                 f"a backend such as 'inductor', or a dict of keyword arguments of torch.compile "
                 f"such as {{'backend': 'inductor', 'dynamic': True}}"
+            )
+
+    def _check_dispatcher(self) -> None:
+        if self.node_size is not None and self.dispatcher != "hierarchical":
+            raise ValueError(
+                f"node_size={self.node_size} is for dispatcher='hierarchical', but the dispatcher "
+                f"is {self.dispatcher!r}, which does not use nodes; leave out node_size, or set "
+                f"dispatcher='hierarchical'"
+            )
+        if (self.deepep_num_sms or 0) % 2:
+            raise ValueError(
+                f"deepep_num_sms must be even, because DeepEP uses pairs of SMs; got "
+                f"{self.deepep_num_sms}, try {(self.deepep_num_sms or 0) + 1}"
             )
 
     def _check_pp_layers(self) -> None:
@@ -335,7 +338,7 @@ class ParallelConfig:
 
     @property
     def needs_sharding(self) -> bool:
-        """True if these settings would have no effect on a model that is not sharded."""
+        """True if some of these settings have an effect only on a sharded model."""
         return max(self.sizes.values()) > 1 or self.experts_dtype is not None
 
     @property
@@ -445,22 +448,13 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     config = replace(config or ParallelConfig(), **overrides)
     if config.dispatcher == "hierarchical" and config.node_size is None:
         config = replace(config, node_size=launched_local_world_size())
-    return replace(
-        config,
-        ep_size=config.ep_size or _size_from_environment("HF_MOE_EP_EP_SIZE") or 1,
-        sp_size=config.sp_size or _size_from_environment("HF_MOE_EP_SP_SIZE") or 1,
-        cp_size=config.cp_size or _size_from_environment("HF_MOE_EP_CP_SIZE") or 1,
-        dp_replicate_size=config.dp_replicate_size
-        or _size_from_environment("HF_MOE_EP_DP_REPLICATE_SIZE")
-        or 1,
-        etp_size=config.etp_size or _size_from_environment("HF_MOE_EP_ETP_SIZE") or 1,
-        pp_size=_resolve_pp_size(config),
-    )
-
-
-def _resolve_pp_size(config: ParallelConfig) -> int:
-    num_stages = None if config.pp_layers is None else len(config.pp_layers)
-    return config.pp_size or num_stages or _size_from_environment("HF_MOE_EP_PP_SIZE") or 1
+    if config.pp_layers:
+        config = replace(config, pp_size=len(config.pp_layers))
+    sizes: dict[str, Any] = {
+        name: getattr(config, name) or _size_from_environment(variable_of(name)) or 1
+        for name in _SIZES
+    }
+    return replace(config, **sizes)
 
 
 def launched_world_size() -> int:

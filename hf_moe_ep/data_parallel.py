@@ -1,9 +1,9 @@
 """Public functions for your own training loop.
 
-`global_token_count` counts the tokens of all ranks. `data_parallel_size` and `data_parallel_rank`
-say into how many batches a step is split, and which batch this rank has. With sp_size or cp_size
-> 1, cp_size * sp_size consecutive ranks share a batch, and with pp_size > 1 so do equal ranks of
-all stages.
+`global_token_count` counts the tokens of all ranks. `data_parallel_size` returns the number of
+different batches per step, and `data_parallel_rank` the index of this rank's batch. With sp_size or
+cp_size > 1, cp_size * sp_size consecutive ranks share a batch. With pp_size > 1, the ranks that
+have the same position in their stages share a batch as well.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from hf_moe_ep.plan import ModelPlan, VisionPlan, as_pattern
-from hf_moe_ep.upstream.code import calls, forward_arguments, is_checkpointed_layer
+from hf_moe_ep.upstream.code import forward_arguments, is_checkpointed_layer, uses_name
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
@@ -263,7 +263,7 @@ class _Derivation:
         # weak sign: the code may mean the module's own attribute of this name, and not the field.
         # If the code uses the name of another field as well, that field comes first.
         module = self.modules[experts]
-        equal.sort(key=lambda name: (not calls(module, name), name == _EXPERT_COUNTS[0]))
+        equal.sort(key=lambda name: (not uses_name(module, name), name == _EXPERT_COUNTS[0]))
         return equal[0] if equal else None
 
     def _expert_weights(self, experts: str, num_experts: int) -> tuple[str, ...]:
@@ -286,7 +286,9 @@ class _Derivation:
         }
         # If the parent of the experts is the decoder layer itself, it contains attention as well.
         candidates = {n: m for n, m in candidates.items() if not _takes_a_sequence(m)}
-        with_topk = dict.fromkeys(as_pattern(n) for n, m in candidates.items() if calls(m, "topk"))
+        with_topk = dict.fromkeys(
+            as_pattern(name) for name, module in candidates.items() if uses_name(module, "topk")
+        )
         with_rows = dict.fromkeys(
             as_pattern(name)
             for name, module in candidates.items()
@@ -490,7 +492,7 @@ def _first_size_of_stack(experts: nn.Module) -> int:
 
 def is_attention(module: nn.Module) -> bool:
     """Return True if a module calls transformers' attention interface."""
-    return calls(module, _ATTENTION_INTERFACE)
+    return uses_name(module, _ATTENTION_INTERFACE)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -520,9 +522,11 @@ def gathers_by_cache(module: nn.Module) -> bool:
         return False
     if any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules()):
         return False
-    has_indexer = any(calls(m, name) for m in module.modules() for name in _UPDATES_OF_INDEXERS)
+    has_indexer = any(
+        uses_name(inner, name) for inner in module.modules() for name in _UPDATES_OF_INDEXERS
+    )
     others = cache_methods() - {"update", "update_indexer", "layers", "get_seq_length"}
-    calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
+    calls_others = any(uses_name(inner, name) for inner in module.modules() for name in others)
     return (has_indexer or takes_chosen_tokens(module)) and not calls_others
 
 
@@ -531,8 +535,8 @@ def caches_latents(module: nn.Module) -> bool:
     if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
     others = cache_methods() - {"update"}
-    calls_others = any(calls(inner, name) for inner in module.modules() for name in others)
-    return latent_width(module) is not None and calls(module, "update") and not calls_others
+    calls_others = any(uses_name(inner, name) for inner in module.modules() for name in others)
+    return latent_width(module) is not None and uses_name(module, "update") and not calls_others
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -172,4 +172,4 @@ class Dispatcher(Protocol):
         """
 
     def prepare(self, tokens: Tokens) -> None:
-        """Compute what the exchanges of these tokens need and what does not depend on counts."""
+        """Compute all that the exchanges of these tokens need and that does not need counts."""

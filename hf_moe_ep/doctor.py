@@ -1,8 +1,8 @@
 """`examine`: check whether training can run here. The checks are in four sections:
 
     packages   the installed versions, and the ranges that this package allows
-    wraps      the functions of Accelerate, transformers and PEFT that patch() wraps: do they exist?
-               If a function is missing, the feature that wraps it does not work
+    wraps      whether the functions of Accelerate, transformers and PEFT that patch() wraps exist;
+               if one is missing, the feature that wraps it does not work
     machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which code each part of a step runs
     launch     how this process was started, or how the next `accelerate launch` starts processes
 
@@ -28,7 +28,7 @@ from hf_moe_ep.config import check_environment, launch_environment
 from hf_moe_ep.upstream.launch_config import default_launch_config
 from hf_moe_ep.upstream.requirements import (
     DISTRIBUTION,
-    Allowed,
+    AllowedPackage,
     allowed_packages,
     installed_version,
 )
@@ -84,7 +84,7 @@ def examine() -> list[Section]:
     return sections
 
 
-def fails(sections: list[Section]) -> list[Finding]:
+def list_failures(sections: list[Section]) -> list[Finding]:
     """List the problems that would stop training."""
     findings = (finding for section in sections for finding in section.findings)
     return [finding for finding in findings if finding.mark == FAIL]
@@ -117,7 +117,7 @@ def _python() -> Finding:
     return Finding(OK, "python", f"{platform.python_version():<16} {platform.platform()}")
 
 
-def _package(package: Allowed) -> Finding:
+def _package(package: AllowedPackage) -> Finding:
     version = installed_version(package.name)
     problem = package.sentence(version)
     if version is None and package.name in _WITHOUT:

@@ -57,7 +57,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 @dataclass(frozen=True)
 class Cut:
-    """How one tensor of experts is cut over an etp group.
+    """The cut of one tensor of experts over an etp group.
 
     Attributes:
         dim: the dim of the stock tensor that is cut; None if every rank has the whole tensor.

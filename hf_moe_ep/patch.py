@@ -183,9 +183,9 @@ def _check(
 ) -> tuple[Parts, ModelState]:
     """Find the parts of a model, and run all checks of `patch`.
 
-    If the experts do not use transformers' experts interface, modules that use it are put in their
-    places (`moe/stacked.py`). With `mtp_layers` the model gets its head. If a check fails, the
-    model is unchanged.
+    Experts that do not use transformers' experts interface are replaced by modules that use it
+    (`moe/stacked.py`). With `mtp_layers` the model gets its head for multi-token prediction. If a
+    check fails, the model is unchanged.
     """
     was_patched = hasattr(model, STATE)
     stack_experts(model, find_block(model, plan))

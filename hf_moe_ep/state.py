@@ -231,11 +231,12 @@ class ModelState:
     # first counted forward.
     choice_counts: Tensor | None = None
     # The counts at the last reset of each reader, such as `expert_load` (routing/counts.py).
-    counted: dict[str, Tensor] = field(default_factory=dict)
+    count_baselines: dict[str, Tensor] = field(default_factory=dict)
     # True if losses computed with num_items_in_batch are summed over data ranks; False if such a
     # loss is the mean of one rank.
     sums_losses: bool = True
-    # True while the Trainer predicts: logits are gathered whatever config.gather_logits says.
+    # True while the Trainer predicts: logits are then gathered even if config.gather_logits is
+    # False.
     gather_logits: bool = False
     # True while a Trainer runs a forward of which it reads only the loss (loss/attach.py).
     only_loss_is_read: bool = False
@@ -273,8 +274,8 @@ class ModelState:
     # If ranks share a batch: the (pattern of the names, class) of the mixers, by how these ranks
     # divide them (`Split` in sequence/gather.py).
     mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    # With cp_size > 1: whether tokens are in zigzag order, and the ways in which attention gets
-    # keys and values of other ranks (sequence/ways.py).
+    # With cp_size > 1: (True if tokens are in zigzag order, the ways in which attention gets keys
+    # and values of other ranks: sequence/ways.py).
     context: tuple[bool, tuple[Any, ...]] | None = None
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
@@ -291,12 +292,12 @@ class ModelState:
     # The sum of the losses of the head for multi-token prediction and the number of its labels on
     # this rank since the last reset (mtp/attach.py); None if there were none.
     mtp_sums: Tensor | None = None
-    # Where the files lie that hold the extra tensors, which the model's class ignores
-    # (checkpoints/hub/extra.py), on rank 0; None if the checkpoint has none.
+    # On rank 0: references to the extra tensors of the checkpoint, which the model's class ignores
+    # (checkpoints/hub/extra.py). None if there are none.
     extra: Any = None
     # True if a Trainer prints a report of the model and logs its tokens per second.
     is_reported: bool = False
-    # True if LoRA adapters also adapt the experts, whatever their config targets.
+    # True if LoRA adapters also adapt the experts, even if their config does not target experts.
     adapts_experts: bool = False
     # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
@@ -394,7 +395,7 @@ class KnownSums:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the experts of one module are computed.
+    """The settings with which the experts of one module are computed.
 
     Attributes:
         formula: the computation of an expert between its two matrices.
@@ -458,15 +459,15 @@ class MoELayer:
     Attributes:
         index: the number of the module among all experts modules of the model.
         model: the state of the model.
-        compute: how the experts are computed; None for the model's own loop.
+        compute: the settings of the computation; None if the model's own loop computes the experts.
         adapters: the active adapters (`lora.factors.Adapter`) by the name of the parameter that
             they adapt, during a forward; empty between forwards.
         grad_divisor: our backward divides the gradients of the experts by this number
             (`sharding/options.py`).
         whole_weights: the names of the module's parameters that FSDP2 does not hold
             (`sharding/whole_experts.py`).
-        weights_dtype: the dtype to which they are cast before they are multiplied; None if they are
-            not cast.
+        weights_dtype: the dtype to which `whole_weights` are cast before the products; None if they
+            are not cast.
         correction: the bias of the router, if `bias_update_rate` is set.
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
@@ -518,7 +519,7 @@ class RoutingSession:
         """Begin a call of a model with pipeline stages, whose micro-batches are forwards."""
 
     def end_batch(self, stages: Stages, device: torch.device) -> None:
-        """End such a call; every rank of the pipeline calls this."""
+        """End a call of a model with pipeline stages; every rank of the pipeline calls this."""
 
     @property
     def route_source(self) -> RouteSource:

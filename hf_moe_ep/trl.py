@@ -28,7 +28,7 @@ from hf_moe_ep.routing.replay import RoutingReplay
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
-from hf_moe_ep.upstream.grpo import GRPO, engine_of, replaced, routes_of_engine
+from hf_moe_ep.upstream.grpo import GRPO, engine_of, replace_method, routes_of_engine
 
 # The key of the routes in a generation batch. They are [B, S, L, K].
 ROUTES = "hf_moe_ep_routes"
@@ -70,18 +70,18 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
                 "mode='R3' reads routes from vLLM in this process, but this trainer has no engine; "
                 "create it with use_vllm=True and vllm_mode='colocate', or use mode='R2'"
             )
-        replaced(engine, "generate", replaying.generate)
+        replace_method(engine, "generate", replaying.generate)
     score, logps, loss = GRPO
-    replaced(trainer, score, replaying.score)
-    replaced(trainer, logps, replaying.log_probabilities)
-    replaced(trainer, loss, replaying.loss)
+    replace_method(trainer, score, replaying.score)
+    replace_method(trainer, logps, replaying.log_probabilities)
+    replace_method(trainer, loss, replaying.loss)
     return replaying.replay
 
 
 class _ReplayingTrainer:
     """Wrappers of one trainer's methods.
 
-    With `strict`, every replayed expert id is checked. The ids of an engine need this check.
+    With `strict`, every replayed expert id is checked. Ids that an engine returned need this check.
     """
 
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
@@ -89,10 +89,10 @@ class _ReplayingTrainer:
         self.replay, self._state = replay, patched_state(trainer.model)
         self._first_adapter = next((layer for _, layer in adapter_layers(trainer.model)), None)
         # True while a generation batch is scored.
-        self._scores = False
-        # For this generation batch: the engine's arrays of routes, and the routes recorded so far.
-        self._engines: list[Any] | None = None
-        self._kept: list[Routes] = []
+        self._is_scoring = False
+        # Of this generation batch: the engine's arrays of routes, and the routes recorded so far.
+        self._engine_arrays: list[Any] | None = None
+        self._recorded: list[Routes] = []
         # The routes of the micro-batch whose loss is computed now, and the layers of all routes.
         self._current: Routes | None = None
         self._layers: tuple[int, ...] = ()
@@ -106,21 +106,22 @@ class _ReplayingTrainer:
                 "vLLM returned samples without routed_experts; R3 needs an engine with "
                 "enable_return_routed_experts=True, or use mode='R2'"
             )
-        self._engines = arrays
+        self._engine_arrays = arrays
         return outputs
 
     def score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap the scoring of a generation batch: add the routes to the batch."""
-        self._scores, self._kept, self._engines = True, [], None
+        self._is_scoring, self._recorded, self._engine_arrays = True, [], None
         try:
             batch = original(*args, **kwargs)
         finally:
-            self._scores = False
-        if self._engines is not None:
-            self._kept = [self._routes_from_engine(batch["prompt_mask"], batch["completion_mask"])]
-        if self._kept:
-            self._layers = self._kept[0].layers
-            batch[ROUTES] = torch.cat([routes.ids for routes in self._kept])
+            self._is_scoring = False
+        if self._engine_arrays is not None:
+            masks = batch["prompt_mask"], batch["completion_mask"]
+            self._recorded = [self._routes_from_engine(*masks)]
+        if self._recorded:
+            self._layers = self._recorded[0].layers
+            batch[ROUTES] = torch.cat([routes.ids for routes in self._recorded])
         return batch
 
     def loss(self, original: Callable[..., Any], model: Any, inputs: Any) -> Any:
@@ -146,14 +147,14 @@ class _ReplayingTrainer:
         called_model = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
-                called_model = _Replayed(model, self.replay, self._current, self._strict)
-            elif self._scores and self._engines is not None:
+                called_model = _ReplayingModel(model, self.replay, self._current, self._strict)
+            elif self._is_scoring and self._engine_arrays is not None:
                 prompts = attention_mask.shape[1] - logits_to_keep
                 masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
                 routes = self._routes_from_engine(*masks)
-                called_model = _Replayed(model, self.replay, routes, self._strict)
-            elif self._scores:
-                called_model = _Recorded(model, self.replay, self._kept)
+                called_model = _ReplayingModel(model, self.replay, routes, self._strict)
+            elif self._is_scoring:
+                called_model = _RecordingModel(model, self.replay, self._recorded)
         return original(called_model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _adapters_are_off(self) -> bool:
@@ -165,51 +166,55 @@ class _ReplayingTrainer:
 
     def _routes_from_engine(self, prompt_mask: Tensor, completion_mask: Tensor) -> Routes:
         """Build the routes of a padded batch from the engine's arrays, which have no padding."""
-        assert self._engines is not None
+        assert self._engine_arrays is not None
         prompts, completions = prompt_mask.sum(1).tolist(), completion_mask.sum(1).tolist()
         # If a completion was truncated, TRL may mask all of it (mask_truncated_completions). Its
         # length then follows from the array, which has no row for the last token.
         lengths = [
             prompt + completion if completion else len(array) + 1
-            for prompt, completion, array in zip(prompts, completions, self._engines, strict=False)
+            for prompt, completion, array in zip(
+                prompts, completions, self._engine_arrays, strict=False
+            )
         ]
         width = prompt_mask.shape[1]
         return Routes.from_engine(
-            self._engines,
+            self._engine_arrays,
             lengths,
             padded_to=width + completion_mask.shape[1],
             pad_side=[width - prompt for prompt in prompts],
         )
 
 
-class _Replayed:
-    """Stands for the model, which TRL calls for one part of a batch after another.
+class _ReplayingModel:
+    """Takes the place of the model, which TRL calls once for each part of a batch.
 
     Each call replays the routes of its part.
     """
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
         self._model, self._replay, self._routes = model, replay, routes
-        self._strict, self._done = strict, 0
+        self._strict, self._num_rows_done = strict, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start = self._done
-        self._done += len(kwargs["input_ids"])
-        with self._replay.replay(self._routes.rows(start, self._done), strict=self._strict):
+        start = self._num_rows_done
+        self._num_rows_done += len(kwargs["input_ids"])
+        with self._replay.replay(
+            self._routes.rows(start, self._num_rows_done), strict=self._strict
+        ):
             return self._model(*args, **kwargs)
 
 
-class _Recorded:
-    """Stands for the model, which TRL calls for one part of a batch after another.
+class _RecordingModel:
+    """Takes the place of the model, which TRL calls once for each part of a batch.
 
     Each call appends the routes of its part to `recorded`.
     """
 
     def __init__(self, model: Any, replay: RoutingReplay, recorded: list[Routes]) -> None:
-        self._model, self._replay, self._kept = model, replay, recorded
+        self._model, self._replay, self._recorded = model, replay, recorded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._replay.record() as routes:
             output = self._model(*args, **kwargs)
-        self._kept.append(routes)
+        self._recorded.append(routes)
         return output

@@ -19,7 +19,7 @@ from support.tiny_models import tiny
 from hf_moe_ep import doctor, patch
 from hf_moe_ep.cli import main as cli
 from hf_moe_ep.upstream import requirements
-from hf_moe_ep.upstream.requirements import Allowed
+from hf_moe_ep.upstream.requirements import AllowedPackage
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = ("torch", "transformers", "accelerate", "huggingface_hub", "safetensors")
@@ -86,7 +86,7 @@ def test_a_version_out_of_the_range(
 def test_a_wrong_version_of_an_optional_package_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    allowed = Allowed("trl", SpecifierSet(">=0.29"), "trl")
+    allowed = AllowedPackage("trl", SpecifierSet(">=0.29"), "trl")
     monkeypatch.setattr(doctor, "allowed_packages", lambda: [allowed])
     _give_version(monkeypatch, "trl", "0.20.0")
     code, text = _report(capsys)
@@ -123,7 +123,7 @@ def test_a_missing_function_that_no_result_depends_on_is_a_note(
 
 
 def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
+    allowed = [AllowedPackage("transformers", SpecifierSet(">=5.16.1,<6"))]
     monkeypatch.setattr(requirements, "allowed_packages", lambda: allowed)
     # A process reads the versions once; here they are read at each `patch`.
     read_anew = requirements._problems_of_versions.__wrapped__

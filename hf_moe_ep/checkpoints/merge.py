@@ -290,7 +290,7 @@ class _Merging:
         a, b = (self._read(factor, local_box(factor), dtype) for factor in (update.a, update.b))
         if update.num_experts:
             a, b = with_experts_in_front(a, b, update.num_experts)
-        return Update(a, b, update.scale, update.turned, update.casts)
+        return Update(a, b, update.scale, update.transposed, update.casts_product)
 
     def _read(self, tensor: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
         values = torch.empty(box_sizes(box), dtype=dtype)

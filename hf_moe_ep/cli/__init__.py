@@ -1,7 +1,7 @@
 """The command `hf-moe-ep`. Each subcommand has a module that parses its options and prints.
 
-A module is imported only when its subcommand is used, and what needs torch is imported where the
-subcommand runs, so that help and mistyped commands do not wait for torch. The work itself is done
-elsewhere: in `planner/` (plans), `doctor.py` (checks of an installation), `checkpoints/` and
-`lora/` (conversions).
+A module is imported only when its subcommand is used. Its function `run` imports the modules that
+need torch, so that help and mistyped commands do not wait for torch. The work itself is done by
+`planner/` (plans), `doctor.py` (checks of an installation), `runner/` (commands of other projects),
+`checkpoints/` and `lora/` (conversions).
 """

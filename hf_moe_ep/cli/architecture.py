@@ -37,9 +37,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no such config, or no plan can be derived from it.
     """
-    from hf_moe_ep.planner.architecture import inspect_architecture, lines
+    from hf_moe_ep.planner.architecture import format_architecture, inspect_architecture
 
     architecture = inspect_architecture(options.model)
-    text = json.dumps(architecture.as_json(), indent=2) if options.json else None
-    print(text or "\n".join(lines(architecture, options.model)))
+    if options.json:
+        print(json.dumps(architecture.as_json(), indent=2))
+    else:
+        print("\n".join(format_architecture(architecture, options.model)))
     return 0

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "and inference servers. Runs in one process with one tensor in memory at a time.",
     )
     parser.add_argument("source", help="folder of the training checkpoint")
-    parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    parser.add_argument("target", help="folder to write; it must be missing or empty")
     parser.add_argument(
         "--config",
         metavar="FOLDER",

@@ -11,7 +11,7 @@ import textwrap
 from typing import Any
 
 from hf_moe_ep.config import launched_rank
-from hf_moe_ep.doctor import Section, examine, fails
+from hf_moe_ep.doctor import Section, examine, list_failures
 
 _WIDTH = 98
 _INDENT = 26
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     sections = examine()
     print(as_text(sections))
-    return 1 if fails(sections) else 0
+    return 1 if list_failures(sections) else 0
 
 
 def as_text(sections: list[Section]) -> str:
@@ -51,7 +51,7 @@ def as_text(sections: list[Section]) -> str:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-    failed = fails(sections)
+    failed = list_failures(sections)
     if failed:
         lines.append(f"{len(failed)} to fix: {', '.join(finding.name for finding in failed)}")
     else:

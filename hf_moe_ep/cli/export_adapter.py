@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "source", help="folder with adapter_config.json and adapter_model.safetensors"
     )
-    parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    parser.add_argument("target", help="folder to write; it must be missing or empty")
     parser.add_argument(
         "--to",
         choices=("per-expert", "fused"),

@@ -12,10 +12,10 @@
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
-code. A module is imported only when its command is used, and imports what needs torch in its `run`:
-help and mistyped commands do not wait for torch, and `doctor` starts even if the rest of the
-package cannot be imported. A wrong argument or folder gives one line on stderr and exit code 2;
-Ctrl-C gives exit code 130.
+code. A module is imported only when its command is used, and modules that need torch are imported
+in `run`. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest
+of the package cannot be imported. A wrong argument or folder gives one line on stderr and exit code
+2; Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from importlib import import_module
 
 from hf_moe_ep.version import __version__
 
-# The line of help of each command. The module of "export-adapter" is `export_adapter.py`.
+# Command -> its line in the help. The module of "export-adapter" is `export_adapter.py`.
 COMMANDS = {
     "doctor": "check whether training can run on this machine",
     "run": "run another project's training command with expert parallelism",
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(arguments)
-    # bitsandbytes, which PEFT imports, warns of kernels for training that it does not find.
+    # PEFT imports bitsandbytes, which warns if it does not find its training kernels. No command
+    # uses these kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         code: int = options.run(options)

@@ -222,7 +222,7 @@ def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
 
 
 def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
-    run = " and ".join(map(str, step.layers_run))
+    numbers = " and ".join(map(str, step.layers_run))
     checkpointing = ", checkpointing" if settings["checkpointing"] else ""
     checkpointing += ", TRL's fused head" if settings["fused_head"] else ""
     return [
@@ -235,7 +235,8 @@ def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
         _line("sum", _gib(step.peak), width=32),
         "",
         f"The peak is in: {step.where}.",
-        f"{run} of {step.layers} layers ran on tensors without memory, all experts equally loaded.",
+        f"{numbers} of {step.layers} layers ran on tensors without memory, with equally loaded "
+        f"experts.",
         f"Not counted: {', '.join(STEP_NOT_COUNTED)}",
     ]
 
@@ -281,7 +282,7 @@ def as_json(
         data["step"] = step.as_json() | {"peak": step.peak, "where": step.where}
         data["step"]["not_counted"] = list(STEP_NOT_COUNTED)
     if memory is not None:
-        left = _left(plan, memory)
+        left = _bytes_left(plan, memory)
         data["left"] = left if step is None else int(memory * _GIB) - step.peak
     return data
 
@@ -353,7 +354,7 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
         f"{_gib(plan.unit_reduction)} GiB while they are reduced",
     ]
     if memory is not None:
-        left = _left(plan, memory) / _GIB
+        left = _bytes_left(plan, memory) / _GIB
         lines += [
             "",
             f"fits in {memory:g} GiB: {left:,.3f} GiB are left for what is not counted"
@@ -363,5 +364,5 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
     return lines
 
 
-def _left(plan: MemoryPlan, memory: float) -> int:
+def _bytes_left(plan: MemoryPlan, memory: float) -> int:
     return int(memory * _GIB) - plan.largest.held - plan.gathered - plan.buffers

@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "adapter", help="folder with adapter_config.json and adapter_model.safetensors"
     )
-    parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    parser.add_argument("target", help="folder to write; it must be missing or empty")
     add_ignore_unexpected(parser)
     parser.set_defaults(run=run)
 

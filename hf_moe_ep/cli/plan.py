@@ -33,11 +33,23 @@ from hf_moe_ep.planner.options import (
 )
 
 if TYPE_CHECKING:
-    from hf_moe_ep.planner.search import Layout, LayoutRequest, Planned, SearchResult
+    from hf_moe_ep.planner.search import Layout, LayoutRequest, PlannedLayout, SearchResult
     from hf_moe_ep.planner.seconds import StepTime
 
 _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
+_POSITIVE = (
+    "gpus",
+    "gpu_memory",
+    "seq",
+    "batch",
+    "ep",
+    "etp",
+    "sp",
+    "cp",
+    "dp_replicate",
+    "train_tokens",
+)
 _GIB = 2**30
 _DEFAULT = "default: %(default)s"
 # Names of the parts of `StepTime` in the output.
@@ -166,34 +178,12 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    for name in (
-        "gpus",
-        "gpu_memory",
-        "seq",
-        "batch",
-        "ep",
-        "etp",
-        "sp",
-        "cp",
-        "dp_replicate",
-        "train_tokens",
-    ):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} ({value:g}) must be more than 0")
-    if min(options.pp) < 1:
-        raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
+    _check_numbers(options)
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
         memory = {"gpu_memory": hardware.memory_bytes / _GIB}
         options = argparse.Namespace(**(vars(options) | memory))
-    if options.experts_dtype is not None and options.lora_rank is None:
-        raise ValueError(
-            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
-            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
-        )
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     extra |= {"compile_layers": True} if options.compile_layers else {}
     from hf_moe_ep.planner.search import LayoutRequest, find_layouts
@@ -201,21 +191,21 @@ def run(options: argparse.Namespace) -> int:
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
     request = LayoutRequest(
-        options.model,
-        options.gpus,
-        int(options.gpu_memory * _GIB),
-        options.seq,
-        options.batch,
-        options.ep,
-        options.sp,
-        options.dp_replicate,
-        {name: getattr(options, name) for name in _OPTIONS},
-        extra,
-        hardware,
-        lambda layout: progress.finished(_describe(layout, extra)),
-        options.cp,
-        options.etp,
-        tuple(dict.fromkeys(options.pp)),
+        shape=options.model,
+        gpus=options.gpus,
+        limit=int(options.gpu_memory * _GIB),
+        seq=options.seq,
+        batch=options.batch,
+        ep=options.ep,
+        etp=options.etp,
+        sp=options.sp,
+        cp=options.cp,
+        dp_replicate=options.dp_replicate,
+        pp=tuple(dict.fromkeys(options.pp)),
+        options={name: getattr(options, name) for name in _OPTIONS},
+        parallel=extra,
+        hardware=hardware,
+        on_plan=lambda layout: progress.finished(_describe(layout, extra)),
     )
     result = find_layouts(request)
     if options.json:
@@ -243,6 +233,22 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
         missing.append(f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(known_hardware())})")
     if missing:
         raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Raise an error if a number is not positive, or if options contradict each other."""
+    for name in _POSITIVE:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} ({value:g}) must be more than 0")
+    if min(options.pp) < 1:
+        raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
+    if options.experts_dtype is not None and options.lora_rank is None:
+        raise ValueError(
+            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
+            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
+        )
 
 
 def _import_draw_memory() -> Callable[..., None]:
@@ -287,7 +293,7 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
 def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     """Return the result of a search as plain data, with sizes in bytes."""
 
-    def to_plain(planned: Planned) -> dict[str, Any]:
+    def to_plain(planned: PlannedLayout) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
         plain |= {"peak": step.peak, "why": _why_not_best(planned, result, request)}
@@ -347,31 +353,68 @@ def launch_config(
 def _format_result(
     result: SearchResult, options: argparse.Namespace, request: LayoutRequest
 ) -> list[str]:
-    timed = request.hardware is not None
-    heading = (
-        f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
-        f"sequences of {options.seq} tokens a step"
-    )
-    names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
     shown = [*result.fit[:_BEST], *result.too_large[:_BEST]]
-    if any(planned.layout.cp > 1 for planned in shown):
-        names.insert(2, "cp")
-    names += ["host, GiB"] if options.offload else []
-    names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
+    lines = [
+        f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
+        f"sequences of {options.seq} tokens per step",
+        "",
+        *_table(shown, result, request, with_host=options.offload),
+        "",
+    ]
+    lines += _about_search(shown, result, request, with_host=options.offload)
+    if not result.fit:
+        offload = "" if options.offload else ", or add --offload"
+        return [
+            *lines,
+            "",
+            f"No layout fits. `hf-moe-ep memory ... --gpu-memory GIB` lists options that help; try "
+            f"them{offload}.",
+        ]
+    best = result.fit[0]
+    lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if best.layout.pp > 1 and request.hardware is not None:
+        lines.append(_about_layers(best, request.shape, request.hardware))
+    if best.layout.cp > 1:
+        lines += _about_context(best.layout, request)
+    if best.time is not None:
+        lines.append(f"Parts of its step: {_shares(best.time)}")
+    if best.time is not None and options.train_tokens is not None:
+        rate = best.time.tokens_per_second_per_gpu * options.gpus
+        hours = options.train_tokens / rate / 3600
+        lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
+    return lines
+
+
+def _table(
+    shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest, *, with_host: bool
+) -> list[str]:
+    """Return the table of the layouts in `shown`, and the legend of its columns."""
+    names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
     with_cp = any(planned.layout.cp > 1 for planned in shown)
     with_stages = max(request.pp) > 1
+    if with_cp:
+        names.insert(2, "cp")
+    names += ["host, GiB"] if with_host else []
+    names += ["s/step", "tokens/s/GPU", "exposed"] if request.hardware is not None else []
     names = ["stages", "bubble", "sent, MiB", *names] if with_stages else names
     rows = [
         tuple(names),
         *(_row(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown),
     ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    lines = [heading, ""]
+    lines = []
     reasons = ["", *(_why_not_best(planned, result, request) for planned in shown)]
     for row, why in zip(rows, reasons, strict=True):
         cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{cells}   {why}".rstrip())
-    lines += ["", *_legend(names), ""]
+    return [*lines, "", *_legend(names)]
+
+
+def _about_search(
+    shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest, *, with_host: bool
+) -> list[str]:
+    """Return notes: which layouts are not in the table, and how the numbers were computed."""
+    lines = []
     more_fit = len(result.fit) - _BEST
     if more_fit > 0:
         lines.append(f"{more_fit} more layouts fit and come after the first {_BEST}")
@@ -384,42 +427,22 @@ def _format_result(
     if request.hardware is None:
         lines += [
             "Add --gpu NAME to plan seconds as well.",
-            "Order: first without activation checkpointing, then by sequences per forward and by "
-            "GiB left, most first.",
+            "Layouts without activation checkpointing come first, then those with more sequences "
+            "per forward, then those with more GiB left.",
         ]
     else:
         lines += _about_seconds(request.hardware)
-    if options.offload:
+    if with_host:
         node_peak = max(planned.step.host_peak for planned in shown) * request.node / _GIB
         lines.append(
             f"on the host of each GPU: parameters, gradients, optimizer state; up to "
             f"{node_peak:,.1f} GiB per node"
         )
-    if not result.fit:
-        offload = "" if options.offload else ", or add --offload"
-        return [
-            *lines,
-            "",
-            f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
-            f"help{offload}.",
-        ]
-    best = result.fit[0]
-    lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
-    if best.layout.pp > 1 and request.hardware is not None:
-        lines.append(_about_layers(best, request.shape, request.hardware))
-    if best.layout.cp > 1:
-        lines += _about_context(best.layout, request)
-    if best.time is not None:
-        lines.append(f"Its step: {_shares(best.time)}")
-    if best.time is not None and options.train_tokens is not None:
-        rate = best.time.tokens_per_second_per_gpu * options.gpus
-        hours = options.train_tokens / rate / 3600
-        lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
 
 
 def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
-    """Return the line about the keys and values that cp ranks exchange, if their width is known."""
+    """Return a line about the keys and values that cp ranks exchange; none if unknown."""
     from hf_moe_ep.planner.search import received_per_layer
 
     received = received_per_layer(layout, request)
@@ -431,7 +454,7 @@ def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
     ]
 
 
-def _about_layers(planned: Planned, shape: Any, hardware: Hardware) -> str:
+def _about_layers(planned: PlannedLayout, shape: Any, hardware: Hardware) -> str:
     """Return the layers per stage with which all stages take equally long."""
     from hf_moe_ep.planner.config import find_config
     from hf_moe_ep.planner.stages import layers_of_equal_time
@@ -441,7 +464,7 @@ def _about_layers(planned: Planned, shape: Any, hardware: Hardware) -> str:
     layers = layers_of_equal_time(planned.step, hardware, num_layers, planned.layout.pp)
     return (
         f"The last stage also computes the head. With pp_layers={layers} all stages take about "
-        f"equally long; the seconds above are those of equal numbers of layers."
+        f"equally long; the seconds above are for stages with equal numbers of layers."
     )
 
 
@@ -488,7 +511,7 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: Planned, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
+def _row(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
@@ -517,8 +540,8 @@ def _etp(layout: Layout) -> str:
     return "" if layout.etp == 1 else f" x etp {layout.etp}"
 
 
-def _why_not_best(planned: Planned, result: SearchResult, request: LayoutRequest) -> str:
-    """Return why a layout is not the best: its memory, or the part of the step that is slower."""
+def _why_not_best(planned: PlannedLayout, result: SearchResult, request: LayoutRequest) -> str:
+    """Return why a layout is not the best: the missing memory, or the part that slows it most."""
     from hf_moe_ep.planner.work import PURPOSES
 
     if planned.left < 0:

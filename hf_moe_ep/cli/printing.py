@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_ignore_unexpected(parser: argparse.ArgumentParser) -> None:
-    """Add the option for tensors that the model's class does not declare as ignored."""
+    """Add the option that accepts tensors which the model's class neither has nor ignores."""
     parser.add_argument(
         "--ignore-unexpected",
         action="append",

@@ -14,19 +14,19 @@ _SILENT_SECONDS = 2.0
 
 
 class Progress:
-    """Count finished items and, after the first two seconds, print a line for each."""
+    """Counts finished items and, after the first two seconds, prints a line for each of them."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.count = 0
-        self.began = time.monotonic()
-        # This variable belongs to tqdm. Like tqdm, we treat every other value as true.
+        self.started_at = time.monotonic()
+        # tqdm defines this variable, and treats every value except "" and "0" as true.
         self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
     def finished(self, what: object) -> None:
         """Count one more finished item and print `what`, its description."""
         self.count += 1
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - self.started_at
         if self.shown and seconds >= _SILENT_SECONDS:
             line = f"{self.unit} {self.count}, {seconds:.0f} s: {what}"
             print(line, file=sys.stderr, flush=True)

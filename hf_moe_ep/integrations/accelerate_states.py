@@ -1,4 +1,4 @@
-"""Make the checkpoints of Accelerate's `save_state` safe: only complete ones can be loaded.
+"""Make the checkpoints of Accelerate's `save_state` safe: only a complete checkpoint is loaded.
 
 A save writes a marker (hf_moe_ep.json) first and a manifest (manifest.json, the hashes of all
 files) last, as the Trainer and `save_checkpoint` do (`checkpoints/storage/manifest.py`). If the job

@@ -30,7 +30,7 @@ _REPORT = "report"
 class Arguments(BaseModel):
     """The keys that the plugin adds to axolotl's configuration.
 
-    `hf_moe_ep` holds fields of ParallelConfig, and `report`, as of `hf-moe-ep run`.
+    `hf_moe_ep` holds fields of ParallelConfig, and `report`, an option of `hf-moe-ep run`.
     """
 
     hf_moe_ep: dict[str, Any] | None = None
@@ -48,10 +48,10 @@ class Arguments(BaseModel):
 class ExpertParallel(BasePlugin):
     """Patch the model that axolotl trains, and its reference model.
 
-    The plugin replaces what axolotl's own kernels do to experts: leave out `use_scattermoe`,
-    `use_sonicmoe` and `experts_implementation`. Liger's other kernels and axolotl's cross-entropies
-    stay. Use `cpu_ram_efficient_loading: true` in fsdp_config, so that one process per machine
-    reads the weights.
+    The experts are computed by hf_moe_ep instead of axolotl's own kernels, so leave out
+    `use_scattermoe`, `use_sonicmoe` and `experts_implementation`. Liger's other kernels and
+    axolotl's cross-entropies stay. Use `cpu_ram_efficient_loading: true` in fsdp_config, so that
+    one process per machine reads the weights.
     """
 
     def get_input_args(self) -> str:

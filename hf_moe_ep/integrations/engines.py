@@ -2,10 +2,10 @@
 
 Stock TRL gathers one parameter at a time and sends it under its transformers name. Transformers
 stacks the experts of a layer in one parameter, which vLLM's loaders of MoE models cannot read. With
-PEFT, TRL first merges the adapters into the model, which a sharded model refuses. The wrappers send
-the tensors of `hub_tensors` instead, with the adapters merged into copies. Their names are the keys
-of a checkpoint on the hub: each engine maps them to its own parameters, as it does when it loads a
-checkpoint.
+PEFT, TRL first merges the adapters into the model, which is refused for a sharded model. The
+wrappers send the tensors of `hub_tensors` instead, with the adapters merged into copies. The names
+of these tensors are the keys of a checkpoint on the hub: each engine maps the keys to its own
+parameters, as it does when it loads a checkpoint.
 
     class or attribute in TRL         engine
     VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)

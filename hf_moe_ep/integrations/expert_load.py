@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.placement.balance import balance_experts, check_has_ep
 from hf_moe_ep.ranks.together import on_first
-from hf_moe_ep.routing.counts import count_anew
+from hf_moe_ep.routing.counts import reset_counts
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
 
@@ -107,11 +107,11 @@ class ExpertLoadCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start counting tokens."""
         patched = _find_patched(kwargs["model"])
-        count_anew(patched, self.reader)
+        reset_counts(patched, self.reader)
         self._read_at = state.global_step
         if self.rebalance_every is not None:
             check_has_ep(patched, "ExpertLoadCallback(rebalance_every=...)")
-            count_anew(patched, _BALANCER)
+            reset_counts(patched, _BALANCER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move experts every `rebalance_every` steps, based on the load since the previous call."""

@@ -2,8 +2,8 @@
 
 The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
 and `patch` only sets methods of its model, such as `save_pretrained`. The functions of a group are
-replaced when the process starts to use the group's library, so not in a training loop that uses
-only PyTorch:
+replaced when the process starts to use the group's library. In a training loop that uses only
+PyTorch, no function is replaced:
 
     group        time of the replacement                              functions replaced
     ACCELERATE   when the process shows a sign of using Accelerate    3
@@ -245,8 +245,8 @@ _TRAINER = "transformers.trainer:Trainer"
 _PEFT_MODEL = "peft.peft_model:PeftModel"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 
-# The groups of the table. A comment names what is replaced: a function for the whole process
-# (Process), or a method of a single object (Object).
+# The groups of the table. The comment on a group says whether functions are replaced for the whole
+# process (Process), or methods are set on single objects (Object).
 #
 # Process: installed when the process starts to use Accelerate.
 ACCELERATE = (
@@ -480,7 +480,7 @@ FRAMEWORK_METHODS = (
         (
             "compute_loss",
             shared_batches.compute_loss_of_sft,
-            "tells the model how the loss weighs tokens and aux loss, before its forward",
+            "passes the loss's weights of tokens and aux loss to the model before its forward",
         ),
     ),
     *_build_rows(

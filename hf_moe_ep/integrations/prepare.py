@@ -85,47 +85,45 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         ValueError: the launch or its parallelism_config would not shard the model, or would shard
             it differently; or a data loader has more batches for one rank than for another.
     """
-    states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
-    patched = [state for state in states if state is not None]
-    if not patched:
+    models = [arg for arg in args if isinstance(arg, nn.Module)]
+    if all(find_state(model) is None for model in models):
         return original(self, *args, **kwargs)
     fsdp_on_cpu(self.state, None)
     _check_launch(self)
-    take_over_sizes(self.parallelism_config, args)
-    patched = [state for arg in args if isinstance(arg, nn.Module) and (state := find_state(arg))]
-    state = patched[0]
+    take_over_sizes(self.parallelism_config, models)
+    states = [state for model in models if (state := find_state(model)) is not None]
+    state = states[0]
     check_parallelism(self.parallelism_config, state)
     if self.num_processes > 1:
-        for model in args:
+        for model in models:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    for model in args:
-        if isinstance(model, nn.Module) and find_state(model) is not None:
+    for model in models:
+        if find_state(model) is not None:
             give_addresses(model)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
     if plugin is not None and self.is_fsdp2:
-        for model in args:
-            if isinstance(model, nn.Module):
-                _leave_own_stage(self, model, args)
+        for model in models:
+            _remove_other_stages(self, model, args)
     with without_dynamo(self) as compile_kwargs:
         if compile_kwargs is not None:
-            for patched_state in patched:
+            for patched_state in states:
                 _choose_compilation(patched_state, compile_kwargs)
         if state.meshes is None or plugin is None:
             prepared = original(self, *args, **kwargs)
         else:
-            together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
+            together("accelerator.prepare", partial(_check_sharded_before, models, plugin))
             with _without_wrap_policy(plugin):
                 prepared = original(self, *args, **kwargs)
-        for model in args:
-            if isinstance(model, nn.Module) and compile_kwargs is not None:
+        if compile_kwargs is not None:
+            for model in models:
                 _compile_as_configured(model)
     check_even(self)
     return prepared
 
 
-def _leave_own_stage(accelerator: Accelerator, model: nn.Module, args: tuple[Any, ...]) -> None:
-    """Leave this rank its pipeline stage of a model, and of the optimizers in `args`.
+def _remove_other_stages(accelerator: Accelerator, model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Remove the other ranks' pipeline stages from a model, and from the optimizers in `args`.
 
     Accelerate lists the parameters of the model and of the optimizer before it shards the model,
     and raises an error if one of them is missing afterwards.
@@ -152,10 +150,10 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
     every list of layers. Our layers are compiled by `compile_layers` instead.
 
     Yields the keyword arguments for torch.compile with which the user configured Accelerate or the
-    Trainer. None: the user asked for no compilation, or the model will not be sharded.
+    Trainer, or None if the user asked for no compilation or the model will not be sharded.
 
     `dynamic=False` is left out: `accelerate launch` passes it whenever the user does not ask for
-    dynamic shapes, and every length of sequences would then be compiled.
+    dynamic shapes, and layers would then be compiled again for every sequence length.
     """
     plugin = accelerator.state.dynamo_plugin
     backend = plugin.backend
@@ -202,10 +200,12 @@ def _without_wrap_policy(plugin: FullyShardedDataParallelPlugin) -> Iterator[Non
         plugin.auto_wrap_policy = before
 
 
-def _check_sharded_before(args: tuple[Any, ...], plugin: FullyShardedDataParallelPlugin) -> None:
+def _check_sharded_before(
+    models: Iterable[nn.Module], plugin: FullyShardedDataParallelPlugin
+) -> None:
     """Raise if Accelerate cannot prepare a model that is sharded already."""
     _check_no_activation_checkpointing(plugin)
-    _check_no_empty_shards(args)
+    _check_no_empty_shards(models)
 
 
 def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -> None:
@@ -219,13 +219,13 @@ def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -
         )
 
 
-def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
+def _check_no_empty_shards(models: Iterable[nn.Module]) -> None:
     """Raise if a rank has an empty shard.
 
     Accelerate matches parameters by their data pointers, and an empty shard has none.
     """
-    for model in args:
-        for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+    for model in models:
+        for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
                 raise ValueError(
                     f"{name} {tuple(parameter.shape)} has an empty shard on this rank, and "
@@ -284,9 +284,9 @@ def _check_launch(accelerator: Accelerator) -> None:
         )
 
 
-def _check_loss(model: Any) -> None:
+def _check_loss(model: nn.Module) -> None:
     """Raise if an older TRL would compute a wrong loss for a patched model on several ranks."""
-    state = find_state(model) if isinstance(model, nn.Module) else None
+    state = find_state(model)
     if state is None:
         return
     inner = without_adapters(unwrap(model))
@@ -307,12 +307,12 @@ def _check_loss(model: Any) -> None:
 
 # The sizes that mean the same in Accelerate's ParallelismConfig and in ParallelConfig.
 _SHARED_SIZES = ("cp_size", "sp_size")
-# For sizes that an error asks to set to 1: the setting of ours that has the same purpose.
+# The end of an error that asks to set a size to 1: it names our own setting for this size.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
 
 def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any]) -> None:
-    """Split sequences by cp_size and sp_size of Accelerate's ParallelismConfig, in our way.
+    """Take cp_size and sp_size from Accelerate's ParallelismConfig into the models' own configs.
 
     The patched models among `objects` are patched again with these sizes, and the sizes in
     `parallelism` become 1, so that Accelerate and the Trainer leave attention and batches alone.

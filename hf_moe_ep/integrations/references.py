@@ -5,9 +5,9 @@ root of the reference, so every forward gathers the whole model on every rank. H
 frozen and sharded layer by layer, so that a forward gathers one FSDP2 unit (a layer) at a time:
 
     reference                        how it is sharded
-    a patched model                  by its own config
-    a stock language model of the    it is patched with the policy's config first, so that both
-    policy's architecture            models have the same units and shards
+    a patched model                  by the reference's own config
+    a stock language model of the    the reference is patched with the policy's config first, so
+    policy's architecture            that both models have the same units and shards
     any other model                  by TRL: a reward model, or the reference of a stock policy
 
 `sync_ref_model=True` mixes the policy's weights into the reference. As both models have the same
@@ -136,8 +136,8 @@ def _check_same_architecture(
 
 def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
     """Raise if a model would split sequences over ranks that do not share batches."""
-    size, ranks_per_batch = state.config.ranks_per_batch, shared_batches.sharing(accelerator)
-    if size not in (1, ranks_per_batch):
+    size = state.config.ranks_per_batch
+    if size not in (1, shared_batches.processes_per_batch(accelerator)):
         raise ValueError(
             f"this model was patched with {state.config.sequence_sizes}, but the trained model has "
             f"{shared_batches.sequence_sizes(accelerator)}; patch both with the same sizes, or "

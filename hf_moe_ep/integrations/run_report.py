@@ -1,4 +1,4 @@
-"""`RunReport`: what `hf-moe-ep run` prints and logs through the trainer of the command."""
+"""`RunReport` prints and logs the report of `hf-moe-ep run` through the command's trainer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RunReport(ExpertLoadCallback):
         tokens_per_second    tokens that all ranks have trained on since the previous log, divided
                              by the seconds of these steps
 
-    Padding tokens count like other tokens, because experts compute them. The time between steps, in
-    which the trainer evaluates and saves, does not count. A model with experts_backend="eager"
-    counts no tokens, so nothing is logged.
+    A padding token counts only if the experts compute it (`moe/padding.py`). The time between
+    steps, in which the trainer evaluates and saves, does not count. A model with
+    experts_backend="eager" counts no tokens, so nothing is logged.
     """
 
     reader = "RunReport"

@@ -192,7 +192,7 @@ def save_adapters(
 def _adapters_of_stages(
     state: ModelState, state_dict: Mapping[str, Tensor] | None
 ) -> AbstractContextManager[None]:
-    """Let PEFT save the adapters of all pipeline stages, of which a gathered state dict has all.
+    """Let PEFT save the adapters of all pipeline stages from a gathered state dict.
 
     Raises:
         ValueError: `state_dict` was not gathered from all stages.
@@ -274,8 +274,8 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
         if apart := names_apart(model):
             raise ValueError(
                 f"fsdp_state_dict_type {kind} saves optimizer states in the shapes of this layout, "
-                f"and with etp_size > 1 gate and up are held apart ({next(iter(apart))}); set "
-                f"fsdp_state_dict_type: SHARDED_STATE_DICT"
+                f"and with etp_size > 1 gate and up are separate dims of a parameter "
+                f"({next(iter(apart))}); set fsdp_state_dict_type: SHARDED_STATE_DICT"
             )
 
 
@@ -368,7 +368,7 @@ def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
 
 
 def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
-    """Write where the extra tensors of each model lie to the folder of a training checkpoint."""
+    """Write the locations of each model's extra tensors to the folder of a training checkpoint."""
 
     def write() -> None:
         for index, model in enumerate(models):
@@ -381,7 +381,7 @@ def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
 
 
 def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
-    """Let each model carry the extra tensors that the checkpoint in a folder remembers.
+    """Restore each model's references to extra tensors from the checkpoint in a folder.
 
     Raises:
         ValueError: on every rank: a model was loaded from a checkpoint with other extra tensors.

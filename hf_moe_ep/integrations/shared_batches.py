@@ -4,14 +4,14 @@
 processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same position in all
 pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks {0 2}
 and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
-`sharing` returns this number. Accelerate assumes that every process has its own batches, so these
-functions are corrected for that Accelerator and its Trainer:
+`processes_per_batch` returns this number. Accelerate assumes that every process has its own
+batches, so these functions are corrected for that Accelerator and its Trainer:
 
     function              what it does after the correction
     prepare_data_loader   splits samples over the data ranks instead of the processes
     gather_for_metrics    takes each sample once, from the first process of its data rank
     prepare_scheduler     steps once per data rank and optimizer step, not once per process
-    get_train_dataloader  as prepare_data_loader, for the loaders that ms-swift makes itself
+    get_train_dataloader  does the same as prepare_data_loader, for the loaders of ms-swift
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
                           `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
                           of whole sequences
@@ -58,7 +58,7 @@ Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Let the `cp_size * sp_size` ranks of a batch, and their columns of stages, share batches.
+    """Let `cp_size * sp_size` ranks of each of the `pp_size` stages share batches.
 
     Raises:
         ValueError: a data loader was prepared earlier, with different batches for each rank; or
@@ -66,7 +66,7 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     """
     num_stages = state.config.pp_size or 1
     size = num_stages * state.config.ranks_per_batch
-    if size == sharing(accelerator) and num_stages == _num_stages(accelerator):
+    if size == processes_per_batch(accelerator) and num_stages == _num_stages(accelerator):
         return
     check_world(state.config, launched_world_size())
     if prepared_loaders(accelerator):
@@ -109,8 +109,8 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     state.sums_losses = trainer.args.average_tokens_across_devices
 
 
-def sharing(accelerator: Accelerator) -> int:
-    """Return the number of ranks that share a batch: those of an sp group on all stages."""
+def processes_per_batch(accelerator: Accelerator) -> int:
+    """Return the number of processes that share a batch, on all pipeline stages together."""
     return getattr(accelerator, _SHARING, 1)
 
 
@@ -128,7 +128,7 @@ def data_rank_of(accelerator: Accelerator, rank: int) -> int:
     """Return the index of the batch that a process works on."""
     num_stages = _num_stages(accelerator)
     ranks_per_stage = accelerator.num_processes // num_stages
-    return rank % ranks_per_stage // (sharing(accelerator) // num_stages)
+    return rank % ranks_per_stage // (processes_per_batch(accelerator) // num_stages)
 
 
 def _first_ranks(accelerator: Accelerator) -> list[int]:
@@ -154,7 +154,7 @@ def prepare_data_loader(
             (`dispatch_batches=True`, "batch_rebalance") or is a stream that makes its own batches;
             or the loader has more batches for one rank than for another.
     """
-    if sharing(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+    if processes_per_batch(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
         prepared = original(self, data_loader, device_placement, *args, **kwargs)
     else:
         prepared = _prepare_shared(self, data_loader, device_placement)
@@ -171,7 +171,7 @@ def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: An
         ValueError: ranks share batches, and the data is a stream.
     """
     loader = original(self, *args, **kwargs)
-    size = sharing(self.accelerator)
+    size = processes_per_batch(self.accelerator)
     if size > 1:
         if _num_stages(self.accelerator) > 1:
             raise ValueError(
@@ -192,7 +192,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
             f"{sequence_sizes(self)} the ranks of a group share one batch; set "
             f"dispatch_batches=False"
         )
-    data_ranks = self.num_processes // sharing(self)
+    data_ranks = self.num_processes // processes_per_batch(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
@@ -236,7 +236,7 @@ def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
     """Wrap `Accelerator.gather_for_metrics`: take each sample once, from one rank per batch."""
-    if sharing(self) == 1:
+    if processes_per_batch(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
     if use_gather_object or not _are_all_tensors(input_data):
@@ -258,8 +258,8 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
     """
     prepared = original(self, scheduler)
     per_process = prepared.step_with_optimizer and not prepared.split_batches
-    if sharing(self) > 1 and per_process and prepared is not scheduler:
-        prepared.scheduler = _EveryNthStep(prepared.scheduler, sharing(self))
+    if processes_per_batch(self) > 1 and per_process and prepared is not scheduler:
+        prepared.scheduler = _EveryNthStep(prepared.scheduler, processes_per_batch(self))
     return prepared
 
 
@@ -274,22 +274,23 @@ def get_num_items_in_batch(
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
         return count
-    return count * sharing(self.accelerator)
+    return count * processes_per_batch(self.accelerator)
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
     """Wrap `Trainer.floating_point_ops`: divide the number by the ranks that share the batch.
 
-    The Trainer adds up the numbers of all ranks. Pipeline stages are no such ranks: each counts the
-    parameters that it holds, so the numbers of the stages add up to that of the model.
+    The Trainer adds up the numbers of all ranks. The number is not divided by the pipeline stages:
+    each stage counts only its own parameters, so the numbers of the stages add up to the model's.
     """
-    return original(self, inputs) // (sharing(self.accelerator) // _num_stages(self.accelerator))
+    num_ranks = processes_per_batch(self.accelerator) // _num_stages(self.accelerator)
+    return original(self, inputs) // num_ranks
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
     """Wrap `Trainer.get_tp_size`: return the number of processes per data rank."""
     size: int = original(self)
-    return size * sharing(self.accelerator)
+    return size * processes_per_batch(self.accelerator)
 
 
 def prediction_step(
@@ -301,7 +302,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: compute logits only if they are returned, and then whole."""
+    """Wrap `Trainer.prediction_step`: compute the whole logits, but only if they are returned."""
     state = find_state(self.model)
     if state is None:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -324,9 +325,9 @@ def compute_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.compute_loss`: record that nobody reads outputs which it does not return.
+    """Wrap `Trainer.compute_loss`: record that only the loss is read if no outputs are returned.
 
-    With pipeline stages the last stage computes a `compute_loss_func`.
+    With pipeline stages the last stage calls the Trainer's `compute_loss_func`.
     """
     state = find_state(self.model)
     if state is None:
@@ -389,7 +390,7 @@ def compute_loss_of_process(
     gradients are averaged over processes. The Trainer multiplies by the number of data ranks.
     """
     result = original(self, model, inputs, return_outputs, num_items_in_batch)
-    size = sharing(self.accelerator)
+    size = processes_per_batch(self.accelerator)
     if size == 1 or not multiplies_by_processes(self, num_items_in_batch):
         return result
     return (result[0] / size, *result[1:]) if return_outputs else result / size
@@ -403,7 +404,7 @@ def compute_loss_of_sft(
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    """Wrap SFTTrainer's `compute_loss`: tell stages how the loss weighs tokens and aux loss.
+    """Wrap SFTTrainer's `compute_loss`: pass the divisor of the loss to the pipeline stages.
 
     The trainer divides the sum of token losses by `num_items_in_batch`, and then multiplies by the
     number of data ranks and divides the aux loss by the number of accumulated batches (TRL 1.15).
@@ -427,7 +428,7 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     new_tokens = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + new_tokens // sharing(self.accelerator)
+    self.state.num_input_tokens_seen = before + new_tokens // processes_per_batch(self.accelerator)
 
 
 class _EveryNthStep:
@@ -490,8 +491,8 @@ def _check_stream(data_loader: Any) -> None:
 def _set_stream_remainder(accelerator: Accelerator) -> None:
     """Set `remainder` of a stream's loader to the number of real samples in the last batch.
 
-    Accelerate drops the samples that pad this batch if `remainder` is set. Accelerate does not set
-    it for a stream, because the length of a stream is unknown.
+    Accelerate drops the samples that pad this batch if `remainder` is set. It sets no `remainder`
+    for a stream, because the length of a stream is unknown.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)

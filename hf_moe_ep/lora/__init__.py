@@ -1,4 +1,4 @@
-"""LoRA adapters on stacked experts: their factors, their computation, their export for servers.
+"""LoRA adapters on stacked experts: store their factors, compute them, merge and export them.
 
-PEFT itself computes adapters on other modules.
+Adapters on all other modules are computed by PEFT itself.
 """

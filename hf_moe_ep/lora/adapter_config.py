@@ -13,10 +13,11 @@ Examples for an adapter with r 8, lora_alpha 16 and two experts, which adapts q_
     layers_to_transform [0]                             null, and names as in the line before
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
-match layers without experts. No name can be added if target_modules is a regular expression, or if
-layers_to_transform or exclude_modules limits it (the last two lines). The names of all modules that
-the file adapts then replace target_modules. In a conversion to stacked experts, the rank doubles if
-gate and up have different lora_A, and an entry of alpha_pattern keeps the scale.
+match layers without experts. If target_modules is a regular expression, or if layers_to_transform
+or exclude_modules limits it, no name can be added. In these cases (the last two lines of the
+table) the full names of all modules that the file adapts replace target_modules. In a conversion to
+stacked experts, the rank doubles if gate and up have different lora_A, and an entry of
+alpha_pattern keeps the scale.
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
 key that matches decides. A conversion first renames the keys. Then it adds an entry at the front
@@ -33,16 +34,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_moe_ep.lora.names import PARTS, Stack, targets_that_hit
+from hf_moe_ep.lora.names import PARTS, Stack, matching_targets
 from hf_moe_ep.model_patches.standard import SINGLE_EXPERTS
 from hf_moe_ep.upstream.hub import read_object
 
 CONFIG = "adapter_config.json"
 
-# By stacked parameter: a pattern for the names of its matrices in all experts, after "experts.".
+# For each stacked parameter: a pattern of the names of its matrices in all experts. The pattern
+# describes the part of a name that follows "experts.".
 _IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
-# The end of a pattern's key in the stacked and in the single form. A bare down_proj is not in the
-# table: it matches in both forms, and in layers without experts, so it is not changed.
+# Keys of rank_pattern and alpha_pattern end differently in the two forms: (stacked, single). A
+# bare down_proj is not in the table: it matches in both forms, and in layers without experts, so it
+# is not changed.
 _KEY_ENDS = (
     ("gate_up_proj", _IN_EVERY_EXPERT["gate_up_proj"]),
     ("experts.down_proj", "experts." + _IN_EVERY_EXPERT["down_proj"]),
@@ -72,11 +75,11 @@ def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) ->
 def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
     """Return the patterns of experts' names in all architectures that the adapter can belong to.
 
-    If the config names the architecture, the list has one pattern. All known architectures have one
-    stacked parameter that consists of gate and up.
+    If the config names the architecture, the list has one pattern. In all known architectures gate
+    and up are one stacked parameter.
 
     Raises:
-        ValueError: the config names another architecture.
+        ValueError: the config names an architecture that is not in `SINGLE_EXPERTS`.
     """
     model_type = None
     base = Path(config.get("base_model_name_or_path") or "") / "config.json"
@@ -101,10 +104,10 @@ def config_for_single(
     `other_modules` are the modules with LoRA that are not experts.
     """
     result = dict(config)
-    of_experts = targets_that_hit(stack.name for stack in stacks)
+    expert_targets = matching_targets(stack.name for stack in stacks)
     other_parameters, single_targets = [], []
     for target in config["target_parameters"]:
-        if target not in of_experts:
+        if target not in expert_targets:
             other_parameters.append(target)
             continue
         prefix, _, parameter = target.rpartition(".")
@@ -127,8 +130,9 @@ def config_for_stacked(
     other_modules: list[str],
     growth: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Convert a config from single to stacked experts, without dropout (PEFT does not support it).
+    """Convert a config from single to stacked experts.
 
+    lora_dropout becomes 0, because PEFT supports no dropout on parameters.
     `growth` maps each stacked parameter to the factor by which its rank grows.
     """
     result = _move_experts_to_parameters(config, stacks, other_modules) | {"lora_dropout": 0.0}
@@ -146,19 +150,19 @@ def _move_experts_to_parameters(
     """Move the experts from target_modules to target_parameters."""
     result = dict(config)
     needs_full_names = _needs_full_names(config)
-    of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
-    of_other_modules = targets_that_hit(other_modules)
+    expert_targets = matching_targets(module for stack in stacks for module in stack.all_modules())
+    other_targets = matching_targets(other_modules)
     parameters, modules = list(config.get("target_parameters") or []), []
     for target in _list_module_targets(result, other_modules, parameters):
         single = _SINGLE_TARGET.fullmatch(target)
-        if single and target in of_experts:
+        if single and target in expert_targets:
             parameter = single["part"] if single["part"] in PARTS else "gate_up_proj"
             parameters.append(f"{single['before']}{parameter}")
-        elif target in of_other_modules or target not in of_experts:
+        elif target in other_targets or target not in expert_targets:
             modules.append(target)
     num_layers = len({stack.experts for stack in stacks})
     for stack in stacks:
-        if targets_that_hit([stack.name]) & set(parameters):
+        if matching_targets([stack.name]) & set(parameters):
             continue
         num_adapted = sum(stack.parameter == other.parameter for other in stacks)
         in_all_layers = num_adapted == num_layers and not needs_full_names
@@ -179,15 +183,15 @@ def _list_module_targets(
 ) -> list[str]:
     """Return target_modules as a list, and set entries of `config` that would limit it to None.
 
-    `parameters` are the targets that stay in target_parameters. The modules that they belong to are
-    not in the list.
+    `parameters` are the targets that stay in target_parameters. The list does not contain the
+    modules of these parameters.
     """
     if not _needs_full_names(config):
         return list(config.get("target_modules") or [])
     for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
         config[key] = None
     owners = {target.rpartition(".")[0] for target in parameters}
-    return [name for name in other_modules if not targets_that_hit([name]) & owners]
+    return [name for name in other_modules if not matching_targets([name]) & owners]
 
 
 def _set_patterns(

@@ -2,9 +2,8 @@
 
 PEFT adapts a parameter such as `gate_up_proj` by a wrapper around its module. During a forward the
 wrapper replaces the parameter by `W + scale * B A`. This tensor has the size of all experts; it is
-computed twice and saved for backward. `activate` makes the wrapper store only its factors on the
-experts module, and `ops.expert_mlp` adds two products with the factors to the product of each
-expert.
+computed twice and saved for backward. `activate` instead makes the wrapper store only its factors
+on the experts module. For each row x, `ops.expert_mlp` then adds `scale * B (A x)` to `W x`.
 
 The factors stay parameters of PEFT's wrappers. When the model is sharded, the factors are sharded
 over ep with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Adapters
@@ -159,7 +158,7 @@ def unmerge(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _is_computed_here(experts: Any) -> bool:
-    """Return True if this package computes the module (not stock code or the eager backend)."""
+    """Return True if this package computes the experts, and not the model's own code."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
 

@@ -58,11 +58,11 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
     Other tensors and files are copied. `fuse_adapter` restores the same bytes.
 
     In adapter_config.json the names `mlp.experts.0.gate_proj` and so on are added to
-    target_modules, because a bare `gate_proj` would also match layers without experts. No name can
-    be added if target_modules is a regular expression (which SGLang does not accept), or if
-    layers_to_transform or exclude_modules limits it. The names of all modules that the file adapts
-    then replace these entries. Experts are removed from target_parameters, which becomes null if
-    nothing is left. r, lora_alpha and use_rslora do not change.
+    target_modules, because a bare `gate_proj` would also match layers without experts. If
+    target_modules is a regular expression (which SGLang does not accept), or if layers_to_transform
+    or exclude_modules limits it, no name can be added. In these cases the full names of all modules
+    that the file adapts replace these entries. Experts are removed from target_parameters, which
+    becomes null if nothing is left. r, lora_alpha and use_rslora do not change.
 
     Args:
         source: a folder with adapter_config.json and adapter_model.safetensors.
@@ -161,9 +161,12 @@ def _open_adapter(source: Path, file: Any) -> AdapterFile:
 def _write_tensors(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
     """Write the tensors of experts that `tensors` yields, and copy all other tensors.
 
-    Returns the numbers of tensors of experts and of other tensors, and the size of all tensors.
+    Returns:
+        The number of tensors of experts, the number of other tensors, and the size of all tensors
+        in bytes.
     """
-    # safetensors refuses tensors that share memory, and gate and up share lora_A.
+    # Tensors are cloned, because safetensors refuses tensors that share memory, and gate and up
+    # share lora_A.
     of_experts = {
         adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors(adapter.read)
@@ -179,7 +182,7 @@ def _write_tensors(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[
 
 
 def _list_notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
-    """Return notes on scales that vLLM ignores and on a dropout that the conversion has removed.
+    """List warnings: scales that vLLM ignores, and a dropout that the conversion has removed.
 
     `names` are the modules or parameters that the new config adapts.
     """

@@ -7,8 +7,9 @@
 
 In PEFT's layout an expert owns every E-th column of lora_B, which no DTensor placement can
 describe. With experts as the first dim, both factors are sharded, gathered and checkpointed like
-stacked weights. With etp_size > 1 the dim `out` of gate_up_proj may be held as the two dims (2, F),
-in lora_B as in the weight (`etp.py`). The shape letter P is the rank r of an adapter.
+stacked weights. With etp_size > 1 a sharded model may store the dim 2F of gate_up_proj as two dims
+(2, F), in the weight and in the factor that has this dim (`etp.py`). The shape letter P is the rank
+r of an adapter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Adapter:
     num_experts: int
 
     def of_experts(self, local_experts: slice) -> tuple[Tensor, Tensor]:
-        """Return a_LPI and b_LOP of `local_experts`; a sharded model has no other experts."""
+        """Return a_LPI and b_LOP of `local_experts`.
+
+        The factors of a sharded model contain only this rank's experts, and are returned whole.
+        """
         a, b = local_tensor(self.a), local_tensor(self.b)
         if is_stacked(a):
             return join_gate_and_up(a, b)
@@ -56,10 +60,10 @@ def is_stacked(factor: Tensor) -> bool:
 
 
 def join_gate_and_up(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """View stacked factors, which may have two dims (2, F) instead of one, as [E, r, in] and so on.
+    """View stacked factors as [E, r, in] and [E, out, r].
 
-    `etp.py` says when gate and up are held apart. Which of the factors has these dims depends on
-    PEFT's view of the matrix.
+    If gate and up are two dims (2, F) of a factor (`etp.py`), these two dims are joined. The
+    factor is B; if PEFT takes the dim 2F of the matrix for its input dim, it is A.
     """
     return (a if a.ndim == 3 else a.flatten(2)), (b if b.ndim == 3 else b.flatten(1, 2))
 

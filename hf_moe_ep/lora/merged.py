@@ -34,21 +34,21 @@ class Update:
     Attributes:
         a, b: the factors, (r, in) and (out, r), or [E, r, in] and [E, out, r].
         scale: the product of the factors is multiplied by this number.
-        turned: True if the parameter is stored transposed, (in, out).
-        casts: True if the product is cast to the parameter's dtype before it is added.
+        transposed: True if the parameter is stored transposed, (in, out).
+        casts_product: True if the product is cast to the parameter's dtype before it is added.
     """
 
     a: Tensor
     b: Tensor
     scale: float
-    turned: bool
-    casts: bool
+    transposed: bool
+    casts_product: bool
 
-    def of(self, part: tuple[slice, ...]) -> Tensor:
+    def compute(self, part: tuple[slice, ...]) -> Tensor:
         """Compute the update of a slice of the parameter."""
         a, b = self.a, self.b
         *experts, rows, columns = part
-        if self.turned:
+        if self.transposed:
             rows, columns = columns, rows
         if experts:
             a, b = a[experts[0]], b[experts[0]]
@@ -58,10 +58,10 @@ class Update:
             a, b = a.float(), b.float()
         # For a transposed stack PEFT's einsum exchanges the operands, and the rounding differs if a
         # dim is small. Here the operands are exchanged in the same case.
-        if experts and self.turned:
+        if experts and self.transposed:
             return (a.mT @ b.mT).mul_(self.scale).to(dtype)
         product = (b @ a).mul_(self.scale).to(dtype)
-        return product.mT if self.turned else product
+        return product.mT if self.transposed else product
 
 
 def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -74,6 +74,6 @@ def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tenso
 def add_updates(values: Tensor, part: tuple[slice, ...], updates: Iterable[Update]) -> Tensor:
     """Add `updates` to the values of a slice of a parameter, in place, and return the values."""
     for update in updates:
-        delta = update.of(part)
-        values += delta.to(values.dtype) if update.casts else delta
+        delta = update.compute(part)
+        values += delta.to(values.dtype) if update.casts_product else delta
     return values

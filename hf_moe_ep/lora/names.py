@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# By stacked parameter: the matrices of one expert, one below the other in this order.
+# For each stacked parameter: the matrices of one expert, whose rows it contains in this order.
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 STACKED_KEY = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*\.lora_[AB]\.weight")
@@ -76,8 +76,8 @@ def other_modules(keys: Iterable[str]) -> list[str]:
     return sorted({match["module"] for match in matches if match})
 
 
-def targets_that_hit(names: Iterable[str]) -> set[str]:
-    """Collect every target that matches one of `names`. a.b.c, b.c and c match the name `a.b.c`."""
+def matching_targets(names: Iterable[str]) -> set[str]:
+    """Return all targets that match one of `names`: a.b.c, b.c and c match the name `a.b.c`."""
     targets: set[str] = set()
     for name in names:
         components = name.split(".")

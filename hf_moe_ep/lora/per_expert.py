@@ -48,8 +48,8 @@ from hf_moe_ep.lora.names import (
     SINGLE_KEY,
     STACKED_KEY,
     Stack,
+    matching_targets,
     other_modules,
-    targets_that_hit,
 )
 from hf_moe_ep.plan import matches
 
@@ -57,6 +57,10 @@ from hf_moe_ep.plan import matches
 # the converted tensors.
 Read = Callable[[str], Tensor]
 Tensors = Callable[[Read], Iterator[tuple[str, Tensor]]]
+_DIRECTIONS = (
+    "export_adapter (--to per-expert) reads LoRA on stacked experts, and fuse_adapter (--to fused) "
+    "reads LoRA on single experts"
+)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
     A single wrapper is identified by target_parameters, and two wrappers by their shapes.
     """
     targets = file.config.get("target_parameters") or []
-    named = [name for name in PARTS if targets_that_hit([f"{experts}.{name}"]) & set(targets)]
+    named = [name for name in PARTS if matching_targets([f"{experts}.{name}"]) & set(targets)]
     if len(named) != len(wrappers):
         raise ValueError(
             f"{experts} has LoRA on {len(wrappers)} parameters, but target_parameters in {CONFIG} "
@@ -180,7 +184,7 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
         )
     if len(named) == 1:
         return {named[0]: wrappers[0]}
-    # PEFT's order is tried last, so an error shows the shapes in this order.
+    # PEFT's order is tried last, so that the error below shows the shapes in PEFT's order.
     for up, down in (wrappers, wrappers[::-1]):
         (_, up_in), (up_out, _) = file.shapes_of(up)
         (_, down_in), (down_out, _) = file.shapes_of(down)
@@ -188,7 +192,8 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
             return {"gate_up_proj": up, "down_proj": down}
     raise ValueError(
         f"{experts}: {up_in} -> {up_out} and {down_in} -> {down_out} are not H -> 2F and F -> H of "
-        f"gate_up_proj and down_proj (PEFT before 0.19 exchanged input and output: merge with it)"
+        f"gate_up_proj and down_proj; if PEFT before 0.19, which exchanged input and output, wrote "
+        f"this adapter, merge it with that version of PEFT"
     )
 
 
@@ -259,7 +264,7 @@ def _find_adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> di
             adapted.setdefault(match["experts"], []).append(name.rpartition(".lora_")[0])
         elif ".experts." in name and ".lora_" in name:
             known = " or ".join(f"'{pattern}'" for pattern in patterns)
-            raise ValueError(f"{name} is not LoRA on {form} experts of {known}; see --to")
+            raise ValueError(f"{name} is not LoRA on {form} experts of {known}; {_DIRECTIONS}")
     if not adapted:
-        raise ValueError(f"no LoRA on {form} experts in this adapter; see --to")
+        raise ValueError(f"this adapter has no LoRA on {form} experts; {_DIRECTIONS}")
     return adapted

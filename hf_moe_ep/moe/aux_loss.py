@@ -214,7 +214,7 @@ class _Forward:
         aux_loss: the hook of the model, which computes the loss.
         divisor: the number by which the aux loss is divided before the model adds it to the loss.
             With pipeline stages it is larger by 1 / (share of the micro-batch in the batch).
-        sequence: how the batch was split, with `sp_size` > 1.
+        sequence: with `sp_size` > 1, this rank's slice of the sequences; otherwise None.
         has_fused_head: True if TRL's fused head computes the loss.
         learns: True if the aux loss has a gradient; None until the aux loss is computed.
         undivided, returned: the aux loss, and the divided aux loss that the switch has returned;

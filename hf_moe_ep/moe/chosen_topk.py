@@ -7,10 +7,10 @@ A stock router computes scores, takes the top k scores, and turns them into rout
 the block topk returns the indices of `next_ids` and the current scores at these indices. Every kind
 of router therefore computes the weights (and gradients) of the given experts.
 
-A call of topk is replaced only if it may be a router's call: its scores must be as many as the
-experts, and its choices as many as the ids of `next_ids`. All other calls, and all calls while
-`next_ids` returns None, run torch's own topk. The caller keeps track of the layer that runs. The
-caller may also pass a function `decide`. It receives the ids of `next_ids` and a function that
+A call of topk is replaced only if it may be a router's call: it must have one score per expert, and
+choose as many experts as `next_ids` returns. All other calls, and all calls while `next_ids`
+returns None, run torch's own topk. The caller keeps track of the layer that runs. The caller may
+also pass a function `decide`. This function receives the ids of `next_ids` and a function that
 computes torch's own choice, and returns the ids to use.
 """
 

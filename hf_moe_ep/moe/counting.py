@@ -6,7 +6,7 @@
 Each rank counts its own tokens before they are dispatched, so the sum over all ranks contains every
 token once (the ranks that share a sequence have different slices). Counting needs no host sync. The
 counts only grow: each function that reads them stores the counts of its last reset
-(`ModelState.counted`, see `routing/counts.py`) and subtracts them.
+(`ModelState.count_baselines`, see `routing/counts.py`) and subtracts them.
 
 A forward is counted if it leads to gradients: the model is in training mode, and gradients were
 enabled when the model was called. A test in the layer would not be enough, because a reentrant

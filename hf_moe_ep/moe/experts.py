@@ -169,16 +169,15 @@ def local_weights(
     # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
     must_cast = quantised or torch.is_autocast_enabled(like.device.type)
     meshes = None if layer is None else layer.model.meshes
-    shares_experts = meshes is not None and meshes.etp_size > 1
 
     def local(name: str, num_dims: int = 3) -> Tensor | None:
         parameter = getattr(experts, name, None)
         tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if tensor is None or tensor.ndim == num_dims:
             return tensor
-        # Gate and up are held apart (`etp.py`).
-        of_columns = compute.transposed and not quantised and num_dims == 3
-        return in_stock_shape(tensor, 2 if of_columns else 1)
+        # Gate and up are two dims (2, F) of the tensor (`etp.py`).
+        has_transposed_matrices = compute.transposed and not quantised and num_dims == 3
+        return in_stock_shape(tensor, 2 if has_transposed_matrices else 1)
 
     def cast(tensor: Tensor | None) -> Tensor | None:
         target = dtype if must_cast else whole_dtype
@@ -186,41 +185,51 @@ def local_weights(
 
     up_name, down_name = compute.parameters
     up, down = local(up_name), local(down_name)
-    scales: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if compute.quantisation is not None:
-        scales["quantised"] = compute.quantisation.kind
+        options["quantised"] = compute.quantisation.kind
         for name, parameter in (("up", up_name), ("down", down_name)):
-            scales[f"{name}_block_scale"] = local(parameter + BLOCK_SCALE)
-            scales[f"{name}_nested_scale"] = local(parameter + NESTED_SCALE)
+            options[f"{name}_block_scale"] = local(parameter + BLOCK_SCALE)
+            options[f"{name}_nested_scale"] = local(parameter + NESTED_SCALE)
     elif whole_dtype is None:
         up, down = cast(up), cast(down)
     assert up is not None and down is not None
     if compute.transposed and not quantised:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    active = {} if layer is None else layer.adapters
-    factors: dict[str, Any] = {}
     matrix_dtype = (dtype if must_cast else whole_dtype) or up.dtype
-    factor_dtype = dtype if quantised else matrix_dtype
     if not quantised and up.dtype != matrix_dtype:
-        scales["masters"] = Masters(matrix_dtype)
-    local_experts = slice(first_expert, first_expert + len(up))
-    for name, parameter in (("up", up_name), ("down", down_name)):
-        adapters = active.get(parameter)
-        if adapters:
-            a, b, scale = join(adapters, local_experts)
-            if compute.turns_factors:
-                a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
-            if meshes is not None and shares_experts:
-                # The factor on the side of the hidden states: every rank of an etp group has it.
-                a, b = (
-                    (sum_gradients(a, meshes), b) if name == "up" else (a, sum_gradients(b, meshes))
-                )
-            factors |= {f"{name}_a": a.to(factor_dtype), f"{name}_b": b.to(factor_dtype)}
-            factors[f"{name}_scale"] = scale
+        options["masters"] = Masters(matrix_dtype)
+    if layer is not None:
+        local_experts = slice(first_expert, first_expert + len(up))
+        factor_dtype = dtype if quantised else matrix_dtype
+        options |= _local_factors(layer, compute, local_experts, factor_dtype)
     up_bias, down_bias = cast(local(f"{up_name}_bias", 2)), cast(local("down_proj_bias", 2))
-    if meshes is not None and shares_experts and down_bias is not None:
+    if meshes is not None and meshes.etp_size > 1 and down_bias is not None:
         down_bias = whole_bias(down_bias, like.shape[1], meshes)
-    return ExpertWeights(up, up_bias, down, down_bias, **factors, **scales)
+    return ExpertWeights(up, up_bias, down, down_bias, **options)
+
+
+def _local_factors(
+    layer: MoELayer, compute: Compute, local_experts: slice, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Collect the factors and scales of active adapters, as fields of `ExpertWeights`."""
+    meshes = layer.model.meshes
+    factors: dict[str, Any] = {}
+    for name, parameter in zip(("up", "down"), compute.parameters, strict=True):
+        adapters = layer.adapters.get(parameter)
+        if not adapters:
+            continue
+        a, b, scale = join(adapters, local_experts)
+        if compute.turns_factors:
+            a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
+        if meshes is not None and meshes.etp_size > 1:
+            # The factor that has the dim H is whole on every rank of an etp group.
+            if name == "up":
+                a = sum_gradients(a, meshes)
+            else:
+                b = sum_gradients(b, meshes)
+        factors |= {f"{name}_a": a.to(dtype), f"{name}_b": b.to(dtype), f"{name}_scale": scale}
+    return factors
 
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:

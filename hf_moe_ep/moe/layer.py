@@ -1,14 +1,15 @@
 """One MoE layer: route -> dispatch -> experts -> combine.
 
-Of this folder, read this file first. When transformers calls `moe_forward`, the stock router has
-already chosen: the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result is
-the weighted sum of each token's experts. Without expert parallelism (ep) every rank has all
-experts, and the tokens go straight into them. With ep each rank has E / ep_size of the experts (and
-with etp_size > 1 a part of each of them, `etp.py`):
+Read this file first; the other files of this folder are called from here. When transformers calls
+`moe_forward`, the stock router has already chosen: the arguments are `(hidden_states, top_k_index,
+top_k_weights)`, and the result is the weighted sum of each token's experts. Without expert
+parallelism (ep) every rank computes all experts on its own tokens. With ep each rank has
+E / ep_size of the experts (and with etp_size > 1 a part of each of these experts, `etp.py`):
 
-    route      the stock router has chosen; when a checkpointed layer is recomputed, it repeats the
-               choice of its first run. If `balance_experts` has moved experts, each expert id is
-               replaced by the expert's slot, its row in the stacked weights of all ranks
+    route      the stock router has chosen; in the recompute of a checkpointed layer, the router
+               repeats the choice of the layer's first run. If `balance_experts` has moved experts,
+               each expert id is replaced by the expert's slot, its row in the stacked weights of
+               all ranks
     dispatch   each token is sent to every rank that has one of its experts, or a part of one
     experts    each rank computes its experts on the rows that it received
     combine    the results are sent back and added up, one row per token
@@ -257,7 +258,7 @@ def _finish_plan(
 
 
 def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
-    """Return the router's weights; in a recompute, replaced by the weights that a replay stored."""
+    """Return the router's weights, or in a recompute the weights that a replay has stored."""
     frame: Frame | None = layer.model.frame
     if frame is None or not frame.replaying:
         return weights_TK

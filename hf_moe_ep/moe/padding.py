@@ -62,13 +62,13 @@ class RealTokens:
         return replace(self, is_kept=True)
 
     def padding_T1(self, device: torch.device) -> Tensor:
-        """Return True for all other tokens, [T, 1]; computed once per forward."""
+        """Return a mask [T, 1] of all other tokens, which is computed once per forward."""
         if not self._padding or self._padding[0].device != device:
             self._padding[:] = [(~self.mask_T).to(device).unsqueeze(1)]
         return self._padding[0]
 
     def positions(self) -> Tensor | None:
-        """Return the positions of these tokens; None if these are all tokens.
+        """Return the positions of these tokens; None if no token of the forward is padding.
 
         The first call is a host sync.
         """
@@ -111,7 +111,7 @@ class FindPadding(Ours):
 
 
 class ForgetPadding(Ours):
-    """Forward hook of the causal LM: forgets the tokens that `FindPadding` has found."""
+    """Forward hook of the causal LM: clears the tokens that `FindPadding` has found."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -132,8 +132,8 @@ def attach_padding(parts: Parts, state: ModelState) -> None:
 def find_real_tokens(given: dict[str, Any]) -> Tensor | None:
     """Return a mask [T] of the tokens that the experts have to compute, without a host sync.
 
-    `given` are the arguments of the causal LM by name. The result is None if these are all tokens
-    of every batch with such arguments.
+    `given` are the arguments of the causal LM by name. The result is None if the experts have to
+    compute all tokens of every batch with such arguments.
     """
     mask, shifted, labels = (
         given.get(name) for name in ("attention_mask", "shift_labels", "labels")
@@ -170,10 +170,10 @@ def positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
 
 
 def _real_tokens_of(state: ModelState, num_tokens: int) -> RealTokens | None:
-    """Return the tokens of the current forward for a layer with so many tokens, if they are known.
+    """Return the real tokens of the current forward, if they are known; otherwise None.
 
-    They are not known inside of a checkpoint that does not keep them, or of another function that
-    keeps the tensors that autograd saves.
+    They are not known for a layer with another number of tokens than `num_tokens`, inside of a
+    checkpoint that does not keep them, or under other hooks on the tensors that autograd saves.
     """
     real: RealTokens | None = state.real_tokens
     if real is None or len(real.mask_T) != num_tokens:

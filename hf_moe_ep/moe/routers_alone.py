@@ -6,7 +6,8 @@
 Both runs compute the same logits. The gradient of the second logits ends at the router's own
 parameters. A loss of the first logits, like stock's aux loss, would also train the layers before a
 router to even out the router's load. In `benchmarks/results/balance-cpu.md`, stock's aux loss
-raises the held-out loss of a small model with each of three seeds, and this loss with one of them.
+raises the held-out loss of a small model with each of three seeds; this loss raises it with one of
+them.
 
 The second run costs one product, [T, H] by [H, E]. It runs in a forward hook of the router, where
 the router's parameters are still gathered; a recompute of a checkpointed layer also runs the router
@@ -31,7 +32,7 @@ class RoutersAlone(Ours):
     """Forward hook of every router: records the second logits between `begin` and `end`."""
 
     def __init__(self) -> None:
-        # By id(output of a router's first run): this output, and the same output of the second run.
+        # {id(first_output): (first_output, second_output)}, the outputs of a router's two runs.
         self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ sent. The stock forward of the block still runs:
 
     stock calls the shared experts first    The call returns a `Deferred`, which computes its value
                                             when the layer asks for it, or when it is first read.
-    stock calls the routed experts first    The layer computes the shared experts of the block's
-                                            input. The later call returns this result if its
-                                            argument is that input, and computes its own otherwise.
+    stock calls the routed experts first    The layer computes the shared experts on the block's
+                                            input. The later stock call returns this result if its
+                                            argument is that input, and computes otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PREFIX = "shared_expert"
 
 
 class Deferred(Tensor):
-    """A tensor that `compute` returns. It is computed when it is read, or by `value`."""
+    """The tensor that `compute` returns, computed when the tensor is read or `value` is called."""
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
@@ -86,7 +86,7 @@ class SharedExperts:
         return sum(parameter.numel() for parameter in self._module.parameters())
 
     def begin(self, block_input: Tensor | None) -> None:
-        """Begin a forward of the block. None: its shared experts run where stock code runs them."""
+        """Begin a forward of the block. With None, shared experts run where stock runs them."""
         self._input, self._deferred, self._computed = block_input, None, None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -6,8 +6,9 @@ stock block. The module has the flags of the interface and stacked weights, so a
 it like any experts module of transformers.
 
 If a parameter of the stock block already is a stacked weight, both modules share the parameter.
-Otherwise the weight is made of the stock parameters (`plan.WeightSource`). These then are
-placeholders on the meta device, until `unstack_experts` makes them of the weight again:
+Otherwise the weight is stacked from the stock parameters (`plan.WeightSource`). The stock
+parameters then are placeholders on the meta device, until `unstack_experts` computes them from the
+stacked weight again:
 
     DBRX, E = 4        stock                      stacked
                        experts.mlp.w1 [4F, H]     experts.gate_up_proj [4, 2F, H]
@@ -38,8 +39,8 @@ from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.modules import own_child, own_children_by_name, own_parameters
 
-# The suffix of a parameter of the block. It holds the experts of a stock parameter that no token
-# can choose.
+# Suffix of a parameter that `stack_experts` adds to a block. The parameter holds the experts of a
+# stock parameter that no token can choose.
 UNUSED = "_unused"
 
 T = TypeVar("T")
@@ -79,8 +80,8 @@ class StackedExperts(nn.Module):
         if description.gate:
             self.__dict__["_apply_gate"] = _attribute(block, description.gate)
             self._copy_numbers(_owner(block, description.gate))
-        # These are not registered as modules: the block contains this module, and the stock modules
-        # are not part of the model any more.
+        # The block and its stock modules are not registered as children of this module, because the
+        # block contains this module, and the stock modules are no longer part of the model.
         self.__dict__["_block"] = [block]
         self.__dict__["_stock"] = {n: _child(block, n) for n in _replaced_children(description)}
         self.stock_order = list(own_children_by_name(block))
@@ -356,9 +357,9 @@ def _stack(block: nn.Module, description: MoEBlock) -> None:
     if own_child(block, description.experts) is None:
         block.register_module(description.experts, experts)
     if experts.changed:
-        hook = block.register_state_dict_post_hook(_stock_state_dict)
-        other = block.register_load_state_dict_pre_hook(_load_stock_state_dict)
-        experts.__dict__["_hooks"] = [hook, other]
+        save_hook = block.register_state_dict_post_hook(_stock_state_dict)
+        load_hook = block.register_load_state_dict_pre_hook(_load_stock_state_dict)
+        experts.__dict__["_hooks"] = [save_hook, load_hook]
 
 
 def _unstack(experts: StackedExperts) -> None:
@@ -532,7 +533,7 @@ def _parameter(block: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _attribute(block: nn.Module, name: str) -> Any:
-    """Return the attribute `name` of a block, or None if it does not exist or has no name."""
+    """Return the attribute `name` of a block; None if it does not exist or `name` is empty."""
     value: Any = block if name else None
     for component in filter(None, name.split(".")):
         value = getattr(value, component, None)

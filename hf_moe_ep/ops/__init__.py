@@ -1,6 +1,6 @@
 """The expert MLP: its formula, a slow reference in plain torch, and two fast implementations.
 
-This folder contains functions on tensors and their gradients. It never imports code that knows
+This folder contains functions on tensors, with their gradients. It never imports code that knows
 ranks, models or a training framework.
 
     expert_mlp    the public function; read it first, then operators, formula and interface

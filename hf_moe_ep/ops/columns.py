@@ -1,16 +1,17 @@
-"""Store the columns of a matrix of another dtype behind the columns of a matrix, bit by bit.
+"""Join two matrices of different dtypes, a left and a right one, into one matrix without rounding.
 
 A row of hidden states and its routing weights have different dtypes. As one matrix they are copied
 by one kernel and sent in one transfer. The bytes of the right matrix are read as elements of the
-left matrix's dtype; nothing is rounded. In this example bf16 has 2 bytes and fp32 has 4, so one
-number on the right takes two columns:
+left matrix's dtype. In this example bf16 has 2 bytes and fp32 has 4, so one number of the right
+matrix takes two columns:
 
     left [X, 6] in bf16, right [X, 2] in fp32     columns 0 to 5     left
                                                   columns 6 to 9     right
                                                   columns 10 to 15   unused
 
-The joined matrix has a multiple of ALIGNMENT columns. If the left matrix has a multiple as well, as
-models have for their tensor cores, each of its rows begins at an aligned address.
+The number of columns of the joined matrix is a multiple of ALIGNMENT, so each row of this matrix
+begins at an aligned address. So does the right part of each row, if the number of left columns is
+such a multiple as well, as models choose it for tensor cores.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def join_columns(
     dtype: torch.dtype | None = None,
     right_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return a matrix with the columns of all.
+    """Return one matrix with the columns of `left_XH`, followed by those of all matrices `right`.
 
-    The matrices on the right have one dtype, whose elements are at least as wide. If `dtype` or
-    `right_dtype` is given, matrices of other dtypes are cast while they are copied.
+    All matrices `right` have the same dtype, whose elements are at least as wide as those of
+    `left_XH`. If `dtype` or `right_dtype` is given, the left or the right matrices are cast to it
+    while they are copied.
     """
     right_dtype = right_dtype or right[0].dtype
     if left_XH.dtype != (dtype or left_XH.dtype) or any(x.dtype != right_dtype for x in right):
@@ -52,7 +54,7 @@ def join_columns(
 def _cast_columns(
     left_XH: Tensor, right: Sequence[Tensor], dtype: torch.dtype, right_dtype: torch.dtype
 ) -> Tensor:
-    """Do what `join_columns` does, with a cast in each copy."""
+    """Join the columns as `join_columns` does, and cast each matrix while it is copied."""
     num_rows, hidden = left_XH.shape
     ratio = _ratio(left_XH.new_empty(0, dtype=dtype), right_dtype)
     start, width = _find_columns(hidden, sum(matrix.shape[1] for matrix in right), ratio)

@@ -1,4 +1,4 @@
-"""`on_its_device` launches kernels on the device of their tensors, also if another is current."""
+"""`on_its_device` launches kernels on the device of their tensors, whichever device is current."""
 
 from __future__ import annotations
 

@@ -91,15 +91,15 @@ def expert_mlp(
     )
     arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
     if experts.postponed is None:
-        arguments = _with_copies(arguments, experts.masters)
+        arguments = _cast_masters(arguments, experts.masters)
         out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*arguments)
     else:
         out_RH, *_ = _PostponingExpertMLP.apply(experts.postponed, experts.masters, *arguments)
     return out_RH
 
 
-def _with_copies(tensors: Sequence[Any], masters: Masters | None) -> tuple[Any, ...]:
-    """Replace master weights among the arguments of the operator by their cast copies."""
+def _cast_masters(tensors: Sequence[Any], masters: Masters | None) -> tuple[Any, ...]:
+    """Return the arguments of the operator with cast copies instead of master weights."""
     if masters is None:
         return tuple(tensors)
     named = zip(INPUT_NAMES, tensors, strict=False)
@@ -127,8 +127,8 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
         return experts
     previous, masters = experts.postponed, experts.masters
     postponed = PostponedGrads() if previous is None else PostponedGrads(previous.sums)
-    first = previous is None
-    outputs = _Postpone.apply(postponed, masters, first, tuple(tensors), *tensors.values())
+    is_first = previous is None
+    outputs = _Postpone.apply(postponed, masters, is_first, tuple(tensors), *tensors.values())
     named = dict(zip(tensors, outputs, strict=True))
     return replace(experts, postponed=postponed, **named)
 
@@ -145,13 +145,13 @@ class _Postpone(torch.autograd.Function):
         ctx: Any,
         postponed: PostponedGrads,
         masters: Masters | None,
-        first: bool,
+        is_first: bool,
         names: tuple[str, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.postponed = postponed
         ctx.masters = masters
-        ctx.first = first
+        ctx.is_first = is_first
         ctx.names = names
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.detach() for tensor in tensors)
@@ -166,11 +166,11 @@ class _Postpone(torch.autograd.Function):
         # The attribute is cleared, so that the tensors that `finish` refers to are freed.
         finish, postponed.finish = postponed.finish, None
         # A single chunk has nothing to add up, so its gradients are computed in their own dtypes.
-        grads = postponed.sums if postponed.sums or not ctx.first else ExpertGrads()
+        grads = postponed.sums if postponed.sums or not ctx.is_first else ExpertGrads()
         if finish is not None:
             finish(grads)
-        grad_by_name = grads.take() if ctx.first else {}
-        if ctx.first and ctx.masters is not None:
+        grad_by_name = grads.take() if ctx.is_first else {}
+        if ctx.is_first and ctx.masters is not None:
             ctx.masters.forget()
         return (None, None, None, None, *(grad_by_name.get(name) for name in ctx.names))
 
@@ -186,7 +186,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
     def forward(
         ctx: Any, postponed: PostponedGrads, masters: Masters | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        output = torch.ops.hf_moe_ep.expert_mlp(*_with_copies(inputs, masters))
+        output = torch.ops.hf_moe_ep.expert_mlp(*_cast_masters(inputs, masters))
         save(ctx, inputs, output)
         ctx.postponed, ctx.masters = postponed, masters
         return output
@@ -200,7 +200,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 : 2 + len(INPUT_NAMES)]
         saved = ctx.saved_tensors
         grads, ctx.postponed.finish = run_backward(
-            grad_RH, _with_copies(saved, ctx.masters), needs, ctx.settings, postpone=True
+            grad_RH, _cast_masters(saved, ctx.masters), needs, ctx.settings, postpone=True
         )
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [

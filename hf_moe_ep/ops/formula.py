@@ -4,7 +4,7 @@
     gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
                                                    interleaved:  g0 u0 g1 u1 ..
     act  = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)      [F]
-           f(min(pre, limit)) without a gate
+           f(min(pre, limit))                                                without a gate
            min(f(gate), limit) * clamp(up, -limit, limit)                    if f is swish_clamped
     out  = down_weight act (+ down_bias)           [H]
 
@@ -138,7 +138,7 @@ def activate_backward(
         gate_AF = gate_AF if formula.clamps_output else gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
     f_AF = _apply_activation(gate_AF, formula)
-    # The clamped tensor, the gate or the output of the activation, before it was clamped.
+    # The limit clamps the gate or the output of the activation. This is that tensor, unclamped.
     unclamped_AF = raw_gate_AF
     if formula.clamps_output:
         unclamped_AF, f_AF = f_AF, f_AF.clamp(max=formula.limit)

@@ -4,7 +4,7 @@
     LowRank          the two factors of an adapter
     LowRows          the two factors of an adapter's second product, which a Triton kernel adds
     Routing          the (row, expert) pairs, sorted by expert
-    ExpertGrads      gradients of the experts' tensors, which several backward passes may add to
+    ExpertGrads      gradients of the experts' tensors; several backward passes may add to them
     PostponedGrads   a function that computes these gradients after the backward of `expert_mlp`
 
 An example of `Routing` with two experts and top-2. Row 1 goes to expert 0 only (id 2 means "no
@@ -160,7 +160,7 @@ class ExpertWeights:
         if not self.quantised:
             weight_LOI: Tensor = getattr(self, name)
             return weight_LOI[expert]
-        return dequantise(self.stack(name).of(expert), self.quantised, dtype)
+        return dequantise(self.stack(name).matrix_of(expert), self.quantised, dtype)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return (O, I) of the matrices `name`."""
@@ -197,7 +197,7 @@ def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class GradBuffer(NamedTuple):
-    """The memory of a gradient. The caller adds to `grad` if `add` is True, else overwrites it."""
+    """The memory of a gradient. The caller adds to `grad` if `add`, and overwrites it otherwise."""
 
     grad: Tensor
     add: bool
@@ -206,8 +206,8 @@ class GradBuffer(NamedTuple):
 class ExpertGrads:
     """Gradients of the experts' tensors, by name.
 
-    Each gradient has the dtype of its tensor. With `wide` all gradients are accumulated in fp32 or
-    wider, and `take` rounds them once: several backward passes add up without further rounding.
+    Each gradient has the dtype of its tensor. With `wide` the gradients of several backward passes
+    are accumulated in fp32 or wider, and `take` rounds each sum once.
     """
 
     def __init__(self, *, wide: bool = False) -> None:

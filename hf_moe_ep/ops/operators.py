@@ -11,7 +11,7 @@ do not trace into these operators. `Settings` holds the arguments that are not t
     settings   the four lists of `Settings.arguments`
     kept       saved for backward: pre_AG (empty unless `keep_pre`) and the five tensors of Routing
     saved      rows, weights, *experts, *kept
-    needs      for rows, weights and each tensor of experts: whether its gradient is needed
+    needs      for rows, weights and each tensor of experts: True if its gradient is needed
     grads      the needed gradients, in the order of `needs`
 """
 
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
         up_scale, down_scale: scales of the adapters.
         quantised: format of the matrices (`quantised.py`); empty if they are not quantised.
         grad_scale: multiplies the gradients of the experts' own tensors.
-        keep_pre: whether the pre-activations are kept for backward.
+        keep_pre: True if the pre-activations are kept for backward.
         trained: names (of INPUT_NAMES) of the inputs that require a gradient.
         backend: "torch", "triton", or "auto", which means triton if the kernels can be built.
     """
@@ -153,10 +153,10 @@ def _choose_implementation(
 
 
 def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
-    """Give a routing of the torch path the shapes and the device of the kernels' routing.
+    """Copy a routing of the torch path into the shapes and to the device of a kernels' routing.
 
-    With the backend "auto", torch.compile expects the shapes of the kernels' routing. The fake
-    implementation returned these shapes before it was known whether the kernels can run.
+    With the backend "auto", torch.compile expects the kernels' shapes. The operator's fake
+    implementation always returns them, because it cannot know if the kernels can run.
     """
     num_pairs = routing.pair_A.numel()
     _, _, tiles, rows = _import_triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)

@@ -10,8 +10,8 @@ and there are two copies of token 1:
     add_rows(r) = [r1, r0 + r2]
 
 `add_rows` is the backward of x.index_select(0, token_of_row_N). Rows are added in fp32 or wider and
-always in the same order, so repeated calls give equal bits.
-`count_pairs` counts the (row, expert) pairs of each expert.
+always in the same order, so repeated calls give equal bits. `count_pairs` counts the (row, expert)
+pairs of each expert.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ _BLOCKS = {"nf4": (1, 64), "fp8": (128, 128)}
 _VALUES_PER_BYTE = {"nf4": 2, "fp8": 1}
 # Number of bytes of block_scale that share a nested scale.
 _NESTED_BLOCK = 256
-# Number of values that are quantised at a time, which takes about 20 bytes of memory per value.
-_VALUES = 1 << 17
+# Number of values that are quantised at a time. This takes about 20 bytes of memory per value.
+_VALUES_AT_A_TIME = 1 << 17
 _FP8 = torch.float8_e4m3fn
 # The dtypes that bitsandbytes quantises from and dequantises to.
 _BITSANDBYTES_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,7 +76,7 @@ class Quantisation:
 
     Attributes:
         kind: "nf4" or "fp8".
-        nested: whether the scales of nf4 are quantised as well.
+        nested: True if the scales of nf4 are quantised as well.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Quantised:
     block_scale: Tensor
     nested_scale: Tensor | None = None
 
-    def of(self, expert: int) -> Quantised:
+    def matrix_of(self, expert: int) -> Quantised:
         """Return one matrix of a stack, as views."""
         nested = None if self.nested_scale is None else self.nested_scale[expert]
         return Quantised(self.values[expert], self.block_scale[expert], nested)
@@ -169,7 +169,7 @@ def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
     if weight_EOI.is_meta:
         return stack
     for expert, weight_OI in enumerate(weight_EOI):
-        quantise(weight_OI, quantisation).copy_into(stack.of(expert))
+        quantise(weight_OI, quantisation).copy_into(stack.matrix_of(expert))
     return stack
 
 
@@ -182,9 +182,9 @@ def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
-    matrix = empty_stack((1, rows, columns), plain, weight_OI.device).of(0)
+    matrix = empty_stack((1, rows, columns), plain, weight_OI.device).matrix_of(0)
     block_rows = _BLOCKS[kind][0]
-    step = max(1, _VALUES // max(1, columns * block_rows)) * block_rows
+    step = max(1, _VALUES_AT_A_TIME // max(1, columns * block_rows)) * block_rows
     quantise_rows = _quantise_fp8 if kind == "fp8" else _quantise_nf4
     for start in range(0, rows, step):
         part = quantise_rows(weight_OI[start : start + step].contiguous())
@@ -244,14 +244,14 @@ def _quantise_nf4(weight_OI: Tensor) -> Quantised:
     rows, columns = weight_OI.shape
     if weight_OI.dtype not in _BITSANDBYTES_DTYPES:
         weight_OI = weight_OI.float()
-    packed, state = _functional().quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
+    packed, state = _bitsandbytes().quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
     return Quantised(packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64))
 
 
 def _quantise_scales(matrix: Quantised) -> Quantised:
     """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics=True."""
     offset = matrix.block_scale.flatten().mean()
-    codes, state = _functional().quantize_blockwise(
+    codes, state = _bitsandbytes().quantize_blockwise(
         matrix.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
     )
     nested_scale = torch.stack([state.absmax, offset.expand_as(state.absmax)], 1)
@@ -263,7 +263,7 @@ def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
     nested = matrix.nested_scale if matrix.nested_scale is None else matrix.nested_scale[None]
     block_scale = plain_scales(Quantised(matrix.values[None], matrix.block_scale[None], nested))
     supported = dtype if dtype in _BITSANDBYTES_DTYPES else torch.float32
-    _functional()  # The import registers the operator.
+    _bitsandbytes()  # The import registers the operator.
     weight_OI: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         matrix.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], supported
     )
@@ -289,7 +289,7 @@ def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:
     return squares.view(rows, columns).to(dtype)
 
 
-def _functional() -> Any:
+def _bitsandbytes() -> Any:
     # bitsandbytes is imported on demand, because it is optional and its import looks for GPUs.
     import bitsandbytes.functional
 

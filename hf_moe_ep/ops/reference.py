@@ -1,7 +1,7 @@
 """Slow and simple versions of the ops in this folder, differentiated by autograd.
 
-The tests compare the fast implementations with these versions. `matrices` dequantises, `sum_rows`
-sums the copies of each token, and `expert_mlp` computes the experts.
+The tests compare the fast implementations with these versions. `matrices` dequantises a stack of
+matrices, `sum_rows` sums the copies of each token, and `expert_mlp` computes the experts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Compilers have miscompiled single kernels for single GPUs: Triton 3.7.1 on a B300 computed a wrong
 gradient and raised no error (Liger-Kernel pull request 1294). Only a comparison of numbers finds
-such an error. The first call of a kind therefore runs small problems on both paths, and raises if
-the results differ:
+such an error. The first call of a kind therefore runs small problems with the kernels and with
+torch, and raises if the results differ:
 
     products    the forward of a few experts and, if an input is trained, the backward, with the
                 dtypes, formula, block sizes, alignment and adapter ranks of the call. For quantised
@@ -45,10 +45,10 @@ from hf_moe_ep.ops.sum_check import (
     ROUNDINGS,
     Comparison,
     TokenSumKind,
-    compare,
+    check_close,
+    compare_token_sums,
     device_name,
     draw_rows_and_slots,
-    token_sums,
 )
 
 # Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
@@ -67,9 +67,9 @@ class Kind:
         precision: precision of fp32 products.
         tensors: names of the experts' tensors that are not None.
         trained: names of the inputs that need a gradient: rows, weights and the experts' tensors.
-        transposed: whether the matrices are transposed views.
-        few: whether experts have fewer than FEW_ROWS rows on average.
-        padded: whether TMA cannot load the matrices.
+        transposed: True if the matrices are transposed views.
+        few: True if experts have fewer than FEW_ROWS rows on average.
+        padded: True if TMA cannot load the matrices.
         ranks: ranks of the adapters of up and down, 0 without an adapter.
         quantised: format of the matrices, empty if they are not quantised.
     """
@@ -113,24 +113,24 @@ def self_check(
     num_experts, pre_size, _ = experts.up.shape
     up, down = (0 if a is None else a.shape[1] for a in (experts.up_a, experts.down_a))
     kind = Kind(
-        rows_RH.device,
-        rows_RH.dtype,
-        weights_RK.dtype,
-        dot_precision(rows_RH),
-        formula,
+        device=rows_RH.device,
+        dtype=rows_RH.dtype,
+        weights_dtype=weights_RK.dtype,
+        precision=dot_precision(rows_RH),
+        formula=formula,
         # Nested scales are dequantised before any kernel runs.
-        tuple(name for name in experts.named_tensors() if not name.endswith(NESTED_SCALE)),
-        trained,
-        keep_pre,
-        experts.up.stride(2) != 1,
-        weights_RK.shape[1],
-        num_experts,
-        rows_RH.shape[1],
-        _shortened(formula.ffn_size(pre_size)),
-        num_pairs < FEW_ROWS * num_experts,
-        not (tma_can_load(experts.up) and tma_can_load(experts.down)),
-        (up, down),
-        experts.quantised,
+        tensors=tuple(n for n in experts.named_tensors() if not n.endswith(NESTED_SCALE)),
+        trained=trained,
+        keep_pre=keep_pre,
+        transposed=experts.up.stride(2) != 1,
+        top_k=weights_RK.shape[1],
+        num_experts=num_experts,
+        hidden=rows_RH.shape[1],
+        ffn=_shorten(formula.ffn_size(pre_size)),
+        few=num_pairs < FEW_ROWS * num_experts,
+        padded=not (tma_can_load(experts.up) and tma_can_load(experts.down)),
+        ranks=(up, down),
+        quantised=experts.quantised,
     )
     return check_both_sizes(kind)
 
@@ -149,7 +149,7 @@ def check_both_sizes(kind: Kind) -> str:
 @functools.cache
 def check_once(kind: Kind) -> str:
     """Compare the kernels of a kind with torch; see `self_check`."""
-    checks = (_products, _routing, _sums)
+    checks = (_compare_products, _compare_routing, _compare_sums)
     try:
         comparisons = [comparison for check in checks for comparison in check(kind)]
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -160,7 +160,7 @@ def check_once(kind: Kind) -> str:
     # fp32 products may be computed in TF32, which rounds like fp16.
     rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
     limit = (_ROUNDINGS_OF_FP32 if exact else ROUNDINGS) * torch.finfo(rounded).eps
-    compare(comparisons, limit, kind, "Train with experts_backend='torch'")
+    check_close(comparisons, limit, kind, "Train with experts_backend='torch'")
     return ""
 
 
@@ -174,15 +174,15 @@ def warn_once(device: torch.device, reason: str) -> None:
     )
 
 
-def _shortened(size: int) -> int:
-    """Return a small size that is divisible by the same powers of two, up to 256, as `size`.
+def _shorten(size: int) -> int:
+    """Return a size from 256 to 511, divisible by the same powers of two (up to 256) as `size`.
 
-    All block sizes are powers of two up to 256.
+    All block sizes are powers of two up to 256, so kernels need the same masks for both sizes.
     """
     return 256 + size % 256
 
 
-def _products(kind: Kind) -> Iterator[Comparison]:
+def _compare_products(kind: Kind) -> Iterator[Comparison]:
     """Yield the comparisons of the output and of every needed gradient of a small call."""
     generator = torch.Generator(kind.device).manual_seed(0)
 
@@ -191,7 +191,7 @@ def _products(kind: Kind) -> Iterator[Comparison]:
 
     # A row names an expert at most once.
     num_experts = min(kind.num_experts, max(3, kind.top_k + 1))
-    hidden, ffn = _shortened(kind.hidden), kind.ffn
+    hidden, ffn = _shorten(kind.hidden), kind.ffn
     pre_size = 2 * ffn if kind.formula.gated else ffn
     pairs_per_expert = FEW_ROWS // 2 if kind.few else MANY_ROWS + 1
     num_rows = pairs_per_expert * num_experts // kind.top_k + 1
@@ -219,7 +219,7 @@ def _products(kind: Kind) -> Iterator[Comparison]:
     tensors = {name: x.to(kind.dtype) for name, x in tensors.items()}
     dequantised = dict(tensors)
     for name in ("up", "down") if kind.quantised else ():
-        stack = some_bytes(tensors[name], kind.quantised, generator)
+        stack = draw_quantised(tensors[name], kind.quantised, generator)
         tensors |= stack.by_name(name)
         dequantised[name] = matrices(stack, kind.quantised, kind.dtype)
     rows_RH = draw(num_rows, hidden).to(kind.dtype)
@@ -233,11 +233,11 @@ def _products(kind: Kind) -> Iterator[Comparison]:
     return ((name, actual[name], expected[name]) for name in expected)
 
 
-def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
+def draw_quantised(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
     """Return quantised matrices whose values are about as large as those of `weight_LOI`.
 
-    For fp8 the matrices are quantised. For nf4 the codes and scales are random, because quantising
-    to nf4 would need bitsandbytes.
+    For fp8, `weight_LOI` itself is quantised. For nf4 the codes and scales are random, because
+    quantising to nf4 would need bitsandbytes.
     """
     if kind == "fp8":
         return quantise_stack(weight_LOI, Quantisation(kind))
@@ -276,7 +276,7 @@ def _run(
     return {"out": out_RH, "pre": own_AG} | {name: grads[name] for name in kind.trained}
 
 
-def _routing(kind: Kind) -> Iterator[Comparison]:
+def _compare_routing(kind: Kind) -> Iterator[Comparison]:
     """Yield the tensors of one routing on both paths. Some pairs have no expert on this rank."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
@@ -303,7 +303,7 @@ def _routing(kind: Kind) -> Iterator[Comparison]:
     yield "tiles", actual.tiles, torch.tensor(tiles, device=kind.device)
 
 
-def _sums(kind: Kind) -> Iterator[Comparison]:
+def _compare_sums(kind: Kind) -> Iterator[Comparison]:
     """Yield the sums of expert outputs of a few rows on both paths, weighted and unweighted."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
     rows_AH, slots_RK, y_RKH = draw_rows_and_slots(sum_kind)
@@ -312,4 +312,4 @@ def _sums(kind: Kind) -> Iterator[Comparison]:
     weights_RK = weights_RK.to(kind.weights_dtype)
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
     yield "weighted sums", on_its_device(combine)(rows_AH, slots_RK, weights_RK), weighted_RH
-    yield from token_sums(sum_kind)
+    yield from compare_token_sums(sum_kind)

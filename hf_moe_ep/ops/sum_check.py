@@ -63,10 +63,10 @@ def self_check_sums(rows_NH: Tensor, num_slots: int, out_dtype: torch.dtype) -> 
 def check_sums_once(kind: TokenSumKind) -> None:
     """Check the kernel of this kind; the cache skips kinds that have passed the check before."""
     limit = ROUNDINGS * torch.finfo(kind.out_dtype or kind.dtype).eps
-    compare(token_sums(kind), limit, kind, "Install another version of Triton")
+    check_close(compare_token_sums(kind), limit, kind, "Install another version of Triton")
 
 
-def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
+def compare_token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
     """Yield one comparison: the sums for three tokens, by the kernel and by torch."""
     rows_AH, slots_RK, y_RKH = draw_rows_and_slots(kind)
     yield "sums", on_its_device(combine)(rows_AH, slots_RK, None, kind.out_dtype), y_RKH.sum(1)
@@ -90,7 +90,7 @@ def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
     return rows_AH, slots_RK, padded_AH[slots_RK.long()]
 
 
-def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
+def check_close(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
     """Check that integer tensors are equal, and that float tensors are close.
 
     An element may differ by at most `limit` times the largest element of torch's tensor.

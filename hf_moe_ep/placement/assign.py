@@ -1,7 +1,7 @@
-"""`balanced`: assign the E experts of a layer to the D ranks of an ep group, E / D to each rank.
+"""`assign_slots`: assign the E experts of a layer to the D ranks of an ep group, E / D to each.
 
-The busiest rank is to have a low load. Two algorithms assign the experts, and the assignment whose
-busiest rank has the lower load is used. Both algorithms start with the busiest experts:
+The aim is a low load of the busiest rank. Two algorithms assign the experts, and the assignment
+whose busiest rank has the lower load is used. Both algorithms start with the busiest experts:
 
     one at a time   assign each expert to the rank with the lowest load that still has room
     in rounds       assign one expert to each rank per round: the busiest expert of the round to the
@@ -21,10 +21,10 @@ Let s be the greatest difference between the first and the last expert of any ro
     busiest rank <= mean + (1 - 1 / D) * s
 
 because if one rank has load M, each of the other D - 1 ranks has at least M - s. The bound is
-reached if only one expert has tokens. Assigning one at a time can be better: for loads 12 4 4 4 0 0
-on 2 ranks, the busiest rank has 12, and with rounds 16. But no bound is proved for this algorithm.
-In any assignment, the busiest rank has at least the mean, and at least the load of the busiest
-expert and the E / D - 1 idlest experts together.
+reached if only one expert has tokens. Assigning one at a time can be better: for the loads
+12 4 4 4 0 0 on 2 ranks, the busiest rank has 12 tokens; in rounds it has 16. But no bound is proved
+for this algorithm. In any assignment, the busiest rank has at least the mean load, and at least the
+sum of the loads of the busiest expert and the E / D - 1 idlest experts.
 
 The result depends only on the counts, which are equal on all ranks, so no communication is needed.
 If loads are equal, the expert or rank with the smaller number comes first.
@@ -36,7 +36,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = None) -> list[int]:
+def assign_slots(
+    load_E: Sequence[int], ranks: int, old_slots_E: Sequence[int] | None = None
+) -> list[int]:
     """Choose a slot (a row of the stacked tensors) for each expert.
 
     Rank r owns the E / D slots from r * E / D on.
@@ -44,29 +46,30 @@ def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = No
     Args:
         load_E: the tokens of each expert.
         ranks: the number of ranks D of the ep group, a divisor of E.
-        now_E: the present slots of the experts (default: hub order, slot e for expert e). An expert
-            that stays on its rank keeps its slot, and ranks are numbered so that many experts stay.
+        old_slots_E: the present slots of the experts (default: hub order, slot e for expert e). An
+            expert that stays on its rank keeps its slot, and ranks are numbered so that many
+            experts stay.
 
     Returns:
         The new slot of each expert, or the present slots if neither assignment lowers the load of
         the busiest rank.
     """
-    slots_E = list(range(len(load_E))) if now_E is None else list(now_E)
-    candidates = (_one_at_a_time(load_E, ranks), _in_rounds(load_E, ranks))
-    best = min(candidates, key=lambda ranks_E: busiest(load_E, ranks_E, ranks))
+    slots_E = list(range(len(load_E))) if old_slots_E is None else list(old_slots_E)
+    candidates = (_assign_one_at_a_time(load_E, ranks), _assign_in_rounds(load_E, ranks))
+    best = min(candidates, key=lambda ranks_E: largest_load(load_E, ranks_E, ranks))
     local = len(load_E) // ranks
     old_ranks_E = [slot // local for slot in slots_E]
-    if busiest(load_E, best, ranks) >= busiest(load_E, old_ranks_E, ranks):
+    if largest_load(load_E, best, ranks) >= largest_load(load_E, old_ranks_E, ranks):
         return slots_E
     return _choose_slots(_renumber_ranks(best, old_ranks_E, ranks), slots_E, ranks)
 
 
-def busiest(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
+def largest_load(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
     """Return the tokens of the busiest rank, if expert e is on rank `ranks_E[e]`."""
     return max(_loads_of_ranks(load_E, ranks_E, ranks))
 
 
-def bound(load_E: Sequence[int], ranks: int) -> Fraction:
+def bound_of_largest_load(load_E: Sequence[int], ranks: int) -> Fraction:
     """Return the upper bound of the busiest rank's load that the module docstring derives."""
     rounds = _split_into_rounds(load_E, ranks)
     spread = max((load_E[experts[0]] - load_E[experts[-1]] for experts in rounds), default=0)
@@ -90,7 +93,7 @@ def _split_into_rounds(load_E: Sequence[int], ranks: int) -> list[list[int]]:
     return [experts[first : first + ranks] for first in range(0, len(experts), ranks)]
 
 
-def _one_at_a_time(load_E: Sequence[int], ranks: int) -> list[int]:
+def _assign_one_at_a_time(load_E: Sequence[int], ranks: int) -> list[int]:
     room, sums, ranks_E = [len(load_E) // ranks] * ranks, [0] * ranks, [0] * len(load_E)
     for expert in _busiest_first(load_E):
         rank = min((rank for rank in range(ranks) if room[rank]), key=lambda rank: sums[rank])
@@ -100,7 +103,7 @@ def _one_at_a_time(load_E: Sequence[int], ranks: int) -> list[int]:
     return ranks_E
 
 
-def _in_rounds(load_E: Sequence[int], ranks: int) -> list[int]:
+def _assign_in_rounds(load_E: Sequence[int], ranks: int) -> list[int]:
     sums, ranks_E = [0] * ranks, [0] * len(load_E)
     for experts in _split_into_rounds(load_E, ranks):
         idlest_first = sorted(range(ranks), key=lambda rank: (sums[rank], rank))

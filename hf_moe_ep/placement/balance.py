@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.placement.assign import balanced, busiest
+from hf_moe_ep.placement.assign import assign_slots, largest_load
 from hf_moe_ep.placement.hub_order import guard_state_dicts
 from hf_moe_ep.placement.move import (
     ExpertTensors,
@@ -65,8 +65,8 @@ def balance_experts(
             times the mean load of the ranks.
 
     Returns:
-        `load` with the new slots of the experts, the rows in which they are now; its
-        `rank_max_over_mean` shows how even the loads of the ranks are with these slots.
+        `load` with the new slots of the experts. Its `rank_max_over_mean` shows how even the loads
+        of the ranks are with these slots.
 
     Raises:
         ValueError: on every rank, before anything is moved: the model has no ep group of several
@@ -106,7 +106,7 @@ def balance_experts(
         load_E: list[int] = load.counts[layer.index].tolist()
         if not _is_uneven(load_E, old_slots_E, ranks, threshold):
             continue
-        slots_E = balanced(load_E, ranks, old_slots_E)
+        slots_E = assign_slots(load_E, ranks, old_slots_E)
         in_hub_order = slots_E == sorted(slots_E)
         placements[layer.index] = (
             None if in_hub_order else torch.tensor(slots_E, device=state.device)
@@ -174,5 +174,5 @@ def _check_between_steps(model: nn.Module) -> None:
 
 def _is_uneven(load_E: list[int], slots_E: list[int], ranks: int, threshold: float) -> bool:
     local = len(load_E) // ranks
-    busiest_load = busiest(load_E, [slot // local for slot in slots_E], ranks)
-    return busiest_load * ranks > threshold * sum(load_E)
+    largest = largest_load(load_E, [slot // local for slot in slots_E], ranks)
+    return largest * ranks > threshold * sum(load_E)

@@ -158,9 +158,9 @@ def move_experts(
     moves = [move for move in moves if move.old != move.new]
     for name, parameter in tensors.parameters.items() if moves else ():
         where = f"moving experts of {name}"
-        _exchange(parameter, moves, meshes, where)
+        _exchange_rows(parameter, moves, meshes, where)
         for _, tensor in _tensors_that_move_with(parameter, optimizers):
-            _exchange(tensor, moves, meshes, where)
+            _exchange_rows(tensor, moves, meshes, where)
     layer.placement = placement
 
 
@@ -225,10 +225,10 @@ class _Position(NamedTuple):
     row: int
 
 
-def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) -> None:
+def _exchange_rows(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) -> None:
     """Send the rows of this rank to their new slots, and store the rows that this rank receives."""
-    group = _group_of(meshes)
-    positions, this_rank = _positions(tensor, group), dist.get_rank(group)
+    group = _find_group(meshes)
+    positions, this_rank = _find_positions(tensor, group), dist.get_rank(group)
     # Entries are (the other rank, new slot, local row). After sorting, sender and receiver have the
     # same order of rows: by rank, as an all-to-all requires, and then by new slot.
     outgoing = sorted(
@@ -273,7 +273,7 @@ def _count_by_rank(entries: list[tuple[int, int, int]], num_ranks: int) -> list[
     return counts
 
 
-def _group_of(meshes: Meshes) -> dist.ProcessGroup:
+def _find_group(meshes: Meshes) -> dist.ProcessGroup:
     """Return a process group that contains all ranks of one replica of the experts."""
     if meshes.ep_fsdp_size == 1:
         return meshes.ep.get_group()
@@ -283,7 +283,7 @@ def _group_of(meshes: Meshes) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _positions(tensor: DTensor, group: dist.ProcessGroup) -> list[_Position]:
+def _find_positions(tensor: DTensor, group: dist.ProcessGroup) -> list[_Position]:
     """Find the position of each slot in this rank's replica, for the columns that this rank has."""
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
     coordinate = mesh.get_coordinate()

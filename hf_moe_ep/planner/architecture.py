@@ -3,8 +3,8 @@
 `inspect_architecture` builds the model on the meta device and derives its plan as `patch` would.
 Then it tries each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If
 one of these steps raises an error, its feature is not supported, and the message is the reason.
-Training would raise the same error, so this file has no rules of its own. `lines` formats the
-result. ARCHITECTURES.md lists which models were compared with stock transformers.
+Training would raise the same error, so this file has no rules of its own. `format_architecture`
+formats the result. ARCHITECTURES.md lists which models were compared with stock transformers.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _vision_support(config: Any, parts: Parts) -> str:
     return "the model has no vision tower"
 
 
-def lines(result: Architecture, shape: str) -> list[str]:
-    """Format the result for printing."""
+def format_architecture(result: Architecture, shape: str) -> list[str]:
+    """Return the lines to print."""
     plan = result.plan
     tower = plan.vision.tower if plan.vision is not None else ""
     facts = {

@@ -10,8 +10,8 @@
         Path("rates.json").write_text(json.dumps(rates, indent=2))
 
 `measure_rates` first times whole steps. Then it runs STEPS more steps in which `OperatorTimer`
-times every operator and collective separately. The device is synchronised before and after each of
-them. The ranks meet in a barrier before each collective, so the time of a collective does not
+times every operator and collective separately. The device is synchronised before and after each
+operator. The ranks meet in a barrier before each collective, so the time of a collective does not
 include waiting for other ranks. `fit` divides work by time:
 
     rate                how it is computed
@@ -59,12 +59,12 @@ _WARM_UP = 2
 class Sample:
     """An operator or collective that was timed, and the seconds that it took."""
 
-    of: Operator | Collective
+    item: Operator | Collective
     seconds: float
 
 
 class OperatorTimer(WorkCounter):
-    """Count the work of a step, and time every operator and collective separately.
+    """Counts the work of a step, and times every operator and collective separately.
 
     With `repeats`, operators are also repeated in each of DTYPES.
 
@@ -176,16 +176,16 @@ def measure_rates(
         with timers[-1]:
             step()
     samples = [sample for timer in timers for sample in timer.samples]
-    launched = _time_launches(make_counter(model), step) if device.type == "cuda" else 0.0
-    result = samples, dict(timers[0].repeated), statistics.median(seconds), launched
+    launch_seconds = _time_launches(make_counter(model), step) if device.type == "cuda" else 0.0
+    result = samples, dict(timers[0].repeated), statistics.median(seconds), launch_seconds
     results = everyone("measuring rates", lambda: result)
     return fit(
         [sample for samples_of_rank, *_ in results for sample in samples_of_rank],
         timers[0].counted(),
         seconds=max(result[2] for result in results),
         node_size=node_size,
-        again=_rates_of_repeated([result[1] for result in results]),
-        launched=statistics.mean(result[3] for result in results),
+        repeated=_rates_of_repeated([result[1] for result in results]),
+        launch_seconds=statistics.mean(result[3] for result in results),
         host_ahead=device.type == "cuda",
     )
 
@@ -196,18 +196,19 @@ def fit(
     *,
     seconds: float,
     node_size: int,
-    again: dict[str, dict[str, float]] | None = None,
-    launched: float = 0.0,
+    repeated: dict[str, dict[str, float]] | None = None,
+    launch_seconds: float = 0.0,
     host_ahead: bool = False,
 ) -> dict[str, Any]:
     """Compute rates from samples.
 
     Args:
         samples: the timed operators and collectives of all ranks.
-        work: the work of one rank's step, in one stretch (a part of a step that is counted apart).
+        work: the work of one rank's step, in one phase (a part of a step that is counted apart).
         seconds: the seconds of this step if operators are not timed.
-        again: for each kind and dtype, the rate of the operators that were repeated in all dtypes.
-        launched: seconds that the host takes per launch; 0 on a CPU.
+        repeated: for each kind and dtype, the rate of the operators that were repeated in all
+            dtypes.
+        launch_seconds: seconds that the host takes per launch; 0 on a CPU.
         host_ahead: True if the host launches operators while the device computes.
 
     Raises:
@@ -218,7 +219,7 @@ def fit(
     moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     links: dict[str, list[tuple[float, float]]] = {"in_node": [], "between_nodes": []}
     for sample in samples:
-        item = sample.of
+        item = sample.item
         if isinstance(item, Collective):
             if len(item.ranks) > 1:
                 inside, outside = item.links(node_size)
@@ -239,14 +240,14 @@ def fit(
             f"{len(flops)} kinds of products were timed, and operators of {LARGE} bytes or more "
             f"moved {nbytes:.0f} bytes; both numbers must be above 0: measure a larger batch"
         )
-    rates, fractions = _product_rates(flops, again or {})
-    bandwidth, memory_fractions = _memory_rates(moved, (again or {}).get("memory", {}))
+    rates, fractions = _product_rates(flops, repeated or {})
+    bandwidth, memory_fractions = _memory_rates(moved, (repeated or {}).get("memory", {}))
     result: dict[str, Any] = {
         "matmul_flops": rates,
         "memory_bandwidth": bandwidth,
         "node_size": node_size,
         "host_ahead": host_ahead,
-        "host_seconds": launched,
+        "host_seconds": launch_seconds,
         "overlap": 0.0,
         "fractions": {**fractions, **memory_fractions},
     }
@@ -274,8 +275,8 @@ def _product_rates(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the rate of the fastest kind in each dtype, and the fraction that each kind reaches.
 
-    "grouped float32" is the fraction of one dtype. "grouped" is the fraction of the dtype in which
-    this kind has most FLOPs.
+    The key "grouped float32" has the fraction of one dtype. The key "grouped" has the fraction of
+    the dtype in which this kind has most FLOPs.
     """
     measured: dict[tuple[str, str], float] = {
         key: work / seconds for key, (work, seconds) in flops.items() if seconds
@@ -346,7 +347,7 @@ def _fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
     return latency, 1 / slope
 
 
-def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
+def hardware_of_rates(rates: dict[str, Any], name: str = "measured") -> Hardware:
     """Make a `Hardware` record from measured rates.
 
     A link that was not measured gets the rates of the other link, if they were measured.
@@ -361,8 +362,8 @@ def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
 
 
 def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
-    """Return a value of `host_seconds` or of `overlap` with which a plan gives `seconds`."""
-    record = record_of(rates)
+    """Return the value of `host_seconds` or of `overlap` with which a plan takes `seconds`."""
+    record = hardware_of_rates(rates)
     planned = time_of_work(work, record).seconds
     if seconds >= planned and not record.host_ahead:
         return {"host_seconds": (seconds - planned) / (work.launches() + work.messages())}

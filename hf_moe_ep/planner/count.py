@@ -8,10 +8,11 @@
     memory.peak, memory.peaks["backward"], memory.alive_at_peak("backward")
 
 Bytes are counted per storage. A storage counts once, however many tensors share it, from the
-operator that creates it until its last tensor is freed. The sum is what a program requests from a
-GPU's allocator, without rounding and caching. Temporary memory inside an operator is not counted,
-except for the operators of the experts, whose steps run one by one. FSDP2 allocates and frees
-gathered units with `UntypedStorage.resize_`, which is no operator, so `count_tensors` wraps it.
+operator that creates it until its last tensor is freed. The sum is the memory that a program
+requests from a GPU's allocator, without rounding and caching. Temporary memory inside an operator
+is not counted, except for the operators of the experts, whose steps run one by one. FSDP2 allocates
+and frees gathered units with `UntypedStorage.resize_`, which is no operator, so `count_tensors`
+wraps this method.
 
 Host memory is counted separately. Tensors are on the host if they were passed to
 `watch(..., on_host=True)` or were computed from a host tensor. Only `copy` makes a device tensor
@@ -39,7 +40,7 @@ from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id
 from hf_moe_ep.upstream.graph import tensors_in
 
-# Values of `made_by` for a storage that no operator made. BEFORE is also the name of the stretch (a
+# Values of `made_by` for a storage that no operator made. BEFORE is also the name of the phase (a
 # named part of the run) that precedes the first `begin`.
 BEFORE, RESIZED = "before", "resize_"
 
@@ -58,11 +59,11 @@ class StorageRecord:
 
 
 class TensorMemory(OperatorMode):
-    """A dispatch mode that counts storages, as the module docstring explains.
+    """A dispatch mode that counts the bytes of storages, as the module docstring explains.
 
     Attributes:
         now: bytes alive on the device.
-        peaks: the largest value of `now` in each stretch, in the order in which stretches began.
+        peaks: the largest value of `now` in each phase, in the order in which phases began.
         on_host, host_peak: bytes alive on the host, and the largest value of `on_host`.
     """
 
@@ -75,7 +76,7 @@ class TensorMemory(OperatorMode):
         # All allocations (True) and frees (False), and the length of this list at each peak.
         self._changes: list[tuple[StorageRecord, bool]] = []
         self._peak_at: dict[str, int] = {}
-        self._stretch = BEFORE
+        self._phase = BEFORE
         self._alive: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self.watch(alive)
 
@@ -83,9 +84,9 @@ class TensorMemory(OperatorMode):
     def peak(self) -> int:
         return max(self.peaks.values())
 
-    def begin(self, stretch: str) -> None:
-        """Begin a stretch, or continue it if it began before."""
-        self._stretch = stretch
+    def begin(self, phase: str) -> None:
+        """Begin a phase, or continue it if it began before."""
+        self._phase = phase
         self._update_peak()
 
     def watch(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
@@ -119,10 +120,10 @@ class TensorMemory(OperatorMode):
         entry = self._alive.get(storage_id(local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]
 
-    def alive_at_peak(self, stretch: str) -> list[StorageRecord]:
-        """Return the storages that were alive at the peak of a stretch, the largest first."""
+    def alive_at_peak(self, phase: str) -> list[StorageRecord]:
+        """Return the storages that were alive at the peak of a phase, the largest first."""
         alive: dict[StorageRecord, None] = {}
-        for record, allocated in self._changes[: self._peak_at[stretch]]:
+        for record, allocated in self._changes[: self._peak_at[phase]]:
             if allocated:
                 alive[record] = None
             else:
@@ -130,7 +131,7 @@ class TensorMemory(OperatorMode):
         return sorted(alive, key=lambda record: -record.nbytes)
 
     def sums_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
-        """Return the bytes of each kind that were alive at the peak of each stretch."""
+        """Return the bytes of each kind that were alive at the peak of each phase."""
         sums: dict[str, int] = {}
         sums_after: dict[int, dict[str, int]] = {0: {}}
         numbers_of_peaks = set(self._peak_at.values())
@@ -139,7 +140,7 @@ class TensorMemory(OperatorMode):
             sums[kind] = sums.get(kind, 0) + (record.nbytes if allocated else -record.nbytes)
             if number in numbers_of_peaks:
                 sums_after[number] = {kind: size for kind, size in sums.items() if size}
-        return {stretch: sums_after[self._peak_at[stretch]] for stretch in self.peaks}
+        return {phase: sums_after[self._peak_at[phase]] for phase in self.peaks}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -197,9 +198,9 @@ class TensorMemory(OperatorMode):
         self._changes.append((record, allocated))
 
     def _update_peak(self) -> None:
-        if self.now > self.peaks.get(self._stretch, -1):
-            self.peaks[self._stretch] = self.now
-            self._peak_at[self._stretch] = len(self._changes)
+        if self.now > self.peaks.get(self._phase, -1):
+            self.peaks[self._phase] = self.now
+            self._peak_at[self._phase] = len(self._changes)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
     counted = count_step(model, layers, optimizer, {"input_ids": ids, "labels": ids})
     counted.peaks()["backward, layer 3"], counted.work.flops()
 
-The model may be real, on any device, or fake (`step.py`). The parts of a step are called stretches.
-A stretch begins when a layer's forward begins, or when the gradient of a layer's output arrives:
+The model may be real, on any device, or fake (`step.py`). The parts of a step are called phases.
+A phase begins when a layer's forward begins, or when the gradient of a layer's output arrives:
 
     forward, before layers | forward, layer 0 .. | forward, head
     backward, head | backward, layer n-1 .. | optimizer
@@ -42,7 +42,7 @@ TRANSIENT = "activations, logits, transients"
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedStep:
     """The memory and the work of one step.
 
     Attributes:
@@ -54,11 +54,11 @@ class Counted:
     work: StepWork
 
     def peaks(self) -> dict[str, int]:
-        """Return the peak of each stretch of the step, in bytes."""
+        """Return the peak of each phase of the step, in bytes."""
         return {name: size for name, size in self.memory.peaks.items() if name != BEFORE}
 
     def made_of(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of each kind at the peak of each stretch."""
+        """Return the bytes of each kind at the peak of each phase."""
         sums = self.memory.sums_at_peaks(self._kind_of)
         return {name: parts for name, parts in sums.items() if name != BEFORE}
 
@@ -78,7 +78,7 @@ def count_step(
     work: WorkCounter | None = None,
     *,
     offload: bool = False,
-) -> Counted:
+) -> CountedStep:
     """Run and count one step on this rank.
 
     Args:
@@ -94,9 +94,9 @@ def count_step(
     with replace_attribute(*dtensor_shapes()), count_tensors() as memory:
         _watch_held(memory, kinds, model, optimizer, offload=offload)
 
-        def begin(stretch: str) -> None:
-            memory.begin(stretch)
-            work.begin(stretch)
+        def begin(phase: str) -> None:
+            memory.begin(phase)
+            work.begin(phase)
 
         copies = _count_copies(memory, work, kinds) if offload else nullcontext()
         with copies, work, _begin_at_layers(layers, begin):
@@ -110,7 +110,7 @@ def count_step(
             optimizer.step()
         del loss
         optimizer.zero_grad()
-    return Counted(memory, kinds, work.counted())
+    return CountedStep(memory, kinds, work.counted())
 
 
 def _watch_held(
@@ -172,7 +172,7 @@ def make_counter(model: nn.Module, fusion: Fusion | None = None) -> WorkCounter:
 
 @contextmanager
 def _begin_at_layers(layers: Sequence[nn.Module], begin: Callable[[str], None]) -> Iterator[None]:
-    """Begin a stretch at each layer's forward, and when the gradient of its output arrives."""
+    """Begin a phase at each layer's forward, and when the gradient of its output arrives."""
     handles = []
 
     def before_forward(number: int) -> Callable[..., None]:

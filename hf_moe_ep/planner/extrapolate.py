@@ -1,16 +1,16 @@
 """Extrapolate a step of a model with n layers from steps with 4 and with 5 layers.
 
 If all layers are alike, a plan runs the model with 4 and with 5 layers only. A step is cut into
-stretches: before the layers, the forward and the backward of each layer, the head, the optimizer.
-The first two and the last two layers have other neighbours than the layers between them, so their
-stretches are kept. A stretch is named by the number of its layer, counted from the nearer end (-1
-is the last layer). The bytes of a stretch grow by the same amount with each layer of the model,
-because all layers keep the same number of bytes for later stretches:
+phases: before the layers, the forward and the backward of each layer, the head, the optimizer. The
+first two and the last two layers have other neighbours than the layers between them, so the phases
+of these four layers are kept. A phase is named by the number of its layer, counted from the nearer
+end (-1 is the last layer). The bytes of a phase grow by the same amount with each layer of the
+model, because all layers keep the same number of bytes for later phases:
 
     n layers   forward 0  1 ..  -2  -1  head | backward head  -1  -2 ..  1  0 | optimizer
     value(n) = value(4) + (n - 4) * (value(5) - value(4))
 
-Example: a stretch with 100 bytes at 4 layers and 110 bytes at 5 layers has 100 + 44 * 10 = 540
+Example: a phase with 100 bytes at 4 layers and 110 bytes at 5 layers has 100 + 44 * 10 = 540
 bytes at 48 layers. The bytes of a layer in the middle are between the bytes of the first and of the
 last layer, so the peak of the step is at one of the two ends.
 """
@@ -26,7 +26,7 @@ from torch import nn
 
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
-from hf_moe_ep.planner.work import StepWork, Stretch
+from hf_moe_ep.planner.work import Phase, StepWork
 from hf_moe_ep.upstream.models import text_config
 
 # The numbers of layers of the two models that run.
@@ -81,21 +81,21 @@ def _describe_layer(layer: nn.Module) -> str:
     return str(settings)
 
 
-def bytes_at(few: Sequence[int], layers: int) -> int:
-    """Extrapolate a number of bytes from 4 and 5 layers: bytes_at([100, 110], 48) is 540."""
+def extrapolate_bytes(few: Sequence[int], layers: int) -> int:
+    """Extrapolate bytes from 4 and 5 layers: extrapolate_bytes([100, 110], 48) is 540."""
     (first, second), (first_bytes, second_bytes) = FEW, few
     return first_bytes + (layers - first) * (second_bytes - first_bytes) // (second - first)
 
 
-def names_from_ends(stretches: Sequence[str], layers: int) -> dict[str, str]:
-    """Map names that count layers from the nearer end to the stretch names of a model.
+def names_from_ends(phases: Sequence[str], layers: int) -> dict[str, str]:
+    """Map names that count layers from the nearer end to the phase names of a model.
 
     With 5 layers, "layer 0" and "layer 1" keep their names, "layer -2" and "layer -1" stand for
     "layer 3" and "layer 4", and "layer 2" is left out. With 4 layers, "layer -2" and "layer -1"
     stand for "layer 2" and "layer 3".
     """
     names: dict[str, str] = {}
-    for name in stretches:
+    for name in phases:
         before, layer, number = name.rpartition("layer ")
         if not layer:
             names[name] = name
@@ -108,47 +108,49 @@ def names_from_ends(stretches: Sequence[str], layers: int) -> dict[str, str]:
     return names
 
 
-def peaks_at(
+def extrapolate_peaks(
     few: Sequence[Mapping[str, int]], parts: Sequence[Mapping[str, Mapping[str, int]]], layers: int
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Extrapolate the peak of each stretch, and the bytes of each kind at that peak."""
+    """Extrapolate the peak of each phase, and the bytes of each kind at that peak."""
     maps = [names_from_ends(list(peaks), number) for peaks, number in zip(few, FEW, strict=True)]
     all_peaks: dict[str, int] = {}
     all_parts: dict[str, dict[str, int]] = {}
     for name in maps[0]:
         keys = [names[name] for names in maps]
         two_peaks = [peaks[key] for peaks, key in zip(few, keys, strict=True)]
-        all_peaks[name] = bytes_at(two_peaks, layers)
+        all_peaks[name] = extrapolate_bytes(two_peaks, layers)
         two_parts = [part[key] for part, key in zip(parts, keys, strict=True)]
         kinds = dict.fromkeys(kind for part in two_parts for kind in part)
-        all_parts[name] = {k: bytes_at([p.get(k, 0) for p in two_parts], layers) for k in kinds}
+        all_parts[name] = {
+            k: extrapolate_bytes([p.get(k, 0) for p in two_parts], layers) for k in kinds
+        }
     return all_peaks, all_parts
 
 
-def work_at(few: Sequence[StepWork], layers: int) -> StepWork:
+def extrapolate_work(few: Sequence[StepWork], layers: int) -> StepWork:
     """Extrapolate the work of a step.
 
     The first two and the last two layers are taken from the model with 5 layers. Its middle layer
-    stands for all layers between (`Stretch.times`). With each additional layer, every other stretch
+    stands for all layers between (`Phase.times`). With each additional layer, every other phase
     grows by the difference between the two models.
     """
     first, second = few
-    stretches: dict[str, Stretch] = {}
-    for name, stretch in second.stretches.items():
+    phases: dict[str, Phase] = {}
+    for name, phase in second.phases.items():
         before, layer, number = name.rpartition("layer ")
         if not layer:
-            shorter, steps = first.stretches[name], layers - FEW[0]
-            stretches[name] = Stretch(
-                _counts_at(shorter.operators, stretch.operators, steps),
-                _counts_at(shorter.collectives, stretch.collectives, steps),
+            shorter, steps = first.phases[name], layers - FEW[0]
+            phases[name] = Phase(
+                _counts_at(shorter.operators, phase.operators, steps),
+                _counts_at(shorter.collectives, phase.collectives, steps),
             )
         elif 2 <= int(number) < FEW[1] - 2:
-            stretches[name] = replace(stretch, times=layers - FEW[0])
+            phases[name] = replace(phase, times=layers - FEW[0])
         elif int(number) >= FEW[1] - 2:
-            stretches[f"{before}layer {int(number) + layers - FEW[1]}"] = stretch
+            phases[f"{before}layer {int(number) + layers - FEW[1]}"] = phase
         else:
-            stretches[name] = stretch
-    return StepWork(stretches)
+            phases[name] = phase
+    return StepWork(phases)
 
 
 def _counts_at(first: Any, second: Any, steps: int) -> Any:

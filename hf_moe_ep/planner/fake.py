@@ -13,12 +13,12 @@ not have:
 
 So this rank receives from each other rank as many rows as it sends to itself.
 
-Two shortcuts keep a plan fast. The torch path computes the experts in blocks. The experts of a
-block run one after the other and free their memory, so only three of these experts run: the two
+Two shortcuts keep a plan fast. First, the torch path computes the experts in blocks. The experts of
+a block run one after the other and free their memory, so only three of these experts run: the two
 with the most pairs, and the expert with the fewest pairs. The work of the other experts is
-interpolated on a straight line. And if FSDP2 splits a tensor into MANY or more equal chunks, one
-per rank, the first chunk is used for all of them, because a thousand views would take longer than
-the layer.
+interpolated on a straight line. Second, if FSDP2 splits a tensor into MANY or more equal chunks,
+one per rank, the first chunk is used for all of them, because a thousand views would take longer
+than the layer.
 """
 
 from __future__ import annotations
@@ -163,8 +163,7 @@ def alone_on_fake_tensors(
         stack.enter_context(replace_attribute(torch_mlp.Block, "split", split))
         stack.enter_context(replace_attribute(*dtensor_shapes()))
         stack.enter_context(replace_attribute(torch, "chunk", _chunk))
-        bias = replace_attribute(context_calls, "causal_lower_right", _NoMask)
-        stack.enter_context(bias)
+        stack.enter_context(replace_attribute(context_calls, "causal_lower_right", _NoMask))
         if like_gpu:
             stack.enter_context(replace_attribute(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), DrawnChoicesMode(choices):
@@ -175,10 +174,10 @@ def alone_on_fake_tensors(
 
 
 class _NoMask:
-    """Replacement of torch's CausalBias, which is no fake tensor: attention without any mask.
+    """Replacement of torch's CausalBias, which is no fake tensor: attention runs without a mask.
 
-    On a GPU attention with a CausalBias needs no memory for a mask either. The plan counts all
-    scores of the queries to the keys, a few more than a causal kernel computes.
+    On a GPU attention with a CausalBias needs no memory for a mask either. The plan counts the
+    scores of all pairs of a query and a key, a few more than a causal kernel computes.
     """
 
     def __init__(self, queries: int, keys: int) -> None:
@@ -201,10 +200,10 @@ def split_in_three(
     largest = sorted(order[:2])
     operators: dict[int, list[Operator]] = {}
     for index in largest if len(order) < 3 else (order[-1], *largest):
-        start, since = sum(block.sizes[:index]), work.number
+        start, num_before = sum(block.sizes[:index]), work.num_operators
         rows = slice(start, start + block.sizes[index])
         yield block.experts[index], tuple(tensor[rows] for tensor in tensors)
-        operators[block.sizes[index]] = work.take(since)
+        operators[block.sizes[index]] = work.take(num_before)
     if operators:
         work.add_for_sizes(operators, block.sizes)
 
@@ -217,7 +216,7 @@ def _gather_copies(gather: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
 
 
 def _swap_copies(swap: Any, out: Tensor, x: Tensor, *splits: Any, **options: Any) -> Any:
-    """All-to-all in the fake group. Of integers, `out` gets copies of this rank's own part."""
+    """All-to-all in the fake group. If `x` has integers, fill `out` with copies of the own part."""
     handle = swap(out, x, *splits, **options)
     if x.dtype in _INTEGERS:
         out.copy_(x[dist.get_rank(options["group"])].expand_as(out))

@@ -1,9 +1,9 @@
 """Plan the kernels of compiled layers from the operators of uncompiled ones.
 
-A plan runs uncompiled layers, whose operators each read their inputs from memory and write their
-results to memory. A compiler fuses operators that move bytes only into kernels: between two
-products, it reads each input once, and writes only results that another kernel needs. Backward
-recomputes the results that forward has not written. `Fusion` counts these kernels:
+A plan runs uncompiled layers: each operator reads its inputs from memory and writes its result to
+memory. A compiler fuses operators that only move bytes into kernels. Between two products, such a
+kernel reads each input once, and writes only results that another kernel needs. Backward recomputes
+the results that forward has not written. `Fusion` counts these kernels:
 
     x -> to fp32 -> square -> mean -> rsqrt -> times x -> to bf16 -> times weight -> product
 
@@ -14,17 +14,17 @@ again, instead of the results that autograd has saved.
 A tensor is written to memory if
 
 - a product, attention, or an operator outside of the compiled code made it, or reads it;
-- it crosses the border of a graph: the MoE block and each layer are borders;
-- it is a sum over rows, which is small, and which a kernel of its own may need.
+- it crosses the border of a graph: a graph ends where the MoE block or a layer begins or ends;
+- it is a sum over rows, which is small, and which a separate kernel may need.
 
-Where a tensor that is not written is read, it is computed again: the tensors from which it is
-computed are read instead. A kernel is a series of operators without a product or attention in
-between. A sum over columns, such as the gradient of a norm's weight, is a kernel of its own: it
-needs all rows, while other kernels compute one row at a time.
+Any other tensor is computed again by each kernel that needs it. Such a kernel reads the tensors
+from which the needed tensor is computed. A kernel is a series of operators without a product or
+attention in between. A sum over columns, such as the gradient of a norm's weight, is a separate
+kernel: it needs all rows, while other kernels compute one row at a time.
 
-The code of training itself says which regions are compiled: inside of `in_place_of_compile`,
-torch.compile marks a region instead of compiling it. Autograd numbers its nodes, so the numbers of
-the nodes that a region makes tell which operators of backward belong to the region.
+The code of training itself decides which regions are compiled: inside of `mark_compiled_regions`,
+torch.compile marks a region instead of compiling it. Autograd numbers its nodes. An operator of
+backward belongs to a region if its node has one of the numbers of the nodes that the region made.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Node:
         sums_columns: True if the operator adds up all rows of its input.
     """
 
-    stretch: str
+    phase: str
     graph: int | None
     in_backward: bool
     fuses: bool
@@ -82,7 +82,7 @@ class _Node:
 class Kernel:
     """A series of fused operators: its bytes, and how many tensors it writes."""
 
-    stretch: str
+    phase: str
     dtype: str
     nbytes: int
     launches: int
@@ -96,7 +96,7 @@ class Fusion:
     # Storages that are alive, each with its number.
     _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
     _next_number: int = 0
-    # The graph of the code that runs, or None where code is not compiled; innermost last.
+    # For each open `region`, innermost last: its graph, or None if the region is not compiled.
     _running: list[int | None] = field(default_factory=list)
     _num_graphs: int = 0
     # The first sequence number of each series of autograd nodes, and the graph of the series.
@@ -115,27 +115,27 @@ class Fusion:
         finally:
             self._running.pop()
             if self._running and self._running[-1] is not None:
-                self._num_graphs += 1  # what follows in the outer region is another graph
+                self._num_graphs += 1  # the rest of the outer region is another graph
                 self._running[-1] = self._num_graphs
             self._begin_series()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside the block: its operators are counted otherwise."""
+        """Record nothing inside the block, because its operators are counted elsewhere."""
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
 
-    def add(self, stretch: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
-        """Add an operator (`work.Operator`). Return True if it becomes a part of a kernel."""
+    def add(self, phase: str, operator: Any, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        """Add an operator (`work.Operator`). Return True if it becomes part of a fused kernel."""
         if self._paused:
             return False
         graph = self._find_graph()
         fuses = graph is not None and operator.kind == "memory"
         node = _Node(
-            stretch,
+            phase,
             graph,
             not self._running,
             fuses,
@@ -164,14 +164,14 @@ class Fusion:
                 nbytes = sum(outside.values()) + sum(writes.values())
                 large = max(writes.values()) * _SMALL
                 launches = sum(size > large for size in writes.values())
-                kernels.append(Kernel(last.stretch, last.dtype, nbytes, launches))
+                kernels.append(Kernel(last.phase, last.dtype, nbytes, launches))
             reads.clear()
             writes.clear()
 
         for node in self._nodes:
             if node.graph is None:
                 continue
-            if not node.fuses or (last is not None and _differ(node, last)):
+            if not node.fuses or (last is not None and _need_two_kernels(node, last)):
                 end()
                 last = None
             if not node.fuses:
@@ -179,7 +179,7 @@ class Fusion:
             needed = [source for use in node.reads for source in sources.get(use.storage, (use,))]
             if node.sums_columns:
                 nbytes = sum(use.nbytes for use in dict.fromkeys((*needed, *node.writes)))
-                kernels.append(Kernel(node.stretch, node.dtype, nbytes, 1))
+                kernels.append(Kernel(node.phase, node.dtype, nbytes, 1))
                 continue
             last = node
             for use in node.writes:
@@ -242,15 +242,15 @@ def _sums_columns(reads: list[Tensor], writes: list[Tensor]) -> bool:
     return is_small and result.ndim > 0 and result.shape[-1] == rows.shape[-1] > 1
 
 
-def _differ(node: _Node, last: _Node) -> bool:
+def _need_two_kernels(node: _Node, last: _Node) -> bool:
     """Return True if no kernel can contain both operators."""
     return any(
-        getattr(node, name) != getattr(last, name) for name in ("graph", "in_backward", "stretch")
+        getattr(node, name) != getattr(last, name) for name in ("graph", "in_backward", "phase")
     )
 
 
 @contextmanager
-def in_place_of_compile(fusion: Fusion) -> Iterator[None]:
+def mark_compiled_regions(fusion: Fusion) -> Iterator[None]:
     """Inside the block, torch.compile marks the code of a function as a region of `fusion`."""
 
     def mark(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
@@ -261,7 +261,7 @@ def in_place_of_compile(fusion: Fusion) -> Iterator[None]:
 
         return marked
 
-    def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def mark_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def outside(*args: Any, **kwargs: Any) -> Any:
             with fusion.region(compiled=False):
@@ -271,11 +271,11 @@ def in_place_of_compile(fusion: Fusion) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (torch, "compile", mark),
-        (torch.compiler, "disable", not_compiled),
+        (torch.compiler, "disable", mark_uncompiled),
+        (compiled_layers, "has_given_up", lambda *_: False),
     ]
-    replaced.append((compiled_layers, "has_given_up", lambda *_: False))
     for name in ("_run_block_without_tracing", "_run_without_tracing"):
-        replaced.append((compiled_layers, name, not_compiled(vars(compiled_layers)[name])))
+        replaced.append((compiled_layers, name, mark_uncompiled(vars(compiled_layers)[name])))
     with ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(replace_attribute(owner, name, value))

@@ -108,7 +108,7 @@ class Hardware:
         if not isinstance(self.host_ahead, bool):
             raise ValueError(f"host_ahead ({self.host_ahead!r}) must be true or false")
 
-    def reached(self, kind: str, dtype: str) -> float:
+    def reached_fraction(self, kind: str, dtype: str) -> float:
         """Return the fraction of the peak that operators of a kind reach in a dtype."""
         return self.fractions.get(f"{kind} {dtype}", self.fractions[kind])
 

@@ -62,7 +62,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes that each rank of one kind holds between steps; `ranks` lists these ranks."""
+    """The bytes that a rank holds between steps; the same for all ranks in `ranks`."""
 
     ranks: tuple[int, ...]
     parameters: int
@@ -82,8 +82,8 @@ class MemoryPlan:
         world_size, parallel, ep_fsdp_size: the layout with its resolved sizes.
         total: the number of parameters, with adapters.
         trained: the number of parameters that get gradients.
-        active: the number of parameters that one token uses: the parameters of the experts that it
-            chooses, and all parameters outside experts.
+        active: the number of parameters that one token uses: the parameters of the experts that the
+            token chooses, and all parameters outside experts.
         expert_bytes: the bytes of the experts' matrices on all ranks of a replica, with scales and
             padding, divided by the number of their parameters.
         kinds: the kinds of ranks, in the order of their first ranks.
@@ -199,7 +199,7 @@ class PlanRequest:
         pp_size = 1 if self.parallel is None else self.parallel.pp_size or 1
         if pp_size > 1:
             raise ValueError(
-                f"pp_size is {pp_size}, but a plan is that of one pipeline stage; use `hf-moe-ep "
+                f"pp_size is {pp_size}, but this plan is for one pipeline stage; use `hf-moe-ep "
                 f"plan --pp {pp_size}`, or plan a config with num_hidden_layers / {pp_size} layers "
                 f"on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
             )
@@ -382,7 +382,8 @@ class _Sharded:
             parts.insert(0, [units.embedding])
         if not units.tied:
             parts.append(units.tail)
-        always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
+        parts_of_model = [*units.layers, *units.vision, units.embedding, *units.tail]
+        always = _without(self.parameters, parts_of_model)
         if units.tied:
             always += _dtensors(units.tail)
         largest_pair = _largest_pair([part_bytes(part) for part in parts])
@@ -403,9 +404,9 @@ class _Sharded:
     def fixed_buffers(self) -> int:
         """Return the bytes of the fixed buffers.
 
-        Units of the same size gather in two buffers. They reduce in one, because FSDP2 waits for a
-        reduction before it begins the next one. A single rank gathers nothing, but FSDP2 copies its
-        gradients as if it reduced them.
+        Units of the same size share two buffers for all-gathers, and one buffer for
+        reduce-scatters, because FSDP2 waits for a reduce-scatter before it begins the next one. A
+        single rank gathers nothing, but FSDP2 copies its gradients as if it reduced them.
         """
         units = [*self._parameters_of_units(), *(_dtensors([e]) for e in self.units.encoders)]
         num_units: Counter[tuple[str, str, int]] = Counter()
@@ -439,9 +440,6 @@ class _Sharded:
             _dtensors(units.tail),
             _dtensors(embedding),
         ]
-
-    def _outside(self, modules: Iterable[nn.Module | None]) -> list[DTensor]:
-        return _without(self.parameters, modules)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A plan runs the torch path of the experts, because its fake tensors are on the CPU. A GPU runs the
 kernels of `ops/triton_mlp.py`, which compute the same products with fewer launches and fewer bytes:
-they gather rows while they multiply, and the activation is fused with the product before it. So for
-a GPU, `count_kernels` drops the operators of the torch path and counts these launches:
+they gather rows while they multiply, and fuse the activation with the product before it. For a GPU,
+`count_kernels` therefore drops the operators of the torch path and counts these launches:
 
     pass         kernel                            counted
     route        sort_pairs                        4 launches, no FLOPs

@@ -2,8 +2,8 @@
 
     draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
-A stretch is a part of the step, such as the forward of one layer. All stretches are drawn with the
-same width, whatever time they take; the height of a stretch is its peak. `over_step` returns the
+A phase is a part of the step, such as the forward of one layer. All phases are drawn with the
+same width, whatever time they take; the height of a phase is its peak. `over_step` returns the
 numbers. This module needs matplotlib.
 """
 
@@ -40,21 +40,21 @@ _NUMBERED = 6
 
 
 def over_step(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
-    """Return the stretches of a step in their order, with the bytes of each kind at their peaks.
+    """Return the phases of a step in their order, with the bytes of each kind at their peaks.
 
     A layer in the middle did not run; its bytes are interpolated on a straight line between the
     layers at both ends (`extrapolate.py`).
     """
-    return [(name, _bytes_by_kind(name, plan)) for name in _stretches(plan.layers)]
+    return [(name, _bytes_by_kind(name, plan)) for name in _phases(plan.layers)]
 
 
 def draw_memory(
     plan: StepPlan, path: str | os.PathLike[str], *, title: str = "", limit: int | None = None
 ) -> None:
     """Draw a plan into a PNG file, with a line at `limit` bytes."""
-    stretches = over_step(plan)
-    used = {kind for _, parts in stretches for kind, size in parts.items() if size}
-    edges = range(len(stretches) + 1)
+    phases = over_step(plan)
+    used = {kind for _, parts in phases for kind, size in parts.items() if size}
+    edges = range(len(phases) + 1)
     # pyplot would choose a backend for the whole process and keep the figure alive.
     figure = Figure(figsize=(10, 5), layout="constrained")
     axis = figure.subplots()
@@ -62,7 +62,7 @@ def draw_memory(
     for kind, colour in _COLOURS.items():
         if kind not in used:
             continue
-        sizes = [parts.get(kind, 0) / _GIB for _, parts in stretches]
+        sizes = [parts.get(kind, 0) / _GIB for _, parts in phases]
         # fill_between draws from edge to edge, so the last value is repeated.
         top = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
         axis.fill_between(edges, below, top, step="post", color=colour, label=kind, linewidth=0)
@@ -70,9 +70,9 @@ def draw_memory(
     if limit is not None:
         axis.axhline(limit / _GIB, color="black", linestyle="--", linewidth=1)
         axis.text(0, limit / _GIB, f" {limit / _GIB:.4g} GiB", va="bottom", fontsize=9)
-    _mark_peak(axis, plan, [name for name, _ in stretches])
-    _mark_stretches(axis, plan.layers)
-    axis.set_xlim(0, len(stretches))
+    _mark_peak(axis, plan, [name for name, _ in phases])
+    _mark_phases(axis, plan.layers)
+    axis.set_xlim(0, len(phases))
     axis.set_ylim(0, 1.12 * max(max(below), plan.peak / _GIB, (limit or 0) / _GIB))
     axis.set_ylabel("GiB of one rank, planned")
     axis.set_title(title, fontsize=10)
@@ -81,7 +81,7 @@ def draw_memory(
     figure.savefig(os.fspath(path), dpi=120, format="png")
 
 
-def _stretches(layers: int) -> Iterator[str]:
+def _phases(layers: int) -> Iterator[str]:
     yield "forward, before layers"
     yield from (f"forward, layer {number}" for number in range(layers))
     yield "forward, head"
@@ -123,7 +123,7 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
     )
 
 
-def _mark_stretches(axis: Axes, layers: int) -> None:
+def _mark_phases(axis: Axes, layers: int) -> None:
     """Label the layers under the picture, and below them forward, backward and optimizer."""
     step = max(layers // _NUMBERED, 1)
     backward, optimizer = layers + 2, 2 * layers + 3

@@ -79,8 +79,8 @@ class LayoutRequest:
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
         ep, sp, dp_replicate, cp: the size of each axis; None tries several sizes.
-        etp: the etp_size; None: 1, or more if the model has too few experts for an ep_size that is
-            tried.
+        etp: the etp_size. None means 1, or a larger size where the model has fewer experts than the
+            ep_size that is tried.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -183,7 +183,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLayout:
     """A layout that training accepts, and its plan.
 
     Attributes:
@@ -215,8 +215,8 @@ class SearchResult:
         illegal: the layouts that training refuses, each with the reason.
     """
 
-    fit: list[Planned]
-    too_large: list[Planned]
+    fit: list[PlannedLayout]
+    too_large: list[PlannedLayout]
     illegal: dict[Layout, str]
 
 
@@ -233,7 +233,7 @@ def find_layouts(request: LayoutRequest) -> SearchResult:
             search.plan_grids()
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
-    order: Callable[[Planned], float] = _seconds if request.hardware else _memory_used
+    order: Callable[[PlannedLayout], float] = _seconds if request.hardware else _memory_used
     for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
         search = searches[planned.layout.pp]
         assert search is not None
@@ -277,7 +277,7 @@ class _Search:
     def plan_grids(self) -> None:
         """Plan every grid with as little memory as possible."""
         request, num_experts = self.request, _count_experts(self.request)
-        planned: list[Planned] = []
+        planned: list[PlannedLayout] = []
         for sp in [1, *_powers_of_two(request.node)] if request.sp is None else [request.sp]:
             planned += self._plan_grids(_grids(request, sp, request.cp or 1, num_experts, self.pp))
             if any(grid.left >= 0 for grid in planned):
@@ -290,9 +290,9 @@ class _Search:
             if any(grid.left >= 0 for grid in planned):
                 return
 
-    def _plan_grids(self, grids: Iterable[Layout]) -> list[Planned]:
+    def _plan_grids(self, grids: Iterable[Layout]) -> list[PlannedLayout]:
         """Plan the grids that training accepts, without replicas that need far too much memory."""
-        planned: list[Planned] = []
+        planned: list[PlannedLayout] = []
         far = set()
         for layout in grids:
             if layout.dp_replicate in far:
@@ -307,7 +307,7 @@ class _Search:
                 far.add(layout.dp_replicate)
         return planned
 
-    def plan_variants(self, grid: Planned) -> None:
+    def plan_variants(self, grid: PlannedLayout) -> None:
         """Plan variants of a grid that need more memory and may be faster."""
         if self.pp > 1:
             self.add(replace(grid.layout, checkpointing=False))
@@ -335,7 +335,7 @@ class _Search:
                 fits = self.add(layout).left >= 0
                 sequences //= 2
 
-    def add(self, layout: Layout) -> Planned:
+    def add(self, layout: Layout) -> PlannedLayout:
         """Plan a layout and add it to the result."""
         planned = _plan(layout, self.request, self.few)
         result = self.result
@@ -349,16 +349,16 @@ def _with_sequences(layout: Layout, sequences: int) -> Layout:
     return replace(layout, per_forward=sequences, accumulated=share // sequences)
 
 
-def _memory_used(planned: Planned) -> int:
+def _memory_used(planned: PlannedLayout) -> int:
     return -planned.left
 
 
-def _seconds(planned: Planned) -> float:
+def _seconds(planned: PlannedLayout) -> float:
     assert planned.time is not None
     return planned.time.seconds
 
 
-def _order_without_hardware(planned: Planned) -> tuple[int, ...]:
+def _order_without_hardware(planned: PlannedLayout) -> tuple[int, ...]:
     return int(planned.layout.checkpointing), -planned.layout.per_forward, -planned.left
 
 
@@ -401,9 +401,10 @@ _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_t
 
 
 def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
-    """Return the bytes of keys and values that a GPU receives in a layer and forward by cp_size.
+    """Return the bytes of keys and values that a GPU receives from other cp ranks.
 
-    If layers differ, it is the largest number. None: the width of keys and values is unknown.
+    They are the bytes of one forward of one layer; if layers differ, of the layer with the most.
+    The result is None if the width of keys and values is unknown.
     """
     plan_request = _plan_request(layout, request)
     layers = min(text_config(plan_request.config).num_hidden_layers, FEW[-1])
@@ -442,9 +443,9 @@ def _split_experts(ep: int, request: LayoutRequest, num_experts: int) -> tuple[i
 
 
 def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size and a cp_size: one sequence per forward, with checkpointing.
+    """Yield the grids of an sp_size and a cp_size, with checkpointing.
 
-    With several stages it is one sequence per micro-batch.
+    They have one sequence per forward or, with several stages, one per micro-batch.
     """
     node = request.node
     replicas = [1] if request.gpus <= node else [1, request.gpus // node]
@@ -461,7 +462,7 @@ def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) 
                 yield layout
 
 
-def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -> Planned:
+def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -> PlannedLayout:
     request.on_plan(layout)
     rows = layout.per_forward // layout.micro_batches
     accumulates = layout.accumulated * layout.micro_batches > 1
@@ -479,11 +480,13 @@ def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -
     seconds = None
     if request.hardware is not None:
         seconds = step_time(step, request.hardware, micro_batches=layout.accumulated, tokens=tokens)
-    return Planned(layout, step, request.limit - step.peak, seconds)
+    return PlannedLayout(layout, step, request.limit - step.peak, seconds)
 
 
-def _with_stages(layout: Layout, request: LayoutRequest, step: StepPlan, tokens: int) -> Planned:
-    """Return the plan of a layout with several stages, from that of a micro-batch on a stage."""
+def _with_stages(
+    layout: Layout, request: LayoutRequest, step: StepPlan, tokens: int
+) -> PlannedLayout:
+    """Plan a layout with several stages; `step` is the plan of one micro-batch on one stage."""
     step = with_micro_batches(
         step,
         find_config(request.shape),
@@ -499,7 +502,7 @@ def _with_stages(layout: Layout, request: LayoutRequest, step: StepPlan, tokens:
     seconds = None
     if request.hardware is not None:
         seconds = time_of_stages(step, request.hardware, transfers, tokens=tokens)
-    return Planned(layout, step, request.limit - step.peak, seconds, transfers.sent)
+    return PlannedLayout(layout, step, request.limit - step.peak, seconds, transfers.sent)
 
 
 def _powers_of_two(limit: int) -> list[int]:

@@ -7,24 +7,24 @@
 
 An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, or its bytes
 at the memory bandwidth. A collective takes the latency of a link plus its bytes divided by the
-bandwidth; if it crosses nodes, the slower link counts. A stretch is a part of the step, such as the
-forward of one layer. In each stretch, the fraction `Hardware.overlap` of the communication that can
+bandwidth; if it crosses nodes, the slower link counts. A phase is a part of the step, such as the
+forward of one layer. In each phase, the fraction `Hardware.overlap` of the communication that can
 overlap computation is hidden. All other communication is exposed and makes the step longer:
 
-    FSDP2's collectives   can overlap all computation of the stretch
+    FSDP2's collectives   can overlap all computation of the phase
     rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives
-    a stretch             takes computation + exposed communication, or the time in which the host
+    a phase             takes computation + exposed communication, or the time in which the host
                           launches its kernels, if that is longer
     offload               runs the optimizer at the rate of the host's memory; nothing overlaps it
 
 Example: a product of 500 FLOPs at 50 FLOPs/s takes 10 s; an all-gather of 40 bytes at 4 bytes/s
-takes 10 s. With overlap 0.8, 8 s of the all-gather are hidden, and the stretch takes 12 s.
+takes 10 s. With overlap 0.8, 8 s of the all-gather are hidden, and the phase takes 12 s.
 
 Every micro-batch runs forward, backward and FSDP2's reductions; the optimizer runs once per step.
 
-The model ignores how the efficiency of a kernel depends on shapes (each kind has one fraction of
-the peak), other traffic on the network, ranks that arrive late, and operators that slow each other
-down. Trust the order of layouts more than their seconds.
+This estimate ignores how the efficiency of a kernel depends on shapes (each kind has one fraction
+of the peak), other traffic on the network, ranks that arrive late, and operators that slow each
+other down. Trust the order of layouts more than their seconds.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from hf_moe_ep.planner.work import (
     ON_HOST,
     Collective,
     Operator,
+    Phase,
     StepWork,
-    Stretch,
 )
 
 _WIDER = {
@@ -93,28 +93,28 @@ def time_of_work(
     work: StepWork, hardware: Hardware, *, micro_batches: int = 1, tokens: int = 1
 ) -> StepTime:
     """Plan the seconds of a step from its work; see `step_time`."""
-    if not work.stretches:
-        raise ValueError("the plan has no work, 0 stretches; make it with plan_step")
+    if not work.phases:
+        raise ValueError("the plan has no work, 0 phases; make it with plan_step")
     parts: dict[str, float] = defaultdict(float)
-    for name, stretch in work.stretches.items():
-        times = stretch.times * (1 if name == OPTIMIZER else micro_batches)
-        for cause, seconds in stretch_parts(stretch, hardware).items():
+    for name, phase in work.phases.items():
+        times = phase.times * (1 if name == OPTIMIZER else micro_batches)
+        for cause, seconds in phase_parts(phase, hardware).items():
             parts[cause] += times * seconds
     total = sum(parts.values())
     return StepTime(total, tokens / total, dict(parts))
 
 
-def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
-    """Return the seconds of each cause in one run of a stretch."""
+def phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
+    """Return the seconds of each cause in one run of a phase."""
     parts: dict[str, float] = defaultdict(float)
     launches = 0
-    for operator, number in stretch.operators:
+    for operator, number in phase.operators:
         parts[operator.kind] += number * operator_seconds(operator, hardware)
         launches += number * operator.launches
     computed = sum(parts.values()) - parts.get(ON_HOST, 0.0)
     sent: dict[str, float] = defaultdict(float)
     hideable: dict[str, float] = defaultdict(float)
-    for collective, number in stretch.collectives:
+    for collective, number in phase.collectives:
         seconds = number * collective_seconds(collective, hardware)
         sent[collective.purpose] += seconds
         hideable[collective.purpose] += collective.hideable * seconds
@@ -136,12 +136,12 @@ def operator_seconds(operator: Operator, hardware: Hardware) -> float:
     """Return the time of an operator's FLOPs or of its bytes, whichever is longer."""
     if operator.kind == ON_HOST:
         return operator.nbytes / (hardware.host_memory_bandwidth * hardware.fractions[ON_HOST])
-    reached = hardware.reached("memory", operator.dtype)
+    reached = hardware.reached_fraction("memory", operator.dtype)
     seconds_of_bytes = operator.nbytes / (hardware.memory_bandwidth * reached)
     if not operator.flops:
         return seconds_of_bytes
     rate = matmul_rate(operator.dtype, hardware.matmul_flops)
-    rate *= hardware.reached(operator.kind, operator.dtype)
+    rate *= hardware.reached_fraction(operator.kind, operator.dtype)
     return max(operator.flops / rate, seconds_of_bytes)
 
 

@@ -8,17 +8,18 @@
 One stage is planned as a model with fewer layers, on the ranks of one stage (`step.py`). One plan
 stands for all stages, so each of its parts is the largest that any stage has:
 
-    layers      those of the largest stage, from the end of the model, where MoE layers are
-    embedding   on the first stage. A stage has the embedding or the head, which is as large, and
-                with tied weights a copy of the embedding; so one of the two is counted
-    activations the first stage keeps those of min(pp_size, micro_batches) micro-batches ("1f1b").
-                Only the last stage has logits, and it keeps one micro-batch
+    layers      The largest stage has most layers. The plan takes this number of layers from the end
+                of the model, where MoE layers are.
+    embedding   The first stage has the embedding. The last stage has the head, which is as large
+                (with tied weights: a copy of the embedding). So one of the two is counted.
+    activations The first stage keeps activations of min(pp_size, micro_batches) micro-batches
+                ("1f1b"). Only the last stage has logits; it keeps one micro-batch.
 
 The seconds of a step are those of all micro-batches on one stage, plus two terms:
 
-    bubble      a stage waits while pp_size - 1 micro-batches pass through the other stages
-    stages      the transfers of hidden states and gradients of these pp_size - 1 micro-batches. All
-                other transfers overlap computation
+    bubble      A stage waits while pp_size - 1 micro-batches pass through the other stages.
+    stages      The hidden states and gradients of these pp_size - 1 micro-batches are sent. All
+                other transfers overlap computation.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from hf_moe_ep.planner.config import meta_model
 from hf_moe_ep.planner.counted import TRANSIENT
 from hf_moe_ep.planner.extrapolate import layer_descriptions
 from hf_moe_ep.planner.hardware import Hardware
-from hf_moe_ep.planner.seconds import StepTime, step_time, stretch_parts, time_of_work
+from hf_moe_ep.planner.seconds import StepTime, phase_parts, step_time, time_of_work
 from hf_moe_ep.planner.step import StepPlan
 from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 
-# What a rank holds of each parameter, by the names in plans.
+# The kinds of memory that a rank holds for each parameter, as plans name them.
 _HELD = ("parameters", "gradients", "optimizer state")
 IN_FLIGHT = "activations of other micro-batches"
 # Fields of configs that have the number of dense layers before the first MoE layer.
@@ -88,8 +89,7 @@ def with_micro_batches(
 ) -> StepPlan:
     """Add the activations that a stage keeps for the micro-batches whose backward comes later.
 
-    What the rank holds of an untied embedding is subtracted, because no stage has embedding and
-    head.
+    The memory of an untied embedding is subtracted, because no stage has both embedding and head.
 
     Args:
         step: the plan of one micro-batch on one stage.
@@ -151,19 +151,19 @@ def layers_of_equal_time(
         num_layers: the layers of the whole model.
     """
     head = layers = 0.0
-    for name, stretch in step.work.stretches.items():
-        seconds = stretch.times * sum(stretch_parts(stretch, hardware).values())
+    for name, phase in step.work.phases.items():
+        seconds = phase.times * sum(phase_parts(phase, hardware).values())
         head += seconds if name.endswith("head") else 0.0
         layers += seconds if "layer " in name else 0.0
     head_in_layers = head / (layers / step.layers)
-    others = pp_size - 1
+    num_others = pp_size - 1
 
     def slowest(last: int) -> float:
-        return max(-(-(num_layers - last) // others), last + head_in_layers)
+        return max(-(-(num_layers - last) // num_others), last + head_in_layers)
 
-    last = min(range(1, num_layers - others + 1), key=lambda count: (slowest(count), -count))
-    each, more = divmod(num_layers - last, others)
-    return (*(each + (stage < more) for stage in range(others)), last)
+    last = min(range(1, num_layers - num_others + 1), key=lambda count: (slowest(count), -count))
+    each, more = divmod(num_layers - last, num_others)
+    return (*(each + (stage < more) for stage in range(num_others)), last)
 
 
 @dataclass(frozen=True)

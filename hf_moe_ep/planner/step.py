@@ -2,9 +2,9 @@
 
     config = ParallelConfig(ep_size=8)
     plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, batch=Batch(seq=4096))
-    plan.peak, plan.where, plan.parts        # bytes, the stretch with the peak, bytes by kind
+    plan.peak, plan.where, plan.parts        # bytes, the phase with the peak, bytes by kind
 
-A stretch is a part of the step, such as the forward of one layer (`counted.py`). `held.py` counts
+A phase is a part of the step, such as the forward of one layer (`counted.py`). `held.py` counts
 the memory that a rank holds between steps. A step needs more: activations, logits, gathered FSDP2
 units with FSDP2's own copies, unreduced gradients, rows that are dispatched to experts, and
 temporaries of the optimizer. `plan_step` uses three methods:
@@ -33,10 +33,16 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.config import find_config
-from hf_moe_ep.planner.counted import Counted, LocalOptimizer, count_step, make_counter
-from hf_moe_ep.planner.extrapolate import bytes_at, layers_to_run, peaks_at, with_layers, work_at
+from hf_moe_ep.planner.counted import CountedStep, LocalOptimizer, count_step, make_counter
+from hf_moe_ep.planner.extrapolate import (
+    extrapolate_bytes,
+    extrapolate_peaks,
+    extrapolate_work,
+    layers_to_run,
+    with_layers,
+)
 from hf_moe_ep.planner.fake import alone_on_fake_tensors
-from hf_moe_ep.planner.fused import Fusion, in_place_of_compile
+from hf_moe_ep.planner.fused import Fusion, mark_compiled_regions
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
 from hf_moe_ep.planner.kernels import count_kernels
 from hf_moe_ep.planner.work import StepWork
@@ -78,8 +84,8 @@ class StepPlan:
     """The peak memory of one rank in one step, in bytes, and its work.
 
     Attributes:
-        peaks: the peak of each stretch, in the order of the step.
-        made_of: for each stretch, the bytes of each kind at its peak.
+        peaks: the peak of each phase, in the order of the step.
+        made_of: for each phase, the bytes of each kind at its peak.
         layers: the number of layers of the model.
         layers_run: the numbers of layers that ran for the plan.
         work: the operators and collectives of the rank.
@@ -99,7 +105,7 @@ class StepPlan:
 
     @property
     def where(self) -> str:
-        """The stretch with the highest peak."""
+        """The phase with the highest peak."""
         return max(self.peaks, key=self.peaks.__getitem__)
 
     @property
@@ -172,23 +178,23 @@ def plan_step(
     work, host_peaks = [step.work for step in counted], [step.memory.host_peak for step in counted]
     if len(few) == 1:
         return StepPlan(peaks[0], made_of[0], layers, few, work[0], host_peaks[0])
-    all_peaks, all_parts = peaks_at(peaks, made_of, layers)
-    host_peak = bytes_at(host_peaks, layers)
-    return StepPlan(all_peaks, all_parts, layers, few, work_at(work, layers), host_peak)
+    all_peaks, all_parts = extrapolate_peaks(peaks, made_of, layers)
+    host_peak = extrapolate_bytes(host_peaks, layers)
+    return StepPlan(all_peaks, all_parts, layers, few, extrapolate_work(work, layers), host_peak)
 
 
 def _run_fake_step(
     request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool
-) -> Counted:
+) -> CountedStep:
     """Run and count one step of one rank on fake tensors, with all layers of the request."""
     fusion = Fusion()
-    with in_place_of_compile(fusion):
+    with mark_compiled_regions(fusion):
         return _run_marked_step(request, batch, load, like_gpu, fusion)
 
 
 def _run_marked_step(
     request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool, fusion: Fusion
-) -> Counted:
+) -> CountedStep:
     """Run a step in which torch.compile only marks the regions that it would compile."""
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)

@@ -10,8 +10,8 @@ torch's own formulas (torch.utils.flop_counter) and the bytes that it reads and 
 each collective with the ranks of its group. Views are not counted. The steps inside the operators
 of the experts run one by one, so that each is counted.
 
-Each stretch of a step (`counted.py`) is counted separately, because communication can overlap only
-computation of the same stretch.
+Each phase of a step (`counted.py`) is counted separately, because communication can overlap only
+computation of the same phase.
 
 The functions on the call stack show the purpose of a collective. The purpose determines how much of
 the collective can overlap computation. In this table, rows are hidden states of tokens, and
@@ -143,11 +143,11 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The operators and collectives of one stretch, each with the number of times that it ran.
+class Phase:
+    """The operators and collectives of one phase, each with the number of times that it ran.
 
     Attributes:
-        times: the number of equal stretches for which this stretch stands.
+        times: the number of equal phases for which this phase stands.
     """
 
     operators: tuple[tuple[Operator, int], ...]
@@ -157,9 +157,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of a step on one rank; `stretches` are in the order of the step."""
+    """The work of a step on one rank; `phases` are in the order of the step."""
 
-    stretches: Mapping[str, Stretch] = field(default_factory=dict)
+    phases: Mapping[str, Phase] = field(default_factory=dict)
 
     def flops(self, kind: str | None = None) -> int:
         """Sum the FLOPs of all operators, or of those of one kind."""
@@ -176,27 +176,27 @@ class StepWork:
     def messages(self) -> int:
         """Count the collectives."""
         return sum(
-            number * stretch.times
-            for stretch in self.stretches.values()
-            for _, number in stretch.collectives
+            number * phase.times
+            for phase in self.phases.values()
+            for _, number in phase.collectives
         )
 
     def sent(self, purpose: str, node_size: int) -> tuple[float, float]:
         """Sum the bytes that this rank sends for a purpose: inside its node, and to other nodes."""
         inside = outside = 0.0
-        for stretch in self.stretches.values():
-            for collective, number in stretch.collectives:
+        for phase in self.phases.values():
+            for collective, number in phase.collectives:
                 if collective.purpose == purpose:
                     links = collective.links(node_size)
-                    inside += number * stretch.times * links[0]
-                    outside += number * stretch.times * links[1]
+                    inside += number * phase.times * links[0]
+                    outside += number * phase.times * links[1]
         return inside, outside
 
     def _sum(self, amount_of: Callable[[Operator], int]) -> int:
         return sum(
-            number * stretch.times * amount_of(operator)
-            for stretch in self.stretches.values()
-            for operator, number in stretch.operators
+            number * phase.times * amount_of(operator)
+            for phase in self.phases.values()
+            for operator, number in phase.operators
         )
 
 
@@ -223,18 +223,18 @@ class WorkCounter(OperatorMode):
         """Set the function that returns True if the host runs an operator with these arguments."""
         self._is_on_host = is_on_host
 
-    def begin(self, stretch: str) -> None:
-        """Begin a stretch, or continue it if it began before."""
-        self._stretch = stretch
-        self._now = self._operators.setdefault(stretch, [])
-        self._sent = self._collectives.setdefault(stretch, [])
+    def begin(self, phase: str) -> None:
+        """Begin a phase, or continue it if it began before."""
+        self._phase = phase
+        self._operators_now = self._operators.setdefault(phase, [])
+        self._collectives_now = self._collectives.setdefault(phase, [])
 
     def counted(self) -> StepWork:
         """Return the work since the first `begin`."""
         self._add_kernels()
         return StepWork(
             {
-                name: Stretch(
+                name: Phase(
                     tuple(Counter(operators).items()),
                     tuple(Counter(self._collectives[name]).items()),
                 )
@@ -279,11 +279,12 @@ class WorkCounter(OperatorMode):
     ) -> bool:
         """Return True if a kernel of a compiled layer contains the operator.
 
-        FSDP2 prefetches parameters while backward runs a node of a layer.
+        Operators of FSDP2 are in no such kernel, even if they run while backward runs a node of a
+        layer, because FSDP2 prefetches parameters.
         """
         if self.fusion is None or is_of_fsdp(func):
             return False
-        return self.fusion.add(self._stretch, operator, reads, writes)
+        return self.fusion.add(self._phase, operator, reads, writes)
 
     def _not_fused(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.fusion is None else self.fusion.paused()
@@ -292,7 +293,7 @@ class WorkCounter(OperatorMode):
         """Count the kernels of compiled layers."""
         for kernel in [] if self.fusion is None else self.fusion.kernels():
             operator = Operator("memory", kernel.dtype, 0, kernel.nbytes, kernel.launches)
-            self._operators[kernel.stretch].append(operator)
+            self._operators[kernel.phase].append(operator)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator. Subclasses time it here."""
@@ -305,37 +306,38 @@ class WorkCounter(OperatorMode):
     def note(self, item: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
         """Count an operator or collective after `func(*args)` has run."""
         if isinstance(item, Operator):
-            self._now.append(item)
+            self._operators_now.append(item)
         else:
-            self._sent.append(item)
+            self._collectives_now.append(item)
 
     def note_copy(self, nbytes: int) -> None:
         """Count a copy between host and device."""
         rank = dist.get_rank()
-        self._sent.append(Collective(HOST_COPY, "offload", (rank,), rank, nbytes, hideable=1.0))
+        copy = Collective(HOST_COPY, "offload", (rank,), rank, nbytes, hideable=1.0)
+        self._collectives_now.append(copy)
 
     def add(self, operators: Iterable[Operator]) -> None:
         """Count operators that the counter did not see."""
-        self._now += operators
+        self._operators_now += operators
 
     def run_uncounted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function without counting its operators."""
-        since = self.number
+        num_before = self.num_operators
         with self._not_fused():
             out = function(*args, **kwargs)
-        self.take(since)
+        self.take(num_before)
         return out
 
-    def take(self, since: int) -> list[Operator]:
-        """Remove the operators of this stretch except the first `since`, and return them."""
-        removed = self._now[since:]
-        del self._now[since:]
+    def take(self, num_before: int) -> list[Operator]:
+        """Remove the operators of this phase except the first `num_before`, and return them."""
+        removed = self._operators_now[num_before:]
+        del self._operators_now[num_before:]
         return removed
 
     @property
-    def number(self) -> int:
-        """The number of operators that were counted in this stretch so far."""
-        return len(self._now)
+    def num_operators(self) -> int:
+        """The number of operators that were counted in this phase so far."""
+        return len(self._operators_now)
 
     def add_for_sizes(self, ran: Mapping[int, list[Operator]], sizes: Iterable[int]) -> None:
         """Count the operators of experts with `sizes` pairs each.
@@ -352,7 +354,7 @@ class WorkCounter(OperatorMode):
             for size, number in experts_of_size.items():
                 flops = low.flops + (high.flops - low.flops) * (size - least) // span
                 nbytes = low.nbytes + (high.nbytes - low.nbytes) * (size - least) // span
-                self._now += [replace(low, flops=flops, nbytes=nbytes)] * number
+                self._operators_now += [replace(low, flops=flops, nbytes=nbytes)] * number
 
     def _describe_collective(self, kind: str, func: Any, args: tuple[Any, ...]) -> Collective:
         group = group_of(func, args)

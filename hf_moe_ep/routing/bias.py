@@ -1,4 +1,4 @@
-"""`update_router_bias`: balance the load of experts without a loss, by routers' correction biases.
+"""`update_router_bias`: balance the experts' load by correction biases of routers, not by a loss.
 
 Some routers add a correction bias to their scores, but only to choose experts; the routing weights,
 and so outputs and gradients, depend on the scores alone. After each optimizer step the bias b_e of
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.routing.counts import count_anew, counts_of_all_ranks
+from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
 from hf_moe_ep.routing.load import check_counts
 from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
@@ -119,7 +119,7 @@ def update_biases(state: ModelState, *, skipped: bool = False) -> None:
     rate = state.config.bias_update_rate
     assert rate is not None
     counts, (num_skipped,) = counts_of_all_ranks(state, _READER, int(skipped))
-    count_anew(state, _READER)
+    reset_counts(state, _READER)
     # sign(mean - count), computed as sign(sum - E * count), which is exact.
     directions = (counts.sum(1, keepdim=True) - counts.shape[1] * counts).sign()
     directions *= num_skipped == 0

@@ -53,8 +53,8 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
 
 def _indices_of_layers(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
     """Return the index of each routed layer in the routes; `given` has the layers of the routes."""
-    # If the layers of the routes are 0, 1, .. and as many as the MoE layers of the model, an engine
-    # has numbered only the MoE layers.
+    # The routes may have as many layers as the model has MoE layers, numbered 0, 1, .. without a
+    # gap. Such routes come from an engine that numbers only the MoE layers.
     if given == tuple(range(len(given))) and len(given) == len(layers.with_experts):
         return [layers.with_experts.index(key) for key in layers.keys]
     missing = [key for key in layers.keys if key not in given]

@@ -1,8 +1,8 @@
 """Read how often experts were chosen since a reader's last reset, summed over all ranks.
 
-The counts of a rank (`moe/counting.py`) only grow. A reader is a function that reads them, such as
-`expert_load`, and has a name. Each reader has a zero: a copy of the counts at its last reset. The
-reader gets (counts - zero), summed over all ranks by one all-reduce.
+The counts of a rank (`moe/counting.py`) only grow. A reader is a function that reads these counts,
+such as `expert_load`, and has a name. At its last reset a copy of the counts was stored, the
+reader's baseline. The reader gets (counts - baseline), summed over all ranks by one all-reduce.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.state import ModelState
 
 
-def count_anew(state: ModelState, reader: str) -> None:
-    """Reset a reader: set its zero to the present counts of this rank."""
+def reset_counts(state: ModelState, reader: str) -> None:
+    """Set the baseline of a reader to the present counts of this rank."""
     if state.choice_counts is not None:
-        state.counted[reader] = state.choice_counts.clone()
+        state.count_baselines[reader] = state.choice_counts.clone()
 
 
 def counts_of_all_ranks(
@@ -37,8 +37,8 @@ def counts_of_all_ranks(
 
 
 def _counts_since_reset(state: ModelState, reader: str) -> Tensor:
-    counts, zero = state.choice_counts, state.counted.get(reader)
+    counts, baseline = state.choice_counts, state.count_baselines.get(reader)
     if counts is None:
         shape = (len(state.moe_layers), state.num_experts)
         return torch.zeros(shape, dtype=torch.int64, device=state.device)
-    return counts if zero is None else counts - zero.to(counts.device)
+    return counts if baseline is None else counts - baseline.to(counts.device)

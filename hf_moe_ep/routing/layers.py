@@ -21,7 +21,7 @@ from hf_moe_ep.architectures import experts_per_token
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream.code import calls
+from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.module_names import stock_name
 
@@ -72,22 +72,17 @@ class RoutedLayers:
 def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     """Find the layers of a patched model, which may be sharded and have adapters.
 
-    With pipeline stages only the modules of this rank's stage are there.
+    With pipeline stages this rank has only the modules of its stage.
 
     Raises:
         ValueError: the routing of this architecture cannot be replayed; the message says why.
     """
     plan = state.plan
-    whole = None if state.stage is None else state.stage.routed
-    if isinstance(whole, str):
-        raise ValueError(whole)
-    # A wrapper and the module in it have the same stock name (the name without wrappers).
-    # named_modules yields the module after its wrapper, so this dict contains the module.
-    # A head for multi-token prediction chooses anew: an engine returns no routes of it.
-    of_head = set() if (head := find_head(root)) is None else set(head.modules())
-    named = {
-        stock_name(name): module for name, module in root.named_modules() if module not in of_head
-    }
+    # With pipeline stages: the layers of the whole model, or why its routing cannot be replayed.
+    of_all_stages = None if state.stage is None else state.stage.routed
+    if isinstance(of_all_stages, str):
+        raise ValueError(of_all_stages)
+    named = _modules_by_stock_name(root)
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
@@ -114,9 +109,9 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
             continue
         owner = _common_owner(router, name) if router in routers else router
         routed[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
-    if whole is not None:
-        own = tuple(layer for key, layer in routed.items() if key in whole.keys)
-        return replace(whole, routed=own)
+    if of_all_stages is not None:
+        own = tuple(layer for key, layer in routed.items() if key in of_all_stages.keys)
+        return replace(of_all_stages, routed=own)
     if not routed:
         kinds = {type(named[name]).__name__ for name in routers} or {"its layers"}
         _refuse(
@@ -125,14 +120,31 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
             f"{state.num_experts} experts",
         )
     return RoutedLayers(
-        plan.model_type,
-        len(layers),
-        state.num_experts,
-        experts_per_token(root, plan, text_config(root.config)),
-        tuple(with_experts),
-        tuple(routed),
-        tuple(routed.values()),
+        model_type=plan.model_type,
+        num_layers=len(layers),
+        num_experts=state.num_experts,
+        top_k=experts_per_token(root, plan, text_config(root.config)),
+        with_experts=tuple(with_experts),
+        keys=tuple(routed),
+        routed=tuple(routed.values()),
     )
+
+
+def _modules_by_stock_name(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by stock name, the name that a module has without wrappers.
+
+    The layer of a head for multi-token prediction is left out, because an inference engine returns
+    no routes of that layer.
+    """
+    head = find_head(root)
+    modules_of_head = set() if head is None else set(head.modules())
+    # A wrapper and the module in it have the same stock name. named_modules yields the module after
+    # its wrapper, so this dict contains the module.
+    return {
+        stock_name(name): module
+        for name, module in root.named_modules()
+        if module not in modules_of_head
+    }
 
 
 def _chooses_by_topk(
@@ -142,7 +154,7 @@ def _chooses_by_topk(
 
     Some routers choose among num_experts + 1 classes: the experts, and "no expert".
     """
-    if not calls(router, "topk"):
+    if not uses_name(router, "topk"):
         return False
     inside = (module for other, module in named.items() if f"{other}.".startswith(f"{name}."))
     rows = {p.shape[0] for module in inside for p in module.parameters(recurse=False) if p.dim()}

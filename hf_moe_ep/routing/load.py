@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, world_size
-from hf_moe_ep.routing.counts import count_anew, counts_of_all_ranks
+from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
 from hf_moe_ep.state import STATE, ModelState, MoELayer, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
@@ -38,10 +38,10 @@ class ExpertLoad:
     Attributes:
         counts: [L, E] int64 on the host, the number of pairs of each expert.
         layers: names of the L experts modules, in the model's order.
-        ep_size: D; rank r of an ep group owns the E / D experts from r * E / D on.
-        slots: [L, E] int64, the slot of each expert, if `balance_experts` has moved experts: rank r
-            then owns the experts whose slots are the E / D numbers from r * E / D on. None in hub
-            order, where expert e has slot e.
+        ep_size: D; rank r of an ep group owns the experts whose slots are in
+            range(r * E / D, (r + 1) * E / D).
+        slots: [L, E] int64, the slot of each expert. None if no expert was moved by
+            `balance_experts`; expert e then has slot e.
     """
 
     counts: Tensor
@@ -159,7 +159,7 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
 def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
     """Return the load since the last reset of `reader`; raises as `expert_load` does.
 
-    `reader` is the name of a caller, which resets only its own counts.
+    `reader` is the name of the caller. A reset by one reader does not change the counts of others.
     """
     check_counts(state, "expert_load")
     if state.meshes is not None:
@@ -172,7 +172,7 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
             f"with reset=False; pass the same value on every rank"
         )
     if reset:
-        count_anew(state, reader)
+        reset_counts(state, reader)
     ep_size = 1 if state.meshes is None else state.meshes.ep_size
     return ExpertLoad(counts.cpu(), _names_of_layers(model, state), ep_size, slots_of_layers(state))
 

@@ -36,11 +36,11 @@ class Recording(Session):
         self._micro_batches: list[Tensor] = []
         # The CUDA event of the last copy to the host, and the number of forwards that have ended.
         self._copied: Any = None
-        self._forwards = 0
+        self._num_forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        # If only some of the ranks that share a sequence record, their tensors differ, which is an
-        # error.
+        # Ranks that share a sequence compare these tensors. If only some of the ranks record, the
+        # tensors differ, and every rank raises an error.
         return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
 
     def begin(self, forward: Forward) -> None:
@@ -58,11 +58,15 @@ class Recording(Session):
                 f"{layer.name} ran outside of a forward of the whole model; "
                 f"call the model itself inside of record()"
             )
-        if key in self._chosen or ids_TK.shape[0] != self._forward.rows:
+        if key in self._chosen:
+            raise ValueError(
+                f"cannot record {layer.name}: its experts ran twice in one forward; recording "
+                f"needs one choice per token"
+            )
+        if ids_TK.shape[0] != self._forward.rows:
             raise ValueError(
                 f"cannot record {layer.name}: its experts got {ids_TK.shape[0]} tokens, but the "
-                f"batch has {self._forward.rows}, or they ran twice in one forward; recording "
-                f"needs one choice per token"
+                f"batch has {self._forward.rows}; recording needs one choice per token"
             )
         self._chosen[key] = ids_TK.detach().to(self._dtype)
         return weights_TK
@@ -76,11 +80,12 @@ class Recording(Session):
         missing = [key for key in keys if key not in self._chosen]
         if missing:
             raise ValueError(f"decoder layers {missing} did not run in the recorded forward")
-        none_T0K = torch.empty(
+        no_layers_T0K = torch.empty(
             forward.rows, 0, self._layers.top_k, dtype=self._dtype, device=forward.device
         )
         chosen = [self._chosen.pop(key).unsqueeze(1) for key in keys]
-        ids_TLK = torch.cat([none_T0K, *chosen], dim=1)  # a pipeline stage may have none
+        # A pipeline stage may have no MoE layer, and torch.cat needs at least one tensor.
+        ids_TLK = torch.cat([no_layers_T0K, *chosen], dim=1)
         ids = ids_TLK.unflatten(0, (forward.batch, forward.tokens))
         if forward.part is not None:
             with torch.no_grad():
@@ -112,7 +117,7 @@ class Recording(Session):
     def _finish(self, ids: Tensor) -> None:
         """Replace the recorded routes by the ids of a whole batch."""
         self.routes.ids = self._to_host(ids)
-        self._forwards += 1
+        self._num_forwards += 1
 
     def _to_host(self, ids: Tensor) -> Tensor:
         if not ids.is_cuda:
@@ -129,7 +134,7 @@ class Recording(Session):
         Raises:
             ValueError: no forward ended while the session was open.
         """
-        if not self._forwards:
+        if not self._num_forwards:
             raise ValueError(
                 "nothing was recorded: no forward of the model ended inside of record()"
             )

@@ -47,8 +47,8 @@ class RoutingReplay:
     layer uses the routes of the layer's first run. (This holds for the checkpointing functions
     of transformers and torch. With another function, backward must run inside the block.)
 
-    With pipeline stages every rank records the routes of all layers, and all ranks of a column pass
-    the same routes to `replay`.
+    With pipeline stages every rank records the routes of all layers. All ranks that compute one
+    batch, one rank per stage, pass the same routes to `replay`.
     """
 
     def __init__(self, model: nn.Module, *, on_missing: str = "live") -> None:
@@ -99,9 +99,10 @@ class RoutingReplay:
         Args:
             routes: the routes of the batch with which the model is called: whole sequences, with
                 the same padding. With sp_size > 1 every rank of an sp group passes the same routes.
-                A rank without a sample runs a batch that does not count, and passes None while
-                other ranks replay their routes.
-            strict: check every id on entry; otherwise only the shapes.
+                A rank that has no sample left runs a batch whose loss does not count. This rank
+                passes None while the other ranks replay their routes.
+            strict: if True, check every id on entry. If False, check only the shapes and, with
+                on_missing="error", that every token has routes.
 
         With ep_size and sp_size 1, wrong routes raise an error on entry. Otherwise the ranks of a
         group compare their routes in the next forward, and all of them raise an error if any rank
@@ -112,8 +113,8 @@ class RoutingReplay:
             ValueError: the model was unpatched or compiled in the meantime; the routes belong to
                 another model or batch, or have another K or L; with `strict`, an id is out of
                 range, or the K ids of a token contain an expert twice, or -1 and an expert; the
-                routes have weights, but layers are checkpointed and `experts_backend` is "eager":
-                its recompute cannot use these weights.
+                routes have weights, but layers are checkpointed and `experts_backend` is "eager",
+                so the recompute in backward could not use these weights.
         """
         session = Replaying(self._state, self._layers, _adapters_off_test(self._root))
         try:
@@ -169,8 +170,8 @@ class RoutingReplay:
 def _check_not_compiled(model: nn.Module) -> None:
     if any(is_compiled(module) for module in model.modules()):
         raise ValueError(
-            "routing of a compiled model cannot be recorded or replayed, because its topk cannot "
-            "be replaced; leave torch.compile out"
+            "routing of a compiled model cannot be recorded or replayed, because torch.topk "
+            "cannot be replaced in compiled code; leave torch.compile out"
         )
 
 

@@ -53,9 +53,9 @@ class Replaying(Session):
         self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
 
     def refuse(self, error: ValueError) -> None:
-        """Raise `error`. If ranks compare their routes in a forward, store `error` instead.
+        """Raise `error`, or store it if the ranks compare their routes in the next forward.
 
-        After the comparison every rank raises an error.
+        After that comparison every rank raises an error.
         """
         if not ranks_compare_routes(self._state):
             raise error
@@ -211,16 +211,16 @@ class Replaying(Session):
     def _slice_routes(self, forward: Forward) -> None:
         """Copy the routes to the device of the forward, and keep this rank's part of them."""
         assert self._ids_BSLK is not None
-        ids = self._of_micro_batch(self._ids_BSLK).to(forward.device, non_blocking=True)
-        self._ids_LTK = _by_layer(
+        ids = self._take_micro_batch(self._ids_BSLK).to(forward.device, non_blocking=True)
+        self._ids_LTK = _take_own_tokens(
             ids if ids.dtype.is_signed else ids.to(torch.int16), forward, LIVE
         )
         if self._weights_BSLK is not None:
-            weights = self._of_micro_batch(self._weights_BSLK)
+            weights = self._take_micro_batch(self._weights_BSLK)
             weights = weights.to(forward.device, non_blocking=True)
-            self._weights_LTK = _by_layer(weights, forward, 0)
+            self._weights_LTK = _take_own_tokens(weights, forward, 0)
 
-    def _of_micro_batch(self, x_BSLK: Tensor) -> Tensor:
+    def _take_micro_batch(self, x_BSLK: Tensor) -> Tensor:
         """With pipeline stages, take the rows of the micro-batch and the layers of the stage."""
         stage, layers = self._state.stage, self._layers
         if stage is None:
@@ -229,8 +229,8 @@ class Replaying(Session):
         return x_BSLK[stage.boundary.rows][:, :, own]
 
 
-def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
-    """Take this rank's part of the sequences, padded with `fill`; layers become the first dim."""
+def _take_own_tokens(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
+    """Return [L, T, K]: this rank's part of each sequence, padded with `fill`, by layer."""
     if forward.part is not None:
         x_BSLK = forward.part.take(x_BSLK, 1, fill=fill)
     return x_BSLK.flatten(0, 1).movedim(1, 0).contiguous()

@@ -1,4 +1,4 @@
-"""`ReplayReport`: the counts of a replay, which are on the device until the report is read."""
+"""`ReplayReport` and `Counts`, which keeps a replay's counts on the device until they are read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ReplayReport:
         replayed: the number of (token, layer) pairs that had routes.
         live: the number of (token, layer) pairs without routes, including the padding of a sequence
             that is split over ranks.
-        pairs: by decoder layer, two numbers of (token, expert) pairs: the replayed pairs that the
-            router itself would have chosen as well, and all replayed pairs.
+        pairs: {decoder layer: (agreed, replayed)}, two numbers of (token, expert) pairs: the
+            replayed pairs that the router itself would have chosen as well, and all replayed pairs.
     """
 
     replayed: int
@@ -46,12 +46,12 @@ class ReplayReport:
         reports = gather((self.replayed, self.live, dict(self.pairs)))
         # Each pipeline stage has the pairs of its own layers.
         layers = sorted({layer for _, _, pairs in reports for layer in pairs})
-        of_layers = [[pairs.get(layer, (0, 0)) for _, _, pairs in reports] for layer in layers]
-        pairs = {
-            layer: (sum(agreed for agreed, _ in counts), sum(replayed for _, replayed in counts))
-            for layer, counts in zip(layers, of_layers, strict=True)
-        }
-        return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), pairs)
+        summed = {}
+        for layer in layers:
+            pairs_by_rank = [pairs.get(layer, (0, 0)) for _, _, pairs in reports]
+            agreed = sum(agreed for agreed, _ in pairs_by_rank)
+            summed[layer] = agreed, sum(replayed for _, replayed in pairs_by_rank)
+        return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), summed)
 
 
 def _ratio(agreed: int, replayed: int) -> float:

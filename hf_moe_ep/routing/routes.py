@@ -1,15 +1,15 @@
 """`Routes`: the experts of each token of a batch in each layer, a tensor [B, S, L, K].
 
-B is the number of rows of the batch, S of tokens per row, L of layers, and K of experts per token.
+A batch has B rows of S tokens; each token has K experts in each of L layers.
 
 Routes are recorded in a forward (`RoutingReplay.record`), or `Routes.from_engine` copies the arrays
 of an inference engine, one per sequence, into a padded batch:
 
     tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
-    rows of its array            r0 r1 r2            t3 was sampled last and never forwarded
+    rows of the array            r0 r1 r2            t3 was sampled last and never forwarded
     routes               -1  -1  r0 r1 r2 -1         -1: the router chooses ("routes live")
 
-Row s of a sequence has the experts of input token s.
+Row s of an array has the experts of the sequence's token s.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """`Session`, the base class of an open `record` or `replay`, and the hooks that call its methods.
 
     hooks on       call
-    the model      `begin` before its forward, with the shape of the batch; `end` after it
-    the owners     `enter` and `leave`, before and after the forward of each module that contains a
-                   router and its experts; after `enter` topk may be replaced
-    the experts    `at_experts` before their forward, with the choice that they receive
+    the model      `begin` before the model's forward, with the shape of the batch; `end` after it
+    the owners     `enter` and `leave`, before and after the forward of an owner: a module that
+                   contains a router and its experts. Between the two, topk may be replaced
+    the experts    `at_experts` before the experts' forward, with the ids and weights that the
+                   experts receive
 
 A session ignores the recompute of a checkpointed layer in backward, because the layer's `Frame`
 (moe/recompute.py) repeats the choice of its first run.
@@ -147,22 +148,24 @@ class _End(_Hook):
             self._session.end(output is not None)
 
 
+# The modules with the following three hooks run inside of compiled layers. `disable` keeps
+# torch.compile from tracing the hooks.
 class _Enter(_HookOfLayer):
-    @torch.compiler.disable  # compiled layers call the modules of these hooks
+    @torch.compiler.disable
     def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
         if self._session is not None:
             self._session.enter(self._layer, args)
 
 
 class _Leave(_Hook):
-    @torch.compiler.disable  # compiled layers call the modules of these hooks
+    @torch.compiler.disable
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._session is not None:
             self._session.leave()
 
 
 class _AtExperts(_HookOfLayer):
-    @torch.compiler.disable  # compiled layers call the modules of these hooks
+    @torch.compiler.disable
     def __call__(
         self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -85,7 +85,7 @@ def run_command(
 def _may_start_python(word: str) -> bool:
     """Return True if a word of a command names Python, a Python file or a script.
 
-    A script is a text file with a first line like "#!/bin/sh". What it starts is unknown.
+    A script is a text file with a first line like "#!/bin/sh". Every script may start Python.
     """
     if Path(word).name.startswith("python") or word.endswith(".py"):
         return True

@@ -7,7 +7,7 @@
 Stock's from_pretrained still does the work: it builds the model, renames, converts, casts and ties
 tensors, adds missing heads, and loads the embeddings and the head, which trainers may resize. Only
 the tensors of the layers stay on the meta device. Stock reads all weights if `--stock-load` is set,
-if there is a single process, or if no other code can read them.
+if there is a single process, or if this package could not read the layers' tensors later.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def keys_of_adapters(
 
 @contextmanager
 def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Let PEFT save these tensors, inside the block: for each adapter, the content of its file.
+    """Let PEFT save given tensors inside the block: for each adapter, the content of its file.
 
     PEFT looks for the modules of adapters to find their tensors, and on rank 0 a model with several
     pipeline stages has the modules of one stage (peft/utils/save_and_load.py).
@@ -113,15 +113,15 @@ def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterat
     def saved(model: Any, *args: Any, adapter_name: str = "default", **_: Any) -> dict[str, Tensor]:
         return dict(tensors_of_adapters[adapter_name])
 
-    places: tuple[Any, ...] = (peft, peft_model)
-    stock = [place.get_peft_model_state_dict for place in places]
-    for place in places:
-        place.get_peft_model_state_dict = saved
+    modules: tuple[Any, ...] = (peft, peft_model)
+    stock = [module.get_peft_model_state_dict for module in modules]
+    for module in modules:
+        module.get_peft_model_state_dict = saved
     try:
         yield
     finally:
-        for place, function in zip(places, stock, strict=True):
-            place.get_peft_model_state_dict = function
+        for module, function in zip(modules, stock, strict=True):
+            module.get_peft_model_state_dict = function
 
 
 @contextmanager
@@ -167,8 +167,8 @@ class ParameterFactor:
 def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
     """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked parameter.
 
-    A stacked parameter has three dims, or four if a sharded model holds gate and up apart
-    (`etp.py`).
+    A stacked parameter has three dims, or four in a sharded model if gate and up are two dims of
+    the parameter (`etp.py`).
     """
     for prefix, wrapper in model.named_modules():
         adapted_name = getattr(wrapper, "parameter_name", None)
@@ -199,8 +199,8 @@ class LowRank:
             layout, or have the experts as their first dim.
         scale: PEFT's `scaling` of the adapter.
         num_experts: the number of stacked experts; 0 if the parameter is not stacked.
-        turned: True if the parameter is stored transposed, as (in, out).
-        casts: True if PEFT casts the product to the parameter's dtype before the addition.
+        transposed: True if the parameter is stored transposed, as (in, out).
+        casts_product: True if PEFT casts the product to the parameter's dtype before the addition.
     """
 
     parameter: Tensor
@@ -208,8 +208,8 @@ class LowRank:
     b: Tensor
     scale: float
     num_experts: int
-    turned: bool
-    casts: bool
+    transposed: bool
+    casts_product: bool
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -319,7 +319,7 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
             elif adapter in layer.lora_embedding_A:
                 a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
                 update = _make_update(layer, a, b, layer.scaling[adapter])
-                yield replace(update, turned=True, casts=True)
+                yield replace(update, transposed=True, casts_product=True)
 
 
 def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
@@ -333,13 +333,13 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
 
 
 def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
-    parameter, num_experts, turned = _adapted_parameter(layer), 0, False
+    parameter, num_experts, transposed = _adapted_parameter(layer), 0, False
     if parameter.ndim >= 3:
-        num_experts, turned = layer.num_experts, not layer._did_swap_in_out_features
+        num_experts, transposed = layer.num_experts, not layer._did_swap_in_out_features
     elif getattr(layer, "fan_in_fan_out", False):
-        turned = True
+        transposed = True
     casts = hasattr(layer, "parameter_name")
-    return LowRank(parameter, a, b, scale, num_experts, turned, casts)
+    return LowRank(parameter, a, b, scale, num_experts, transposed, casts)
 
 
 def unattachable_error(kind: str) -> ValueError:

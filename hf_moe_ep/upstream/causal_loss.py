@@ -46,8 +46,8 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
 def passes_arguments_to_loss(model: nn.Module) -> bool:
     """Return False if the forward of a model does not pass its other arguments on to its loss.
 
-    The forwards of some vision-language models did not before transformers 5.23. The result is True
-    for a forward that cannot be read, and for one that computes its loss in another way.
+    Before transformers 5.23, the forwards of some vision-language models do not pass them on. The
+    result is True for a forward that cannot be read, or that computes its loss in another way.
     """
     *_, innermost = forward_functions(model)
     return _passes_arguments(innermost)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def calls(module: nn.Module, name: str) -> bool:
+def uses_name(module: nn.Module, name: str) -> bool:
     """Return True if the code of the module's class, or of a base class, uses the name `name`.
 
     Base classes from torch are not searched.

@@ -37,7 +37,8 @@ def has_given_up(compiled: Any, function: Any) -> bool:
     """Return True if `compiled`, torch.compile's result for `function`, runs without graphs.
 
     torch.compile gives up a function that it cannot trace, and then runs this function as it is in
-    each call. False if the user has switched compilation off (TORCH_COMPILE_DISABLE, set_stance).
+    each call. The result is False if the user has switched compilation off (TORCH_COMPILE_DISABLE,
+    set_stance).
     """
     if compiled is function or eval_frame._stance.stance != "default":
         return False

@@ -51,6 +51,6 @@ def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
     return arrays[rank * num_samples : (rank + 1) * num_samples]
 
 
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> None:
+def replace_method(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Replace the method `name` of one object by `function(stock method, ...)`."""
     setattr(owner, name, partial(function, getattr(owner, name)))

@@ -39,8 +39,9 @@ from hf_moe_ep.upstream.module_names import stock_name
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
-# The components that PEFT adds to the names of modules in modules_to_save.
+# The name of a parameter in our head for multi-token prediction. Files store the head as a layer.
 _HEAD = re.compile(rf"^{MTP_HEAD}\.model\.(layers\.\d+\.)(?:mtp_block\.)?")
+# The components that PEFT adds to the names of modules in modules_to_save.
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 # The options of snapshot_download that callers may pass.
 _DOWNLOAD_OPTIONS = (

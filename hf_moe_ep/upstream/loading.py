@@ -37,7 +37,7 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class OnMeta:
-    """What from_pretrained leaves on the meta device.
+    """The tensors that from_pretrained leaves on the meta device.
 
     Attributes:
         module: the name of a module. All its parameters and buffers in the files stay on meta.

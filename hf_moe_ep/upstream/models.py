@@ -171,7 +171,8 @@ def given_cache(given: dict[str, Any]) -> Any:
 def key_value_width(module: Any, sp_size: int) -> int | None:
     """Return the number of values in the keys and values of a token, for one of `sp_size` ranks.
 
-    None: the module has no projections of the usual names (`k_proj`, `v_proj`), or no head width.
+    The result is None if the module has no projections of the usual names (`k_proj`, `v_proj`), or
+    no head width.
     """
     keys, values = (getattr(module, name, None) for name in ("k_proj", "v_proj"))
     width = getattr(module, "head_dim", None)

@@ -165,7 +165,7 @@ def collective_of(operator: Any) -> str | None:
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = operator_name(operator)
-    # `planner/stages.py` plans what pipeline stages send and receive.
+    # The transfers between pipeline stages are planned by `planner/stages.py`.
     if name in ("barrier", "monitored_barrier_", "wait_tensor", "send", "recv_"):
         return None
     if operator.namespace != "c10d" or name not in _COLLECTIVES:

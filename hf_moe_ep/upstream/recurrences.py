@@ -26,7 +26,7 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 
 
 class Layout(Enum):
-    """What the dimensions of an argument of a recurrence count.
+    """The meaning of the dimensions of a recurrence's argument.
 
     HEADS: (B, S, heads) or (B, S, heads, W), where groups of heads may share one entry.
     CHANNELS: (B, heads, S), a head being one channel.
@@ -42,7 +42,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class StateArguments:
-    """How a recurrence takes the state in front of its tokens, and returns the one behind them.
+    """The arguments with which a recurrence takes an initial state and returns the final state.
 
     Attributes:
         initial, final: the names of the state, and of the flag that asks for the new one. The

@@ -28,7 +28,7 @@ _FOR_TRAINING = ("", "peft", "trl", "quant")
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedPackage:
     """A package in our metadata, and the extra that requires it ("" if it is always required)."""
 
     name: str
@@ -62,7 +62,7 @@ class Allowed:
         return ",".join(sorted(map(str, self.versions), reverse=True))
 
 
-def allowed_packages() -> list[Allowed] | None:
+def allowed_packages() -> list[AllowedPackage] | None:
     """List the packages in hf_moe_ep's metadata that apply to this Python.
 
     Returns None if hf_moe_ep is not installed, and so has no metadata.
@@ -72,12 +72,12 @@ def allowed_packages() -> list[Allowed] | None:
     except metadata.PackageNotFoundError:
         return None
     extras = ("", *(our_metadata.get_all("Provides-Extra") or ()))
-    packages: dict[str, Allowed] = {}
+    packages: dict[str, AllowedPackage] = {}
     for line in metadata.requires(DISTRIBUTION) or ():
         requirement = Requirement(line)
         for extra in extras:
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                package = Allowed(requirement.name, requirement.specifier, extra)
+                package = AllowedPackage(requirement.name, requirement.specifier, extra)
                 packages.setdefault(requirement.name, package)
                 break
     return list(packages.values())

@@ -20,9 +20,9 @@ class _Framework:
     Attributes:
         name: the name of the framework.
         module: the module that is imported if the framework runs.
-        to_shard: how its users ask for FSDP2.
-        sizes: its option for each size of Accelerate's ParallelismConfig.
-        all_logits: how its users ask for the logits of all tokens; "" if they always get them.
+        to_shard: a sentence that tells users how to ask for FSDP2.
+        sizes: the framework's option for each size of Accelerate's ParallelismConfig.
+        all_logits: tells users how to ask for the logits of all tokens; "" if they always get them.
     """
 
     name: str
@@ -32,7 +32,7 @@ class _Framework:
     all_logits: str = ""
 
 
-# All but the last import trl themselves, so the last one is the weakest sign.
+# All frameworks except TRL import trl themselves, so TRL is looked for last.
 _FRAMEWORKS = (
     _Framework(
         "axolotl",
@@ -121,7 +121,8 @@ def check_sequence_parallelism() -> None:
 def check_reads_no_logits(trainer: Any) -> None:
     """Raise ValueError if a trainer of ms-swift reads the logits of whole sequences.
 
-    Only the trainer of `swift sft` and `swift pt` does not (swift/trainers/seq2seq_trainer.py).
+    Only the trainer of `swift sft` and `swift pt` does not read them
+    (swift/trainers/seq2seq_trainer.py).
     """
     module = type(trainer).__module__
     if module.partition(".")[0] == "swift" and module != "swift.trainers.seq2seq_trainer":
@@ -142,8 +143,8 @@ def multiplies_by_processes(trainer: Any, num_items: Any) -> bool:
     return bool(averages and trainer.model_accepts_loss_kwargs and num_items is not None)
 
 
-def split_over_data_ranks(loader: Any, sharing: int) -> None:
-    """Let `sharing` consecutive ranks draw the same samples from a data loader of ms-swift.
+def split_over_data_ranks(loader: Any, ranks_per_batch: int) -> None:
+    """Let `ranks_per_batch` consecutive ranks draw the same samples from a loader of ms-swift.
 
     ms-swift's sampler does so for the ranks of a tensor-parallel group, whose size it takes from a
     DeepSpeed config (swift/dataloader/shard.py).
@@ -157,10 +158,10 @@ def split_over_data_ranks(loader: Any, sharing: int) -> None:
     if not hasattr(sampler, "tp_size"):
         raise ValueError(
             f"ms-swift sends each rank a batch of its own from a stream, but with sp_size="
-            f"{sharing} the ranks of an sp group share one batch; leave out --streaming, or "
-            f"--sp-size"
+            f"{ranks_per_batch} the ranks of an sp group share one batch; leave out --streaming, "
+            f"or --sp-size"
         )
-    sampler.tp_size = sharing
+    sampler.tp_size = ranks_per_batch
     sampler.total_samples = len(loader.dataset) // sampler.world_size
 
 

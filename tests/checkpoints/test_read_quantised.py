@@ -217,7 +217,7 @@ def test_fp8_of_the_same_blocks_is_not_decoded(tmp_path: Path) -> None:
             mock.patch("hf_moe_ep.checkpoints.hub.quantised.quantise") as quantise,
             mock.patch("hf_moe_ep.checkpoints.hub.fp8.ScaledTensor.read_into") as decode,
         ):
-            quantise.return_value = local.of(0)
+            quantise.return_value = local.matrix_of(0)
             target.read(stored, reader, torch.device("cpu"))
         decoded.append((decode.call_count, quantise.call_count))
     assert decoded == [(0, 0), (8, 8)]

@@ -31,7 +31,7 @@ from hf_moe_ep import from_pretrained
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.ops.quantised import _VALUES, Quantisation, empty_stack, quantise_stack
+from hf_moe_ep.ops.quantised import _VALUES_AT_A_TIME, Quantisation, empty_stack, quantise_stack
 from hf_moe_ep.ranks.boxes import local_tensor
 
 MIB = 2**20
@@ -43,8 +43,8 @@ SIZES = {
     "head_dim": 16,
 }
 MATRIX = 2 * 1024 * 2048 * 2
-# quantise_stack processes _VALUES values at a time, with buffers of 20 bytes per value.
-ROW_BUFFERS = 20 * _VALUES
+# quantise_stack processes _VALUES_AT_A_TIME values at a time, with buffers of 20 bytes per value.
+ROW_BUFFERS = 20 * _VALUES_AT_A_TIME
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"experts_dtype": "nf4"},
     "nested": {"experts_dtype": "nf4", "experts_double_quant": True},

@@ -259,7 +259,7 @@ def test_command_prints_and_writes_the_best_layout(
     assert main(["plan", str(folder), *arguments, "--write", str(written)]) == 0
     out = capsys.readouterr().out
     assert "Best layout: patch(model, ep_size=2)" in out and "s/step" in out
-    (shares,) = (line for line in out.splitlines() if line.startswith("Its step: "))
+    (shares,) = (line for line in out.splitlines() if line.startswith("Parts of its step: "))
     percentages = [
         int(word.rstrip(",%")) for word in shares.split() if word.rstrip(",").endswith("%")
     ]

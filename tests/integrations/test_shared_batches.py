@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
-from hf_moe_ep.integrations.shared_batches import share_trainer_batches, sharing
+from hf_moe_ep.integrations.shared_batches import processes_per_batch, share_trainer_batches
 from hf_moe_ep.state import find_state
 
 WORLD, DATA_RANKS, NUM_ROWS = 4, 2, 14
@@ -193,7 +193,7 @@ def _a_model_from_model_init(rank: int, folder: str) -> None:
     state = find_state(trainer.model)
     assert state is not None and trainer.model is not first_model
     assert state.sums_losses is False
-    assert trainer.accelerator.even_batches and sharing(trainer.accelerator) == 2
+    assert trainer.accelerator.even_batches and processes_per_batch(trainer.accelerator) == 2
 
 
 def _flops_are_those_of_one_process(rank: int, folder: str) -> None:

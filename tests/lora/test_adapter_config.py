@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_moe_ep.lora.adapter_config import config_for_single, config_for_stacked, rank_and_alpha
-from hf_moe_ep.lora.names import Stack, targets_that_hit
+from hf_moe_ep.lora.names import Stack, matching_targets
 
 EXPERTS = "model.layers.0.mlp.experts"
 ATTENTION = ["model.layers.0.self_attn.q_proj"]
@@ -75,6 +75,6 @@ def test_an_entry_for_one_layer_does_not_change_another() -> None:
 
 
 def test_targets_match_whole_components_of_a_name() -> None:
-    hits = targets_that_hit(["layers.1.mlp.up_proj"])
+    hits = matching_targets(["layers.1.mlp.up_proj"])
     assert {"up_proj", "mlp.up_proj", "layers.1.mlp.up_proj"} <= hits
     assert "proj" not in hits and "layers.1" not in hits

@@ -36,7 +36,7 @@ from hf_moe_ep.ops.quantised import (
     plain_scales,
     quantise_stack,
 )
-from hf_moe_ep.ops.self_check import some_bytes
+from hf_moe_ep.ops.self_check import draw_quantised
 
 # Experts 0 and 1 have two tiles, the second with few rows; expert 2 has no rows.
 _IDS = [[0, 1], [1, 0]] * 8 + [[3, 1], [0, 3], [0, 1]]
@@ -127,7 +127,7 @@ def test_random_bytes_equal_their_values_on_each_device(
     for name in ("up", "down"):
         matrix = named[name]
         assert matrix is not None
-        stack = some_bytes(matrix, kind, generator)
+        stack = draw_quantised(matrix, kind, generator)
         as_bytes |= stack.by_name(name)
         values[name] = reference.matrices(stack, kind, dtype)
     want = run(case, values, "", backend="triton")
@@ -280,10 +280,12 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
     stack = quantise_stack(torch.randn(shape) * 3, quantisation)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     want = {
-        dtype: torch.stack([dequantise(stack.of(e), quantisation.kind, dtype) for e in range(3)])
+        dtype: torch.stack(
+            [dequantise(stack.matrix_of(e), quantisation.kind, dtype) for e in range(3)]
+        )
         for dtype in dtypes
     }
-    monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._bitsandbytes", None)
     for dtype in dtypes:
         assert torch.equal(reference.matrices(stack, quantisation.kind, dtype), want[dtype])
         columns = shape[2]

@@ -55,7 +55,7 @@ def test_nf4_equals_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
         packed, state = functional.quantize_4bit(
             weight_OI, blocksize=64, quant_type="nf4", compress_statistics=nested
         )
-        matrix = stack.of(expert)
+        matrix = stack.matrix_of(expert)
         assert torch.equal(matrix.values.flatten(), packed.flatten())
         assert torch.equal(matrix.block_scale.flatten(), state.absmax.flatten())
         if nested:
@@ -110,7 +110,7 @@ def test_fp8_follows_the_formula(dtype: torch.dtype) -> None:
         factor = 448 / largest if largest > 0 else torch.tensor(1.0)
         scale = 1 / factor
         bytes_ = (block * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
-        matrix = stack.of(expert)
+        matrix = stack.matrix_of(expert)
         assert matrix.block_scale[row, column] == scale
         got = dequantise(matrix, "fp8", dtype)[:, 128 * column : 128 * (column + 1)]
         assert torch.equal(got, (bytes_.float() * scale).to(dtype))
@@ -222,7 +222,7 @@ def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) ->
         assert weight_LOI is not None
         stack = quantise_stack(weight_LOI, quantisation)
         values = [
-            dequantise(stack.of(expert), quantisation.kind, dtype)
+            dequantise(stack.matrix_of(expert), quantisation.kind, dtype)
             for expert in range(len(weight_LOI))
         ]
         result[name] = torch.stack(values)
@@ -316,7 +316,9 @@ def test_compiled(name: str) -> None:
 def _dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
     """Replacement of `ExpertWeights.matrix` that dequantises all experts to return one of them."""
     stack = experts.stack(name)
-    values = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
+    values = [
+        dequantise(stack.matrix_of(e), experts.quantised, dtype) for e in range(len(stack.values))
+    ]
     return torch.stack(values)[expert]
 
 

@@ -25,7 +25,12 @@ from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 from hf_moe_ep.ops.self_check import Kind, check_once
-from hf_moe_ep.ops.sum_check import TokenSumKind, check_sums_once, self_check_sums, token_sums
+from hf_moe_ep.ops.sum_check import (
+    TokenSumKind,
+    check_sums_once,
+    compare_token_sums,
+    self_check_sums,
+)
 
 MATRICES = ("up", "down")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
@@ -68,7 +73,7 @@ def _clear_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     # Three tiles per expert, instead of sixteen, take a tenth of the time.
     monkeypatch.setattr(self_check, "FEW_ROWS", 32)
     monkeypatch.setattr(self_check, "MANY_ROWS", 63)
-    monkeypatch.setattr(self_check, "_shortened", lambda size: 16 + size % 16)
+    monkeypatch.setattr(self_check, "_shorten", lambda size: 16 + size % 16)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -78,10 +83,10 @@ def test_right_kernels_pass(name: str) -> None:
 
 def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right scales pass, although bitsandbytes is missing. Scales in another order are refused."""
-    monkeypatch.setattr(self_check, "_shortened", lambda size: size)
+    monkeypatch.setattr(self_check, "_shorten", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr(self_check, "MANY_ROWS", 15)
-    monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._bitsandbytes", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
     original = triton_mlp._matrices
@@ -101,7 +106,7 @@ def test_right_kernels_of_quantised_matrices_pass(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp16 the self-check must round dequantised values as the kernels do."""
-    monkeypatch.setattr(self_check, "_shortened", lambda size: size)
+    monkeypatch.setattr(self_check, "_shorten", lambda size: size)
     size = {"nf4": 64, "fp8": 128}[kind]
     frozen = replace(FROZEN, tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
     assert check_once(replace(frozen, hidden=size, ffn=size)) == ""
@@ -402,7 +407,11 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
     # Only the launches are compared, so the torch path need not compute either.
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
     with Launches() as checked:
-        for check in (self_check._products, self_check._routing, self_check._sums):
+        for check in (
+            self_check._compare_products,
+            self_check._compare_routing,
+            self_check._compare_sums,
+        ):
             for few in (True, False):
                 list(check(replace(kind, few=few, ffn=256 + kind.ffn % 256)))
     with Launches() as launched:
@@ -419,7 +428,7 @@ def test_the_self_check_runs_the_kernel_that_sums_the_rows_of_a_token(dtype: tor
     variants = []
     for columns, out_dtype in ((2048, dtype), (2080, dtype), (2048, torch.float32)):
         with Launches() as checked:
-            list(token_sums(replace(kind, row_stride=columns, out_dtype=out_dtype)))
+            list(compare_token_sums(replace(kind, row_stride=columns, out_dtype=out_dtype)))
         with Launches() as launched:
             rows_NH = torch.empty(1001, columns, dtype=dtype, device="meta")[:, :2048]
             slots_TJ = torch.empty(333, 4, dtype=torch.int32, device="meta")

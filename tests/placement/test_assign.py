@@ -1,4 +1,4 @@
-"""`balanced` assigns experts to ranks: its bound, compared with the best assignment, and slots."""
+"""`assign_slots` assigns experts to ranks: its bound, the best assignment, and slots."""
 
 import random
 from collections.abc import Iterator
@@ -6,7 +6,12 @@ from itertools import combinations, product
 
 import pytest
 
-from hf_moe_ep.placement.assign import _in_rounds, balanced, bound, busiest
+from hf_moe_ep.placement.assign import (
+    _assign_in_rounds,
+    assign_slots,
+    bound_of_largest_load,
+    largest_load,
+)
 
 
 def _assignments(experts: tuple[int, ...], local: int) -> Iterator[list[tuple[int, ...]]]:
@@ -32,7 +37,7 @@ def _lowest_maximum(load_E: tuple[int, ...], ranks: int) -> int:
 
 def _busiest(load_E: tuple[int, ...], slots_E: list[int], ranks: int) -> int:
     local = len(load_E) // ranks
-    return busiest(load_E, [slot // local for slot in slots_E], ranks)
+    return largest_load(load_E, [slot // local for slot in slots_E], ranks)
 
 
 def _cases() -> Iterator[tuple[tuple[int, ...], int]]:
@@ -51,12 +56,14 @@ def test_no_rank_exceeds_the_bound_or_4_thirds_of_the_best_assignment() -> None:
     """4 / 3 is the largest ratio that was found in thousands of small cases."""
     largest_ratio = 0.0
     for load_E, ranks in _cases():
-        slots_E = balanced(load_E, ranks)
+        slots_E = assign_slots(load_E, ranks)
         assert sorted(slots_E) == list(range(len(load_E))), (load_E, slots_E)
         maximum, lowest = _busiest(load_E, slots_E, ranks), _lowest_maximum(load_E, ranks)
         in_hub_order = _busiest(load_E, list(range(len(load_E))), ranks)
-        assert lowest <= maximum <= bound(load_E, ranks), (load_E, ranks, maximum)
-        assert busiest(load_E, _in_rounds(load_E, ranks), ranks) <= bound(load_E, ranks)
+        assert lowest <= maximum <= bound_of_largest_load(load_E, ranks), (load_E, ranks, maximum)
+        assert largest_load(
+            load_E, _assign_in_rounds(load_E, ranks), ranks
+        ) <= bound_of_largest_load(load_E, ranks)
         assert maximum <= in_hub_order
         largest_ratio = max(largest_ratio, maximum / (lowest or 1))
     assert largest_ratio <= 4 / 3, largest_ratio
@@ -67,13 +74,13 @@ def test_the_bound_can_be_reached() -> None:
     assignment has a lower maximum.
     """
     load_E = (0, 0, 12, 0, 0, 0)
-    assert bound(load_E, 3) == 12 == _lowest_maximum(load_E, 3)
-    assert bound((5, 5, 5, 5), 2) == 10
+    assert bound_of_largest_load(load_E, 3) == 12 == _lowest_maximum(load_E, 3)
+    assert bound_of_largest_load((5, 5, 5, 5), 2) == 10
 
 
 def test_the_example_of_the_docstring() -> None:
     load_E = (9, 5, 4, 3, 3, 0)
-    slots_E = balanced(load_E, 2)
+    slots_E = assign_slots(load_E, 2)
     assert _busiest(load_E, list(range(6)), 2) == 18
     assert _busiest(load_E, slots_E, 2) == 12
     assert [slot // 3 for slot in slots_E] == [1, 0, 0, 1, 0, 1]
@@ -82,8 +89,8 @@ def test_the_example_of_the_docstring() -> None:
 def test_a_busy_expert_shares_its_rank_with_the_idlest_experts() -> None:
     """In rounds, a rank would get 12 + 4 + 0 = 16 tokens. The best assignment has 12."""
     load_E = (12, 4, 4, 4, 0, 0)
-    assert busiest(load_E, _in_rounds(load_E, 2), 2) == 16
-    assert _busiest(load_E, balanced(load_E, 2), 2) == 12 == _lowest_maximum(load_E, 2)
+    assert largest_load(load_E, _assign_in_rounds(load_E, 2), 2) == 16
+    assert _busiest(load_E, assign_slots(load_E, 2), 2) == 12 == _lowest_maximum(load_E, 2)
 
 
 def test_a_rank_with_three_times_the_mean_load_becomes_even() -> None:
@@ -92,7 +99,7 @@ def test_a_rank_with_three_times_the_mean_load_becomes_even() -> None:
     hub_order = list(range(64))
     mean = sum(load_E) / 8
     assert _busiest(load_E, hub_order, 8) > 2.9 * mean
-    slots_E = balanced(load_E, 8)
+    slots_E = assign_slots(load_E, 8)
     assert _busiest(load_E, slots_E, 8) < 1.01 * mean
     assert sorted(slots_E[expert] // 8 for expert in range(8)) == list(range(8))
 
@@ -101,10 +108,10 @@ def test_as_few_experts_move_as_possible() -> None:
     """The experts of one new rank go to the rank that already holds most of them, and keep their
     slots there. If the load is even, or no assignment is better, no expert moves.
     """
-    assert balanced((1, 2, 3, 4), 2, [0, 2, 3, 1]) == [0, 2, 3, 1]
-    assert balanced((1, 1, 1, 1), 2) == [0, 1, 2, 3]
+    assert assign_slots((1, 2, 3, 4), 2, [0, 2, 3, 1]) == [0, 2, 3, 1]
+    assert assign_slots((1, 1, 1, 1), 2) == [0, 1, 2, 3]
     load_E = (9, 5, 4, 3, 3, 0)
-    keeps_slot = [slot == expert for expert, slot in enumerate(balanced(load_E, 2))]
+    keeps_slot = [slot == expert for expert, slot in enumerate(assign_slots(load_E, 2))]
     assert keeps_slot == [False, True, True, True, False, True]
 
 
@@ -116,7 +123,7 @@ def test_repeated_balancing_stays_within_the_bound(ranks: int) -> None:
     for _ in range(50):
         load_E = tuple(generator.randrange(100) for _ in range(16))
         before = slots_E
-        slots_E = balanced(load_E, ranks, before)
+        slots_E = assign_slots(load_E, ranks, before)
         assert sorted(slots_E) == list(range(16))
-        assert slots_E == balanced(load_E, ranks, before)
-        assert _busiest(load_E, slots_E, ranks) <= bound(load_E, ranks)
+        assert slots_E == assign_slots(load_E, ranks, before)
+        assert _busiest(load_E, slots_E, ranks) <= bound_of_largest_load(load_E, ranks)

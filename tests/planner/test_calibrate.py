@@ -11,10 +11,10 @@ from support.needs import needs_bf16_attention
 from test_step import SIZES_OF_BENCH, group_of_one
 
 from hf_moe_ep.planner import calibrate
-from hf_moe_ep.planner.calibrate import LARGE, Sample, fit, measure_rates, record_of
+from hf_moe_ep.planner.calibrate import LARGE, Sample, fit, hardware_of_rates, measure_rates
 from hf_moe_ep.planner.hardware import calibrated
 from hf_moe_ep.planner.seconds import collective_seconds, operator_seconds, time_of_work
-from hf_moe_ep.planner.work import Collective, Operator, StepWork, Stretch
+from hf_moe_ep.planner.work import Collective, Operator, Phase, StepWork
 
 RATES: dict[str, Any] = {
     "matmul_flops": {"bfloat16": 8e9, "float32": 2e9},
@@ -57,37 +57,37 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
     On a CPU, the difference between a step and the sum of its parts is time of the host. With a GPU
     the host runs ahead, so a step that takes less than its parts has overlapping collectives.
     """
-    machine = record_of(RATES)
+    machine = hardware_of_rates(RATES)
     samples = [Sample(operator, operator_seconds(operator, machine)) for operator in OPERATORS]
     samples += [Sample(each, collective_seconds(each, machine)) for each in COLLECTIVES]
     # `fit` ignores operators below LARGE bytes, because their seconds are those of a launch.
     samples.append(Sample(Operator("memory", "", 0, LARGE // 2), 5.0))
     work = StepWork(
-        {"all": Stretch(tuple((x, 1) for x in OPERATORS), tuple((x, 1) for x in COLLECTIVES))}
+        {"all": Phase(tuple((x, 1) for x in OPERATORS), tuple((x, 1) for x in COLLECTIVES))}
     )
     seconds = time_of_work(work, machine).seconds
     fitted = fit(samples, work, seconds=seconds, node_size=2)
     fractions = {name: fitted["fractions"][name] for name in RATES["fractions"]}
     for name, rate in RATES.items():
         assert (fitted | {"fractions": fractions})[name] == pytest.approx(rate, rel=1e-6), name
-    # No sample has grouped products in bfloat16. `again` says that they are 3 times as fast.
+    # No sample has grouped products in bfloat16. `repeated` says that they are 3 times as fast.
     rates_by_dtype = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
-    more = fit(samples, work, seconds=seconds, node_size=2, again=rates_by_dtype)
-    thrice = record_of(more)
-    assert thrice.reached("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
+    more = fit(samples, work, seconds=seconds, node_size=2, repeated=rates_by_dtype)
+    thrice = hardware_of_rates(more)
+    assert thrice.reached_fraction("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
     product = Operator("grouped", "bfloat16", 3 * 10**9, 1)
     assert operator_seconds(product, thrice) == pytest.approx(1.0)
-    # `again` says that bytes in bfloat16 move at half the rate of float32. Operators without dtype
-    # get the rate of all samples.
+    # `repeated` says that bytes in bfloat16 move at half the rate of float32. Operators without
+    # dtype get the rate of all samples.
     known = [replace(op, dtype="float32") if op.kind == "memory" else op for op in OPERATORS]
     samples += [Sample(op, operator_seconds(op, machine)) for op in known]
-    half = record_of(
+    half = hardware_of_rates(
         fit(
             samples,
             work,
             seconds=seconds,
             node_size=2,
-            again=rates_by_dtype | {"memory": {"float32": 6.0, "bfloat16": 3.0}},
+            repeated=rates_by_dtype | {"memory": {"float32": 6.0, "bfloat16": 3.0}},
         )
     )
     for dtype, expected in (("float32", 1.0), ("bfloat16", 2.0), ("", 1.0)):
@@ -123,7 +123,7 @@ def test_measured_rates_predict_a_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert rates["host_ahead"] is False and rates["memory_bandwidth"] > 0
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(rates))
-    made_up = record_of(RATES)
+    made_up = hardware_of_rates(RATES)
     measured = calibrated(made_up, file)
     assert measured.memory_bandwidth == rates["memory_bandwidth"]
     # One rank measures no link between ranks.

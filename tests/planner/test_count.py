@@ -10,8 +10,8 @@ from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 KIB = 256  # fp32 numbers in one KiB
 
 
-def _count_two_stretches() -> tuple[dict[str, int], list[tuple[str, int]], int]:
-    """Count two stretches: `one` frees 8 KiB after it creates 16 KiB, `two` leaves 1 KiB alive.
+def _count_two_phases() -> tuple[dict[str, int], list[tuple[str, int]], int]:
+    """Count two phases: `one` frees 8 KiB after it creates 16 KiB, `two` leaves 1 KiB alive.
 
     4 KiB exist before. The view needs no memory. A storage is resized to 6 KiB and then freed.
     """
@@ -38,9 +38,9 @@ def _count_two_stretches() -> tuple[dict[str, int], list[tuple[str, int]], int]:
 def test_bytes_by_hand(fake: bool) -> None:
     if fake:
         with fake_tensors():
-            peaks, alive, now = _count_two_stretches()
+            peaks, alive, now = _count_two_phases()
     else:
-        peaks, alive, now = _count_two_stretches()
+        peaks, alive, now = _count_two_phases()
     peaks = {name: size // 1024 for name, size in peaks.items()}
     assert peaks == {BEFORE: 4, "one": 4 + 8 + 16, "two": 4 + 16}
     assert now == (4 + 1) * 1024

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep import ParallelConfig
-from hf_moe_ep.planner.fused import Fusion, Kernel, in_place_of_compile
+from hf_moe_ep.planner.fused import Fusion, Kernel, mark_compiled_regions
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.planner.work import WorkCounter
 
@@ -25,7 +25,7 @@ def _count(function: Callable[..., Any], *args: Any) -> tuple[list[Kernel], int,
     """Run `function` compiled, multiply its result, and count kernels, bytes and launches."""
     fusion = Fusion()
     work = WorkCounter(fusion=fusion)
-    with in_place_of_compile(fusion):
+    with mark_compiled_regions(fusion):
         compiled = torch.compile(function)
         work.begin("step")
         with work:
@@ -83,7 +83,7 @@ def test_code_that_is_not_traced_is_counted_by_operators() -> None:
 
     fusion = Fusion()
     work = WorkCounter(fusion=fusion)
-    with in_place_of_compile(fusion):
+    with mark_compiled_regions(fusion):
         opaque = torch.compiler.disable(twice)
         compiled = torch.compile(lambda x: opaque(x * 5 * 7) * 11 * 13)
         x = torch.ones(ROWS, WIDTH)
@@ -93,7 +93,7 @@ def test_code_that_is_not_traced_is_counted_by_operators() -> None:
     kernels = fusion.kernels()
     fp32 = 2 * BF16
     assert [kernel.nbytes for kernel in kernels[:1]] == [2 * fp32]
-    operators = dict(work.counted().stretches["step"].operators)
+    operators = dict(work.counted().phases["step"].operators)
     # Both products of the opaque function, and the kernel in front of it.
     assert sum(n * o.nbytes for o, n in operators.items()) == (2 + 1) * 2 * fp32
     assert float(out[0, 0]) == 2 * 3 * 5 * 7 * 11 * 13
@@ -103,7 +103,7 @@ def test_a_tensor_that_crosses_the_border_of_a_graph_is_written() -> None:
     fusion = Fusion()
     work = WorkCounter(fusion=fusion)
     x = torch.ones(ROWS, WIDTH)
-    with in_place_of_compile(fusion):
+    with mark_compiled_regions(fusion):
         first, second = torch.compile(lambda x: 2 * x), torch.compile(lambda x: 3 * x)
         work.begin("step")
         with work:
@@ -148,5 +148,5 @@ def test_a_plan_of_compiled_layers_moves_fewer_bytes(ep_size: int, checkpointing
     assert compiled.sent("rows", 8) == eager.sent("rows", 8)
     if ep_size == 1:
         return  # compiled layers contain their experts, so FSDP2 prefetches other units
-    heads = [work.stretches["backward, head"].operators for work in (eager, compiled)]
+    heads = [work.phases["backward, head"].operators for work in (eager, compiled)]
     assert heads[0] == heads[1]

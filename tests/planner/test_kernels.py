@@ -60,9 +60,9 @@ def _work(like_gpu: bool = True, **parallel: Any) -> StepWork:
 
 def _products(work: StepWork) -> int:
     return sum(
-        number * stretch.times
-        for stretch in work.stretches.values()
-        for operator, number in stretch.operators
+        number * phase.times
+        for phase in work.phases.values()
+        for operator, number in phase.operators
         if operator.kind == "grouped"
     )
 

@@ -1,4 +1,4 @@
-"""The memory plot of a planned step shows every stretch in order, also layers that did not run."""
+"""The memory plot of a planned step shows every phase in order, also layers that did not run."""
 
 import sys
 from pathlib import Path

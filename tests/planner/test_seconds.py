@@ -6,15 +6,15 @@ import pytest
 
 from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.hardware import KINDS, Hardware
-from hf_moe_ep.planner.seconds import step_time, stretch_parts
+from hf_moe_ep.planner.seconds import phase_parts, step_time
 from hf_moe_ep.planner.step import StepPlan
 from hf_moe_ep.planner.work import (
     HOST_COPY,
     ON_HOST,
     Collective,
     Operator,
+    Phase,
     StepWork,
-    Stretch,
 )
 
 # Half of each peak is reached, per second: 50 FLOPs (bf16), 4 bytes of memory, 2 bytes in a node
@@ -39,17 +39,17 @@ THIN = Operator("grouped", "float32", 25, 16)
 COPY = Operator("memory", "", 0, 12)
 
 
-def _stretch(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Stretch:
-    return Stretch(tuple((op, 1) for op in operators), tuple((op, 1) for op in sent))
+def _phase(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Phase:
+    return Phase(tuple((op, 1) for op in operators), tuple((op, 1) for op in sent))
 
 
 def test_an_operator_takes_the_longer_of_computation_and_memory() -> None:
     """PRODUCT computes 10 s and moves bytes for 2 s, THIN 1 s and 4 s: together 14 s."""
-    parts = stretch_parts(_stretch(PRODUCT, THIN, COPY), HARDWARE)
+    parts = phase_parts(_phase(PRODUCT, THIN, COPY), HARDWARE)
     assert parts == {"matmul": 10.0, "grouped": 4.0, "memory": 3.0, "host": 0.0}
     # HARDWARE has no rate for fp16, so that of bf16 is used; for fp64, that of fp32.
     for dtype, seconds in (("float16", 10.0), ("float64", 20.0)):
-        assert stretch_parts(_stretch(replace(PRODUCT, dtype=dtype)), HARDWARE)["matmul"] == seconds
+        assert phase_parts(_phase(replace(PRODUCT, dtype=dtype)), HARDWARE)["matmul"] == seconds
 
 
 def test_collectives_overlap_with_computation() -> None:
@@ -57,36 +57,36 @@ def test_collectives_overlap_with_computation() -> None:
     gather = Collective("all_gather", "parameters", (0, 1), 0, 40, hideable=1.0)  # 0.25 + 20 / 2
     rows = Collective("all_to_all", "rows", (0, 1), 0, 0, (0, 15), hideable=0.5)  # 0.25 + 15 / 2
     counts = Collective("all_gather", "counts", (0, 2), 0, 2)  # 2 + 1 / 0.5
-    stretch = _stretch(PRODUCT, THIN, sent=(gather, rows, counts))
-    parts = stretch_parts(stretch, HARDWARE)
+    phase = _phase(PRODUCT, THIN, sent=(gather, rows, counts))
+    parts = phase_parts(phase, HARDWARE)
     assert parts["rows"] == 7.75 - 3.875 and parts["parameters"] == 10.25 - 10.125
     assert parts["counts"] == 4.0
-    half = stretch_parts(stretch, replace(HARDWARE, overlap=0.5))
+    half = phase_parts(phase, replace(HARDWARE, overlap=0.5))
     assert half["rows"] == 7.75 - 3.875 / 2 and half["parameters"] == 10.25 - 10.25 / 2
-    without = stretch_parts(stretch, replace(HARDWARE, overlap=0.0))
+    without = phase_parts(phase, replace(HARDWARE, overlap=0.0))
     assert (without["rows"], without["parameters"]) == (7.75, 10.25)
     # The copy takes 12 s, of which 10 s hide behind PRODUCT; the 3 s on the host hide nothing.
     copy = Collective(HOST_COPY, "offload", (0,), 0, 12, hideable=1.0)
-    parts = stretch_parts(_stretch(PRODUCT, Operator(ON_HOST, "", 9, 6), sent=(copy,)), HARDWARE)
+    parts = phase_parts(_phase(PRODUCT, Operator(ON_HOST, "", 9, 6), sent=(copy,)), HARDWARE)
     assert (parts["offload"], parts["on_host"]) == (2.0, 3.0)
     # A group of one rank sends nothing.
-    alone = _stretch(sent=(replace(gather, ranks=(0,)),))
-    assert stretch_parts(alone, HARDWARE)["parameters"] == 0.0
+    alone = _phase(sent=(replace(gather, ranks=(0,)),))
+    assert phase_parts(alone, HARDWARE)["parameters"] == 0.0
 
 
 def test_the_host_runs_ahead_of_the_device_or_does_not() -> None:
     """Three launches of 4 s run beside 10 s of computation (2 s more) or after it (12 s more)."""
     gather = Collective("all_gather", "parameters", (0,), 0, 40)
-    stretch = _stretch(PRODUCT, replace(PRODUCT, flops=0, nbytes=0), sent=(gather,))
+    phase = _phase(PRODUCT, replace(PRODUCT, flops=0, nbytes=0), sent=(gather,))
     slow = replace(HARDWARE, host_seconds=4.0)
-    assert stretch_parts(stretch, slow)["host"] == 2.0
-    assert stretch_parts(stretch, replace(slow, host_ahead=False))["host"] == 12.0
+    assert phase_parts(phase, slow)["host"] == 2.0
+    assert phase_parts(phase, replace(slow, host_ahead=False))["host"] == 12.0
 
 
 def test_micro_batches_share_one_optimizer_step() -> None:
     """Three micro-batches of 2 layers of 10 s, and one optimizer step of 3 s."""
     work = StepWork(
-        {"forward, layer 1": replace(_stretch(PRODUCT), times=2), OPTIMIZER: _stretch(COPY)}
+        {"forward, layer 1": replace(_phase(PRODUCT), times=2), OPTIMIZER: _phase(COPY)}
     )
     plan = StepPlan({}, {}, 2, (2,), work)
     time = step_time(plan, HARDWARE, micro_batches=3, tokens=126)
@@ -95,5 +95,5 @@ def test_micro_batches_share_one_optimizer_step() -> None:
     for wrong in ({"micro_batches": 0, "tokens": 1}, {"micro_batches": 1, "tokens": 0}):
         with pytest.raises(ValueError, match=r"\(0\) must be 1 or more"):
             step_time(plan, HARDWARE, **wrong)
-    with pytest.raises(ValueError, match="no work, 0 stretches"):
+    with pytest.raises(ValueError, match="no work, 0 phases"):
         step_time(StepPlan({}, {}, 2, (2,)), HARDWARE, micro_batches=1, tokens=1)

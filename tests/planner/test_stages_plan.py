@@ -18,7 +18,7 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.search import LayoutRequest, find_layouts
-from hf_moe_ep.planner.seconds import step_time, stretch_parts, time_of_work
+from hf_moe_ep.planner.seconds import phase_parts, step_time, time_of_work
 from hf_moe_ep.planner.stages import (
     Transfers,
     layers_of_equal_time,
@@ -122,8 +122,8 @@ def test_layers_of_equal_time() -> None:
         step = plan_step(replace(SIZES, vocab=vocab).config(), world_size=8, batch=Batch(SIZES.seq))
         seconds = {
             part: sum(
-                stretch.times * sum(stretch_parts(stretch, gpu).values())
-                for name, stretch in step.work.stretches.items()
+                phase.times * sum(phase_parts(phase, gpu).values())
+                for name, phase in step.work.phases.items()
                 if part in name
             )
             for part in ("head", "layer ")

@@ -129,16 +129,16 @@ def test_a_step_with_parameters_on_the_host() -> None:
     assert not {"parameters", "gradients", "optimizer state"} & set(on_host.parts)
     assert on_host.peak < on_device.peak - 2 * num_bytes
     copied = {
-        name: sum(copy.nbytes * n for copy, n in stretch.collectives if copy.kind == HOST_COPY)
-        for name, stretch in on_host.work.stretches.items()
+        name: sum(copy.nbytes * n for copy, n in phase.collectives if copy.kind == HOST_COPY)
+        for name, phase in on_host.work.phases.items()
     }
     assert sum(size for name, size in copied.items() if name.startswith("forward")) == num_bytes
     assert copied[OPTIMIZER] == 0 and 2 * num_bytes < sum(copied.values()) < 3 * num_bytes
     for plan, where in ((on_device, set()), (on_host, {OPTIMIZER}), (accumulated, None)):
         phases_on_host = {
             name.partition(",")[0]
-            for name, stretch in plan.work.stretches.items()
-            if any(operator.kind == ON_HOST for operator, _ in stretch.operators)
+            for name, phase in plan.work.phases.items()
+            if any(operator.kind == ON_HOST for operator, _ in phase.operators)
         }
         # With gradient accumulation, backward adds to the gradients that are on the host.
         assert phases_on_host == ({"backward", OPTIMIZER} if where is None else where)
@@ -201,8 +201,8 @@ def _assert_same_work(name: str, planned: StepWork, counted: list[StepWork]) -> 
 def _sent_rows(work: StepWork) -> int:
     return sum(
         collective.nbytes * number
-        for stretch in work.stretches.values()
-        for collective, number in stretch.collectives
+        for phase in work.phases.values()
+        for collective, number in phase.collectives
         if collective.purpose == "rows"
     )
 

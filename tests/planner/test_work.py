@@ -6,13 +6,13 @@ from support.tiny_models import tiny
 from torch.nn import functional as F
 
 from hf_moe_ep import ParallelConfig
-from hf_moe_ep.planner.extrapolate import work_at
+from hf_moe_ep.planner.extrapolate import extrapolate_work
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import (
     Collective,
     Operator,
+    Phase,
     StepWork,
-    Stretch,
     WorkCounter,
 )
 from hf_moe_ep.upstream.dispatch_modes import fake_tensors
@@ -30,8 +30,8 @@ def _small_step() -> list[Operator]:
         table = torch.zeros(100, 5)
         table.index_add_(0, torch.tensor([7, 9]), picked)
         F.scaled_dot_product_attention(*(torch.ones(1, 2, 6, 8),) * 3, is_causal=True)
-    stretches = work.counted().stretches
-    return [op for op, number in stretches["all"].operators for _ in range(number)]
+    phases = work.counted().phases
+    return [op for op, number in phases["all"].operators for _ in range(number)]
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -71,7 +71,7 @@ def test_attention_in_bf16_by_hand() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
         torch.addmm(torch.ones(4, 5), torch.ones(4, 3), torch.ones(3, 5))
     product = 2 * (2 * 6 * 6 * 8) // 2
-    operators = [op for op, _ in work.counted().stretches["all"].operators]
+    operators = [op for op, _ in work.counted().phases["all"].operators]
     attention = [(op.dtype, op.flops) for op in operators if op.kind == "attention"]
     assert attention == [("bfloat16", 2 * product), ("bfloat16", 5 * product)]
     matmul = [(op.dtype, op.flops) for op in operators if op.kind == "matmul"]
@@ -137,14 +137,14 @@ def test_middle_layers_are_counted_several_times() -> None:
     """Of 9 layers, 4 run apart and one counts 5 times. The FLOPs are those of 9 layers."""
 
     def work(layers: int) -> StepWork:
-        def stretch(flops: int) -> Stretch:
-            return Stretch(((Operator("matmul", "float32", flops, 1), 1),), ())
+        def phase(flops: int) -> Phase:
+            return Phase(((Operator("matmul", "float32", flops, 1), 1),), ())
 
-        of_layers = {f"forward, layer {i}": stretch(10 + (i == 0)) for i in range(layers)}
-        return StepWork({**of_layers, "optimizer": stretch(100 * layers)})
+        of_layers = {f"forward, layer {i}": phase(10 + (i == 0)) for i in range(layers)}
+        return StepWork({**of_layers, "optimizer": phase(100 * layers)})
 
-    extrapolated = work_at([work(4), work(5)], 9)
+    extrapolated = extrapolate_work([work(4), work(5)], 9)
     assert extrapolated.flops() == work(9).flops() == 9 * 10 + 1 + 900
-    assert extrapolated.stretches["forward, layer 2"].times == 5
-    names = extrapolated.stretches.keys()
+    assert extrapolated.phases["forward, layer 2"].times == 5
+    names = extrapolated.phases.keys()
     assert "forward, layer 8" in names and "forward, layer 4" not in names

@@ -65,7 +65,7 @@ def test_a_choice_of_groups_is_not_replayed(
 def test_layers_of_a_loop_are_refused(model_type: str) -> None:
     model = patch(build(model_type))
     with (
-        pytest.raises(ValueError, match="they ran twice in one forward; recording needs one choi"),
+        pytest.raises(ValueError, match="experts ran twice in one forward; recording needs one ch"),
         RoutingReplay(model).record(),
     ):
         loss_of(model, batch(model, 2, SEQUENCE))

@@ -78,7 +78,7 @@ def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, An
             result |= {name: None} if name in tensors else {}
             continue
         matrices = [
-            dequantise(Quantised(data, scale, *nested).of(expert), kind, torch.float32)
+            dequantise(Quantised(data, scale, *nested).matrix_of(expert), kind, torch.float32)
             for expert in range(len(data))
         ]
         module = model.get_submodule(name.rpartition(".")[0])

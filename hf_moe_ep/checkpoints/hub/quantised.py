@@ -81,7 +81,7 @@ class HeldAsBytes:
         shape = (1, sum(stop - start for start, stop in ranges), num_columns)
         matrix = None if copies_bytes else torch.empty(shape, dtype=stored.dtype)
         for index, expert in enumerate(range(*experts)):
-            target, stored_expert, first = self.local.of(index), stored.of_expert(expert), 0
+            target, stored_expert, first = self.local.matrix_of(index), stored.of_expert(expert), 0
             for start, stop in ranges:
                 own_rows = slice(first, first + stop - start)
                 box: Box = ((expert, expert + 1), (start, stop), columns)

@@ -472,7 +472,7 @@ def _gather_factors(update: LowRank) -> Update:
     a, b = gather_changed(update.a, _unchanged), gather_changed(update.b, _unchanged)
     if update.num_experts:
         a, b = with_experts_in_front(a, b, update.num_experts)
-    return Update(a, b, update.scale, update.turned, update.casts)
+    return Update(a, b, update.scale, update.transposed, update.casts_product)
 
 
 def _unchanged(box: Box, values: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class LayerTimes:
     def with_chunks(self, num_chunks: int) -> float:
         """Return the seconds of forward and backward.
 
-        In backward the gradients of the rows take as long as forward, and so do those of the
-        weights, which are computed while the last rows are sent.
+        In backward, computing the gradients of the rows takes as long as forward, and so does
+        computing the gradients of the weights, which runs while the last rows are sent.
         """
         forward = self._pipeline(num_chunks, self.shared)
         backward = self._pipeline(num_chunks, self.experts + 2 * self.shared)
@@ -101,8 +101,8 @@ def choose_at_first_forward(
 ) -> None:
     """Measure a layer and choose the number of chunks, once, on all ranks of the ep group.
 
-    Every rank of the group calls this in the same layer of the same forward: the counts that they
-    have exchanged before say so.
+    Every rank of the group calls this function in the same layer of the same forward; the exchange
+    of counts has checked this.
     """
     state = layer.model
     num_tokens, hidden = tokens.x_TH.shape
@@ -153,7 +153,7 @@ def _measure(
     weights: ExpertWeights,
     where: object,
 ) -> LayerTimes:
-    """Measure the times of a layer on this rank; `like` is a row, and `num_tokens` of all ranks."""
+    """Measure the times of a layer with `num_tokens` tokens on this rank; `like` is one row."""
     num_ranks, hidden = dist.get_world_size(group), like.shape[1]
     to_each = max(1, round(expected_rows(num_tokens, top_k, num_ranks) / (num_ranks - 1)))
     measured = min(to_each, max(1, _MAX_BYTES // (hidden * like.element_size() * num_ranks)))

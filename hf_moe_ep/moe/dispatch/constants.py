@@ -18,7 +18,8 @@ class Constants:
     def numbers(self, count: int, device: torch.device) -> Tensor:
         """Return the int32 numbers from 0 to `count` - 1.
 
-        They are a view of the longest vector so far, so that batches of many lengths keep one.
+        They are a view of the longest vector so far, so that batches of many lengths share one
+        vector.
         """
         numbers = self._tensors.get(device)
         if numbers is None or len(numbers) < count:

@@ -272,9 +272,9 @@ def compute_leg_counts(
 ) -> tuple[Tensor, ...]:
     """Compute the fields of `LegCounts` on the device.
 
-    `rows_V` are the rows that this rank sends to each node. Line r of `counts_DX` is what rank r
-    has sent to this rank: its rows for this node, for each rank of this node, and its pairs for
-    each expert of this rank.
+    `rows_V` are the rows that this rank sends to each node. Line r of `counts_DX` has the counts
+    that rank r has sent to this rank: its rows for this node, its rows for each rank of this node,
+    and its pairs for each expert of this rank.
     """
     num_local_ranks = position.ranks_per_node
     counts_VUX = counts_DX.unflatten(0, (position.num_nodes, num_local_ranks))

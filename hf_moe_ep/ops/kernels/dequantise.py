@@ -39,9 +39,9 @@ class ByteMatrices:
 
     Attributes:
         values: contiguous bytes in a format of `ops/quantised.py`.
-        scale: contiguous fp32 scales. Nested scales must be dequantised before.
+        scale: contiguous fp32 scales; nested scales are already dequantised.
         kind: "nf4" or "fp8".
-        transposed: whether the object stands for the transposed matrices [L, I, O].
+        transposed: True if the object stands for the transposed matrices [L, I, O].
     """
 
     values: Tensor
@@ -74,7 +74,7 @@ def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int,
 
 
 def matrix_constants(matrix: Matrices) -> dict[str, Any]:
-    """Return a kernel's constants: KIND is the format, NATIVE whether the GPU converts fp8."""
+    """Return a kernel's constants: KIND is the format; NATIVE is True if the GPU converts fp8."""
     if not isinstance(matrix, ByteMatrices):
         return {"KIND": "", "NATIVE": False}
     native = matrix.kind == "fp8" and converts_fp8(matrix.values.device)

@@ -2,9 +2,9 @@
 
 The rows are sorted by expert.
 
-    grouped_mm   the down projection (with its bias) and the gradient of the rows; the second
-                 product of an adapter adds a few steps to the same sum
-    thin_mm      the first product of an adapter, times the scale of the adapter; the kernel can
+    grouped_mm   computes the down projection (with its bias) and the gradient of the rows; the
+                 second product of an adapter adds a few steps to the same sum
+    thin_mm      computes the first product of an adapter, times the adapter's scale; the kernel can
                  gather the rows
 
 The matrix is read through its strides, so neither forward nor backward copies a weight.

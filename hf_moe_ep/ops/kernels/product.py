@@ -1,8 +1,8 @@
 """The main loop of `up`, `grouped_mm` and `dgated`: rows of a tile times the matrix of its expert.
 
-`tile_product` loads its factors through pointers or, where `load_blocks` and `matrix_blocks` return
-a TMA descriptor, as whole blocks. Blocks need no addresses in registers and far fewer instructions.
-Rows that are gathered are always loaded through pointers.
+`tile_product` loads its factors through pointers or, where `row_blocks` and `matrix_blocks` return
+a TMA descriptor, as whole blocks. Loading a block needs no addresses in registers and far fewer
+instructions. Rows that are gathered are always loaded through pointers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ def tile_product(
 
 
 def row_blocks(rows: Tensor, block: Block, num_rows: int, columns: int) -> TensorDescriptor | None:
-    """Return a descriptor for blocks of [num_rows, columns]; None if TMA is off or cannot load."""
+    """Return a TMA descriptor for blocks of [num_rows, columns], or None.
+
+    Without a descriptor the rows are loaded through pointers: if `block.tma` is False, or if the
+    rows are not aligned or not contiguous.
+    """
     if not block.tma or not _is_aligned(rows) or rows.stride(1) != 1:
         return None
     return TensorDescriptor.from_tensor(rows, [num_rows, columns])

@@ -1,9 +1,9 @@
-"""Sort (row, expert) pairs by expert on the device: a stable counting sort, no host sync.
+"""Sort (row, expert) pairs by expert on the device, by a stable counting sort without a host sync.
 
 There are four launches. The only atomic operations add integers, so neither the order of the pairs
 nor any number depends on the GPU's schedule:
 
-    count    counts the pairs of each block that go to each expert, [blocks, L], and of all blocks
+    count    counts the pairs of each (block, expert), [blocks, L], and of each expert, [L]
     scan     computes where the pairs of each expert, and of each (block, expert), start
     place    computes each pair's position: the start of its (block, expert) plus the number of
              earlier pairs with the same block and expert. It also stores the inverse: the pair and
@@ -31,7 +31,7 @@ _CHUNK = 16
 # A program of `scan` reads the counts of _EXPERTS experts, of _BLOCKS blocks at a time.
 _EXPERTS = 8
 _BLOCKS = 256
-# A program of `tiles` compares its tiles with all experts, and holds at most so many results.
+# A program of `tiles` compares its tiles with all experts, in at most this many comparisons.
 _COMPARISONS = 8192
 
 
@@ -42,7 +42,7 @@ def _count_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    # Summed along the pairs only once, because this exchanges numbers between threads.
+    # The loop does not sum along the pairs, because such a sum exchanges numbers between threads.
     chosen = tl.zeros([CHUNK, EXPERTS], tl.int32)
     for first in range(0, BLOCK, CHUNK):
         pair = block * BLOCK + first + tl.arange(0, CHUNK)
@@ -86,7 +86,7 @@ def _place_kernel(
     pair = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [BLOCK]
     has_expert = (expert >= 0) & (expert < num_experts)
-    # How many earlier pairs of the block have the same expert.
+    # Summed over the columns: the number of earlier pairs of the block with the same expert.
     earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
     for first in range(0, BLOCK, CHUNK):
         other = block * BLOCK + first + tl.arange(0, CHUNK)
