@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
 _GIB = 2**30
+# Accelerate checkpoints the layers while it shards them, and refuses a model that is sharded.
+_FOR_SHARDED = (
+    "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
+    "  # call model.gradient_checkpointing_enable() in the script."
+)
 _DEFAULT = "default: %(default)s"
 # Names of the parts of `StepTime` in the output.
 _PART_NAMES = {
@@ -337,6 +342,7 @@ def launch_config(
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             "  fsdp_reshard_after_forward: true",
+            *[_FOR_SHARDED] * layout.checkpointing,
             f"  fsdp_activation_checkpointing: {str(layout.checkpointing).lower()}",
             *["  fsdp_offload_params: true"] * offload,
             "",

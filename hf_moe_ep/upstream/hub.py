@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlinePassed
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -32,6 +33,7 @@ from huggingface_hub.errors import (
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from hf_moe_ep.config import ParallelConfig, suggestion
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
@@ -227,9 +229,10 @@ def empty_model(
         folder, return_unused_kwargs=True, **options
     )
     if unknown := sorted(options.keys() & unused.keys()):
+        settings = [field.name for field in fields(ParallelConfig)]
         raise ValueError(
-            f"unknown option {unknown[0]}: it is neither an option of from_pretrained nor a field "
-            f"of {type(config).__name__}"
+            f"unknown option {unknown[0]}{suggestion(unknown[0], settings)}: it is neither an "
+            f"option of from_pretrained nor a field of {type(config).__name__}"
         )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]

@@ -130,7 +130,7 @@ def _load_damaged(rank: int, world: int, folder: str) -> None:
     for option in ({"ep_sizes": 2}, {"variant": "fp16"}, {"device_map": "auto"}):
         name = next(iter(option))
         with pytest.raises(
-            ValueError, match=f"unknown option {name}: .*nor a field of Qwen3MoeConfig"
+            ValueError, match=f"unknown option {name}.*: .*nor a field of Qwen3MoeConfig"
         ):
             from_pretrained(f"{folder}/whole", **option)
     with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):

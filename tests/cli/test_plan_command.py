@@ -309,6 +309,7 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     config = load_config_from_file(str(written))
     assert (config.num_processes, config.num_machines, config.rdzv_backend) == (16, 2, "static")
     assert config.fsdp_config["fsdp_activation_checkpointing"] is True
+    assert "  # call model.gradient_checkpointing_enable() in the script.\n" in written.read_text()
     first, second, *_ = written.read_text().splitlines()
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
     assert second.endswith("gradient_accumulation_steps 4")
