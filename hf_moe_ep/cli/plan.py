@@ -408,6 +408,7 @@ def _format_result(
             "",
             f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
             f"help{offload}.",
+            *_about_gpus(result, options.gpus, request.limit),
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
@@ -422,6 +423,24 @@ def _format_result(
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
+
+
+def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
+    """Return the line about how many GPUs hold the sharded state, if these GPUs do not hold it."""
+    from hf_moe_ep.planner.counted import OPTIMIZER
+
+    sharded = [planned for planned in result.too_large if planned.layout.dp_replicate == 1]
+    made_of = sharded[0].step.made_of.get(OPTIMIZER, {}) if sharded else {}
+    held = sum(made_of.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+    enough = gpus
+    while held * gpus / enough >= limit:
+        enough *= 2
+    if enough == gpus:
+        return []
+    return [
+        f"Parameters, gradients and optimizer state take {held / _GIB:,.1f} GiB on each of {gpus} "
+        f"GPUs; on {enough} GPUs they would take {held * gpus / enough / _GIB:,.1f} GiB."
+    ]
 
 
 def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:

@@ -40,6 +40,18 @@ from hf_moe_ep.upstream.module_names import stock_name
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
+_SHARDS = "; leave it out: each rank reads only its own shards, to its own device"
+_EXPERTS = "; experts_dtype='nf4' or 'fp8' quantises frozen experts under LoRA"
+# What to do instead of passing an option that only stock's from_pretrained has.
+_ONLY_IN_STOCK = {
+    "device_map": _SHARDS,
+    "low_cpu_mem_usage": _SHARDS,
+    "max_memory": _SHARDS,
+    "offload_folder": _SHARDS,
+    "tp_plan": _SHARDS,
+    "load_in_4bit": _EXPERTS,
+    "load_in_8bit": _EXPERTS,
+}
 _PEFT_PREFIX = "base_model.model."
 # The components that PEFT adds to the names of modules in modules_to_save.
 _HEAD = re.compile(rf"^{MTP_HEAD}\.model\.(layers\.\d+\.)(?:mtp_block\.)?")
@@ -233,6 +245,7 @@ def empty_model(
         raise ValueError(
             f"unknown option {unknown[0]}{suggestion(unknown[0], settings)}: it is neither an "
             f"option of from_pretrained nor a field of {type(config).__name__}"
+            f"{_ONLY_IN_STOCK.get(unknown[0], '')}"
         )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
