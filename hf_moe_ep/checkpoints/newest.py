@@ -127,9 +127,11 @@ def is_verifiable(folder: Path) -> bool:
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
         return True
-    if not folder.is_dir() or not any(folder.iterdir()):
-        what = "is empty" if folder.is_dir() else "does not exist"
-        raise ValueError(f"{folder} {what}: this checkpoint was not finished; take an older one")
+    if not folder.is_dir():
+        problem = "is a file" if folder.is_file() else "does not exist"
+        raise ValueError(f"{folder} {problem}; name the folder of a checkpoint")
+    if not any(folder.iterdir()):
+        raise ValueError(f"{folder} is empty: this checkpoint was not finished; take an older one")
     return False
 
 
