@@ -88,7 +88,7 @@ test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
 architectures: .venv/.done
 	rm -f architectures.jsonl
-	-HF_MOE_EP_RECORD=architectures.jsonl $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu' \
+	-RECORD_ARCHITECTURES=architectures.jsonl $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu' \
 		tests/architectures tests/sequence/test_granted.py \
 		tests/sequence/test_context_of_types.py tests/vision/test_towers.py \
 		tests/vision/test_adapters_of_towers.py tests/checkpoints/test_layout_on_ranks.py
@@ -97,7 +97,7 @@ architectures: .venv/.done
 
 # The site, in out/site. The notebooks are run for their outputs and plots, which takes minutes.
 docs: .venv/.done
-	HF_MOE_EP_DOCS_EXECUTE=true $(BIN)/mkdocs build --strict
+	DOCS_EXECUTE=true $(BIN)/mkdocs build --strict
 
 lint: .venv/.done
 	$(LINT)

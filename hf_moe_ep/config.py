@@ -4,7 +4,8 @@
     HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of a script that patches
     hf-moe-ep run --ep-size 8 -- COMMAND      the same for a command that does not patch
 
-`resolve_config` replaces a size of None by the value of its environment variable, or by 1.
+`resolve_config` replaces a size of None by the value of its environment variable, or by 1. Where a
+script passes no ParallelConfig, each setting that it does not pass is read from its variable.
 `hf-moe-ep run` passes all settings to the processes of its command as variables, which
 `settings_from_environment` reads (`runner/`). The variable of the field `ep_size` is
 HF_MOE_EP_EP_SIZE; every other field has a variable of the same form.
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 _PREFIX = "HF_MOE_EP_"
@@ -27,11 +29,17 @@ _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # The fields whose sizes divide the ranks.
 _SIZES = ("pp_size", "dp_replicate_size", "ep_size", "etp_size", "cp_size", "sp_size")
 EXPERTS_DTYPES = ("nf4", "fp8")
-_EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
-_DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
-_SHARD_DIMS = ("auto", 0, 1)
-_FUSED_LOSS = ("auto", True, False)
-_PP_SCHEDULES = ("1f1b", "gpipe")
+# The values of each field that allows only a few; the fields of `bool` are not listed.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "experts_backend": ("auto", "eager", "torch", "triton"),
+    "experts_dtype": (None, *EXPERTS_DTYPES),
+    "dispatcher": ("all_to_all", "hierarchical", "deepep"),
+    "fused_loss": ("auto", True, False),
+    "pp_schedule": ("1f1b", "gpipe"),
+    "expert_shard_dim": ("auto", 0, 1),
+}
+# A name counts as misspelt if difflib rates it as similar as this to a known one (1: equal).
+_SIMILAR = 0.7
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class ParallelConfig:
             None: HF_MOE_EP_PP_SIZE, or 1.
         pp_microbatches: the number of micro-batches into which `pp_size` > 1 cuts the rows of a
             batch. Each stage waits for (pp_size - 1) / (pp_microbatches + pp_size - 1) of the time.
-            None: `pp_size`.
+            None: HF_MOE_EP_PP_MICROBATCHES, or `pp_size`.
         pp_schedule: the order of the micro-batches. "1f1b" keeps the activations of at most
             `pp_size` micro-batches, "gpipe" those of all. The router's aux loss is computed for
             each micro-batch with "1f1b", and for the whole batch with "gpipe".
@@ -213,13 +221,9 @@ class ParallelConfig:
             check_choice(name, getattr(self, name), (False, True))
         _check_rate("bias_update_rate", self.bias_update_rate)
         self._check_mtp()
-        check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
-        check_choice("experts_dtype", self.experts_dtype, (None, *EXPERTS_DTYPES))
-        check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
-        check_choice("fused_loss", self.fused_loss, _FUSED_LOSS)
-        check_choice("pp_schedule", self.pp_schedule, _PP_SCHEDULES)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         self._check_pp_layers()
-        check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         self._check_dispatcher()
         if self.experts_backend == "eager" and (self.ep_size or 1) > 1:
             raise ValueError(
@@ -385,13 +389,20 @@ def variable_of(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-def settings_from_environment(kind: type[Settings]) -> Settings:
+def settings_from_environment(kind: type[Settings], *, without: Collection[str] = ()) -> Settings:
     """Build `kind` from the variables of its fields that are set; the others have defaults.
+
+    Args:
+        without: fields whose variables are not read.
 
     Raises:
         ValueError: the value of a variable is invalid.
     """
-    texts = {field: os.environ.get(variable_of(field.name), "").strip() for field in fields(kind)}
+    texts = {
+        field: os.environ.get(variable_of(field.name), "").strip()
+        for field in fields(kind)
+        if field.name not in without
+    }
     values = {
         field.name: parse_setting(field, text, f"{variable_of(field.name)}=")
         for field, text in texts.items()
@@ -434,18 +445,46 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return " (did you mean ep_size?)" for a misspelt `name`, or "" if no known name is similar.
+
+    A size may also be named without its ending: "ep" stands for "ep_size".
+
+    Args:
+        prefix: the beginning of all names, which does not count as a similarity.
+    """
+    name = name.removeprefix(prefix)
+    endings = sorted(known_name.removeprefix(prefix) for known_name in known)
+    similar = [f"{name}_size"] if f"{name}_size" in endings else []
+    similar += get_close_matches(name, endings, 1, _SIMILAR)
+    return f" (did you mean {prefix}{similar[0]}?)" if similar else ""
+
+
 def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> ParallelConfig:
-    """Apply `overrides` to `config`, and fill sizes of None from the environment or with 1."""
+    """Apply `overrides` to `config`, and fill sizes of None from the environment or with 1.
+
+    Without a config, every field that `overrides` do not set has the value of its variable.
+
+    Raises:
+        ValueError: an option, a value or a variable HF_MOE_EP_... is unknown or invalid.
+    """
     known = {field.name for field in fields(ParallelConfig)}
     unknown = sorted(set(overrides) - known)
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]}; options are: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown option {unknown[0]}{suggestion(unknown[0], known)}; options are: "
+            f"{', '.join(sorted(known))}"
+        )
     if config is not None and not isinstance(config, ParallelConfig):
         raise ValueError(
             f"config must be a ParallelConfig, got {type(config).__name__}; "
             f"write patch(model, ep_size=...) or patch(model, ParallelConfig(ep_size=...))"
         )
-    config = replace(config or ParallelConfig(), **overrides)
+    check_variable_names()
+    if config is None:
+        # Sizes are read below, with an error that names the variable.
+        config = settings_from_environment(ParallelConfig, without=(*_SIZES, *overrides))
+    config = replace(config, **overrides)
     if config.dispatcher == "hierarchical" and config.node_size is None:
         config = replace(config, node_size=launched_local_world_size())
     if config.pp_layers:
@@ -512,13 +551,21 @@ def launch_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def check_environment() -> None:
-    """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
+def check_variable_names() -> None:
+    """Raise ValueError if a variable HF_MOE_EP_... has an unknown name."""
     kinds = (ParallelConfig, RunOptions)
     known = [variable_of(field.name) for kind in kinds for field in fields(kind)]
     for name in launch_environment():
         if name.startswith(_PREFIX) and name not in known:
-            raise ValueError(f"{name} is set, but only {', '.join(known)} exist; correct its name")
+            raise ValueError(
+                f"{name} is set{suggestion(name, known, _PREFIX)}, but only {', '.join(known)} "
+                f"exist; correct its name"
+            )
+
+
+def check_environment() -> None:
+    """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
+    check_variable_names()
     settings_from_environment(ParallelConfig)
     settings_from_environment(RunOptions)
 
@@ -537,7 +584,16 @@ def _check_size(name: str, size: int | None, *, may_be_none: bool = True) -> Non
         return
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         allowed = "None or a whole number" if may_be_none else "a whole number"
-        raise ValueError(f"{name} must be {allowed} >= 1, got {size!r}; try {name}=1")
+        raise ValueError(
+            f"{name} must be {allowed} >= 1, got {size!r}; try {name}={_similar_size(size)}"
+        )
+
+
+def _similar_size(value: object) -> int:
+    """Return the size that a text like "8" or a float like 8.0 stands for, or else 1."""
+    if isinstance(value, str) and value.isdecimal():
+        return max(int(value), 1)
+    return max(int(value), 1) if isinstance(value, float) and value.is_integer() else 1
 
 
 def _check_rate(name: str, rate: float | None) -> None:

@@ -156,8 +156,9 @@ class _Derivation:
             f"none of its modules uses transformers' experts interface "
             f"(use_experts_implementation)"
             + (f"; it has {', '.join(similar)}" if similar else "")
-            + ". Describe its MoE blocks in a plan, with ModelPlan(block=MoEBlock(...)), as in "
-            "notebooks/6_new_architecture.ipynb; or train it with FSDP2 alone, without hf_moe_ep"
+            + ". If the model is dense, train it with FSDP2 alone, without hf_moe_ep. If it has "
+            "experts, describe its MoE blocks in a plan, with ModelPlan(block=MoEBlock(...)), as "
+            "in notebooks/6_new_architecture.ipynb"
         )
 
     def _check_number_of_layers(self, stack: str, experts: Collection[str]) -> None:

@@ -73,10 +73,11 @@ from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, check_is_model
 from hf_moe_ep.upstream.modules import remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
 from hf_moe_ep.upstream.sharded_models import (
+    devices_of_parts,
     is_distributed_by_transformers,
     is_fsdp1,
     loads_on_one_rank_per_host,
@@ -147,6 +148,7 @@ def patch_model(
     weights: Path | None = None,
 ) -> nn.Module:
     """Patch a model, with a config whose sizes are all set. `weights` is for a model on meta."""
+    check_is_model(model)
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
     if (
@@ -231,6 +233,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not patched, or it is sharded.
     """
+    check_is_model(model)
     state: ModelState | None = getattr(model, STATE, None)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; nothing to undo")
@@ -262,8 +265,14 @@ def _detach(model: nn.Module, state: ModelState) -> None:
 def check_unsharded(model: nn.Module) -> None:
     """Raise ValueError if the model, or a part of it, is sharded or wrapped already."""
     fix = "pass the model as from_pretrained returns it, patch it, then shard it once"
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(f"the model is wrapped in DistributedDataParallel; {fix}")
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        raise ValueError(f"the model is wrapped in {type(model).__name__}; {fix}")
+    if devices := devices_of_parts(model):
+        raise ValueError(
+            f"from_pretrained(device_map=...) placed parts of this model on {', '.join(devices)}, "
+            f"but every rank needs the whole model; load it without device_map=, patch it, then "
+            f"shard it"
+        )
     if is_distributed_by_transformers(model):
         raise ValueError(f"transformers sharded this model while it loaded the weights; {fix}")
     state: ModelState | None = getattr(model, STATE, None)

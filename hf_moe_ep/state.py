@@ -179,6 +179,7 @@ the row above.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -560,8 +561,25 @@ def _not_traced(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def check_is_model(model: object) -> None:
+    """Raise ValueError if `model` is no model, but for example the name of one."""
+    if isinstance(model, nn.Module):
+        return
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    shown = f" {str(model)!r}" if isinstance(model, str | os.PathLike) else ""
+    raise ValueError(
+        f"a model is needed, that is an nn.Module, got {got}{shown}; load the model first: "
+        f"model = AutoModelForCausalLM.from_pretrained(...)"
+    )
+
+
 def find_state(model: nn.Module) -> ModelState | None:
-    """Return the state of a patched model, wrapped or not; None if the model is not patched."""
+    """Return the state of a patched model, wrapped or not; None if the model is not patched.
+
+    Raises:
+        ValueError: `model` is no model.
+    """
+    check_is_model(model)
     for module in model.modules():
         state = getattr(module, STATE, None)
         if isinstance(state, MoELayer):

@@ -11,6 +11,7 @@ from hf_moe_ep.config import (
     launched_world_size,
     resolve_config,
     settings_from_environment,
+    suggestion,
 )
 
 NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
@@ -129,8 +130,11 @@ def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
 
 
 def test_overrides_are_checked_like_fields() -> None:
-    with pytest.raises(ValueError, match=r"unknown option epsize; options are: .* ep_size, "):
+    with pytest.raises(
+        ValueError, match=r"unknown option epsize \(did you mean ep_size\?\)"
+    ) as error:
         resolve_config(None, {"epsize": 2, "ep_size": 2})
+    assert "; options are: aux_loss_per_layer, " in str(error.value)
     with pytest.raises(ValueError, match="ep_size must be None or a whole number >= 1, got 0"):
         resolve_config(ParallelConfig(ep_size=2), {"ep_size": 0})
     with pytest.raises(ValueError, match=r"'eager'.*ep_size=2"):
@@ -138,6 +142,24 @@ def test_overrides_are_checked_like_fields() -> None:
     for wrong in (8, {"ep_size": 8}, "ep_size=8", ParallelConfig):
         with pytest.raises(ValueError, match=r"must be a ParallelConfig.*ep_size=\.\.\."):
             resolve_config(wrong, {})  # type: ignore[arg-type]
+
+
+def test_the_most_similar_name_is_suggested() -> None:
+    names = [field.name for field in dataclasses.fields(ParallelConfig)]
+    similar = {"ep": "ep_size", "ep_sise": "ep_size", "expert_backend": "experts_backend"}
+    for name, meant in similar.items():
+        assert suggestion(name, names) == f" (did you mean {meant}?)"
+    assert suggestion("expert_parallel_degree", names) == suggestion("dtype", names) == ""
+    # The prefix does not make names similar.
+    known = ["--gpu-memory", "--batch"]
+    assert suggestion("--gpu-memori", known, "--") == " (did you mean --gpu-memory?)"
+    assert suggestion("--xyz", known, "--") == suggestion("HF_X", ["HF_Y"], "HF_") == ""
+
+
+@pytest.mark.parametrize(("size", "meant"), [("8", 8), (2.0, 2), ("two", 1), (0, 1), (True, 1)])
+def test_a_size_of_a_wrong_type_names_the_size_that_works(size: object, meant: int) -> None:
+    with pytest.raises(ValueError, match=f"got {size!r}; try ep_size={meant}$"):
+        ParallelConfig(ep_size=size)  # type: ignore[arg-type]
 
 
 def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +171,32 @@ def test_the_environment_fills_missing_sizes(monkeypatch: pytest.MonkeyPatch) ->
     assert ParallelConfig().ep_size is None  # the variable is read by resolve_config, not here
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "")
     assert resolve_config(None, {}).ep_size == 1
+
+
+def test_the_environment_fills_settings_that_a_script_does_not_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`examples/slurm/stages.sbatch` sets the micro-batches of scripts that call patch(model)."""
+    monkeypatch.setenv("HF_MOE_EP_PP_SIZE", "2")
+    monkeypatch.setenv("HF_MOE_EP_PP_MICROBATCHES", "8")
+    monkeypatch.setenv("HF_MOE_EP_RECOMPUTE_ACTIVATIONS", "true")
+    got = resolve_config(None, {"ep_size": 4})
+    assert (got.ep_size, got.pp_size, got.pp_microbatches) == (4, 2, 8)
+    assert got.recompute_activations is True
+    got = resolve_config(None, {"pp_microbatches": 2, "recompute_activations": False})
+    assert (got.pp_microbatches, got.recompute_activations) == (2, False)
+    # A ParallelConfig of the script says all but the sizes.
+    assert resolve_config(ParallelConfig(), {}) == ParallelConfig(
+        **{**ONES, "pp_size": 2, "ep_size": 1}
+    )
+
+
+def test_a_variable_with_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MOE_EP_EPSIZE", "8")
+    match = r"HF_MOE_EP_EPSIZE is set \(did you mean HF_MOE_EP_EP_SIZE\?\), but only .*correct"
+    for config in (None, ParallelConfig(ep_size=2)):
+        with pytest.raises(ValueError, match=match):
+            resolve_config(config, {})
 
 
 def test_node_size_is_the_launchers_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:

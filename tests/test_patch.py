@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
-from hf_moe_ep import ModelPlan, ParallelConfig, describe, from_pretrained, patch, unpatch
+from hf_moe_ep import (
+    ModelPlan,
+    ParallelConfig,
+    apply_ep_fsdp2,
+    describe,
+    expert_load,
+    from_pretrained,
+    patch,
+    unpatch,
+)
 from hf_moe_ep.config import resolve_config
 from hf_moe_ep.sequence.gather import LayerSlice
 from hf_moe_ep.sequence.layer_arguments import arguments_of
@@ -356,6 +365,36 @@ def test_a_refused_patch_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"'triton' cannot run Qwen3MoeExperts.*multiples of 16"):
         patch(tiny(), experts_backend="triton")
     assert _snapshot(model) == snapshot and _traces(model) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        ("Qwen/Qwen3-30B-A3B", r"got str 'Qwen/Qwen3-30B-A3B'; load"),
+        (Path("out/model"), r"got PosixPath 'out/model'; load"),
+        (None, r"got NoneType; load"),
+        (Qwen3MoeForCausalLM, r"got the class Qwen3MoeForCausalLM; load"),
+        ([], r"got list; load the model first: model = AutoModelForCausalLM\.from_pretrained"),
+    ],
+)
+def test_what_is_no_model_is_refused(wrong: Any, got: str) -> None:
+    for call in (patch, unpatch, describe, apply_ep_fsdp2, expert_load):
+        with pytest.raises(ValueError, match=f"a model is needed, .*{got}"):
+            call(wrong)
+
+
+def test_models_that_are_spread_over_devices_are_refused(tmp_path: Path) -> None:
+    """The whole model on one device, as `device_map={"": "cpu"}` places it, is accepted."""
+    tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    spread = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu"}
+    spread |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    kwargs: dict[str, Any] = {"device_map": spread, "offload_folder": tmp_path / "offload"}
+    model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, **kwargs)
+    with pytest.raises(ValueError, match=r"parts of this model on cpu, disk.*without device_map="):
+        patch(model, ep_size=2)
+    patch(Qwen3MoeForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}), ep_size=2)
+    with pytest.raises(ValueError, match="the model is wrapped in DataParallel; pass the model"):
+        patch(nn.DataParallel(tiny()))
 
 
 def test_attention_that_cannot_be_split_is_refused_before_anything_changes() -> None:

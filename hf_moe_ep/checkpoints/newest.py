@@ -54,6 +54,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         The same path on every rank; None if there is no complete checkpoint.
 
     Raises:
+        ValueError: on every rank: `folder` is a file.
         RuntimeError: on every rank: rank 0 could not read the folder.
     """
     root = Path(folder)
@@ -72,6 +73,8 @@ def _search_folder(root: Path) -> tuple[list[Path], dict[Path, str]]:
 
     `root` is a folder of checkpoints, or a checkpoint.
     """
+    if root.is_file():
+        raise ValueError(f"{root} is a file; name the folder that holds the checkpoints of a run")
     if not manifest.is_ours(root):
         return manifest.complete_in(root)
     try:
@@ -124,9 +127,11 @@ def is_verifiable(folder: Path) -> bool:
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
         return True
-    if not folder.is_dir() or not any(folder.iterdir()):
-        what = "is empty" if folder.is_dir() else "does not exist"
-        raise ValueError(f"{folder} {what}: this checkpoint was not finished; take an older one")
+    if not folder.is_dir():
+        problem = "is a file" if folder.is_file() else "does not exist"
+        raise ValueError(f"{folder} {problem}; name the folder of a checkpoint")
+    if not any(folder.iterdir()):
+        raise ValueError(f"{folder} is empty: this checkpoint was not finished; take an older one")
     return False
 
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from hf_moe_ep.config import suggestion
 from hf_moe_ep.version import __version__
 
 # Command -> its line in the help. The module of "export-adapter" is `export_adapter.py`.
@@ -47,15 +49,17 @@ _INTERRUPTED = 130  # the exit code of shells: 128 + SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (default: `sys.argv`) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _parser(arguments[0] if arguments else "")
+    parser, usage = _parser(arguments[0] if arguments else "")
     if not arguments:
         parser.print_help()
         return 0
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     # PEFT imports bitsandbytes, which warns if it does not find its training kernels. No command
     # uses these kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
+        if unknown:
+            raise ValueError(_about_unknown(arguments[0], unknown, usage))
         code: int = options.run(options)
     except (ValueError, OSError) as error:
         print(f"hf-moe-ep: error: {error}", file=sys.stderr)
@@ -66,8 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(used_command: str) -> argparse.ArgumentParser:
-    """Build the parser of all commands. Only the used command gets its options."""
+def _about_unknown(command: str, unknown: Sequence[str], usage: str) -> str:
+    """Return the error about arguments that a command does not have, from the command's usage."""
+    name = unknown[0].partition("=")[0]
+    meant = suggestion(name, re.findall(r"--[a-z][\w-]*", usage), "--")
+    return f'unknown argument {name}{meant}; "hf-moe-ep {command} --help" lists the arguments'
+
+
+def _parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
+    """Build the parser of all commands, and return it with the usage of the used command.
+
+    Only the used command gets its options.
+    """
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",
         description="Inspect, check and rewrite models, checkpoints and adapters without a "
@@ -86,7 +100,8 @@ def _parser(used_command: str) -> argparse.ArgumentParser:
             module.add_parser(subparsers)
         else:
             subparsers.add_parser(command, help=summary)
-    return parser
+    used = subparsers.choices.get(used_command, parser)
+    return parser, used.format_usage()
 
 
 if __name__ == "__main__":

@@ -61,6 +61,13 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--ep", type=int, default=1, metavar="N", help=f"expert parallel size; {_DEFAULT}")
     add(
+        "--etp",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"expert tensor parallel size; {_DEFAULT}",
+    )
+    add(
         "--sp",
         type=int,
         default=1,
@@ -106,6 +113,11 @@ def add_parser(subparsers: Any) -> None:
         "--fused-head",
         action="store_true",
         help="use TRL's chunked loss, which never holds all logits in memory",
+    )
+    add(
+        "--fsdp-double-buffer",
+        action="store_true",
+        help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
     )
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=run)
@@ -195,11 +207,13 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     parallel = ParallelConfig(
         ep_size=settings["ep"],
+        etp_size=settings["etp"],
         sp_size=settings["sp"],
         cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
         experts_dtype=settings["experts_dtype"],
         experts_double_quant=settings["double_quant"],
+        fsdp_double_buffer=settings["fsdp_double_buffer"],
     )
     return {
         "parallel": parallel,

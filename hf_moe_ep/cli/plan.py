@@ -51,6 +51,11 @@ _POSITIVE = (
     "train_tokens",
 )
 _GIB = 2**30
+# Accelerate checkpoints the layers while it shards them, and refuses a model that is sharded.
+_FOR_SHARDED = (
+    "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
+    "  # call model.gradient_checkpointing_enable() in the script."
+)
 _DEFAULT = "default: %(default)s"
 # Names of the parts of `StepTime` in the output.
 _PART_NAMES = {
@@ -343,6 +348,7 @@ def launch_config(
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             "  fsdp_reshard_after_forward: true",
+            *[_FOR_SHARDED] * layout.checkpointing,
             f"  fsdp_activation_checkpointing: {str(layout.checkpointing).lower()}",
             *["  fsdp_offload_params: true"] * offload,
             "",
@@ -367,8 +373,9 @@ def _format_result(
         return [
             *lines,
             "",
-            f"No layout fits. `hf-moe-ep memory ... --gpu-memory GIB` lists options that help; try "
-            f"them{offload}.",
+            f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
+            f"help{offload}.",
+            *_about_gpus(result, options.gpus, request.limit),
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
@@ -439,6 +446,24 @@ def _about_search(
             f"{node_peak:,.1f} GiB per node"
         )
     return lines
+
+
+def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
+    """Return the line about how many GPUs hold the sharded state, if these GPUs do not hold it."""
+    from hf_moe_ep.planner.counted import OPTIMIZER
+
+    sharded = [planned for planned in result.too_large if planned.layout.dp_replicate == 1]
+    made_of = sharded[0].step.made_of.get(OPTIMIZER, {}) if sharded else {}
+    held = sum(made_of.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+    enough = gpus
+    while held * gpus / enough >= limit:
+        enough *= 2
+    if enough == gpus:
+        return []
+    return [
+        f"Parameters, gradients and optimizer state take {held / _GIB:,.1f} GiB on each of {gpus} "
+        f"GPUs; on {enough} GPUs they would take {held * gpus / enough / _GIB:,.1f} GiB."
+    ]
 
 
 def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:

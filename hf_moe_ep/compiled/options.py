@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_moe_ep.config import suggestion
 from hf_moe_ep.upstream.compiler import compile_arguments, compile_backends
 
 # A kind of layer needs other graphs without gradients, without a mask, for a batch of one row, and
@@ -32,7 +33,8 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     backend = kwargs.get("backend") or "inductor"
     if isinstance(backend, str) and backend not in compile_backends():
         raise ValueError(
-            f"torch.compile has no backend {backend!r}; try {', '.join(compile_backends())}"
+            f"torch.compile has no backend {backend!r}{suggestion(backend, compile_backends())}; "
+            f"try {', '.join(torch.compiler.list_backends())}"
         )
     if kwargs.get("fullgraph"):
         raise ValueError(

@@ -47,6 +47,7 @@ from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.trainers import (
     check_sequence_parallelism,
     has_option_of_size,
+    how_to_shard,
     option_of_size,
 )
 from hf_moe_ep.upstream.training_frameworks import (
@@ -89,7 +90,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     if all(find_state(model) is None for model in models):
         return original(self, *args, **kwargs)
     fsdp_on_cpu(self.state, None)
-    _check_launch(self)
+    check_launch(self)
     take_over_sizes(self.parallelism_config, models)
     states = [state for model in models if (state := find_state(model)) is not None]
     state = states[0]
@@ -268,13 +269,19 @@ def _offload_policy(policy: OffloadPolicy | None, device: torch.device) -> Offlo
     return policy or OffloadPolicy()
 
 
-def _check_launch(accelerator: Accelerator) -> None:
+def check_launch(accelerator: Accelerator) -> None:
+    """Raise ValueError if this launch would leave a patched model unsharded."""
     kind, processes = accelerator.distributed_type, launched_world_size()
     if kind == DistributedType.NO and processes > 1:
         raise ValueError(
             f"{processes} processes were launched but this Accelerator sees 1, so each process "
             "would train alone; on CPU write Accelerator(cpu=True), or "
             "TrainingArguments(use_cpu=True)"
+        )
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"the launch config or the Trainer asks for {kind.value}, which does not shard the "
+            f"experts of a patched model; leave it out. {how_to_shard()}"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         version = accelerator.state.fsdp_plugin.fsdp_version

@@ -33,15 +33,21 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
-from hf_moe_ep.checkpoints.newest import check_resumable, is_verifiable, newest_resumable
+from hf_moe_ep.checkpoints.newest import (
+    check_resumable,
+    in_series,
+    is_verifiable,
+    newest_resumable,
+)
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
-from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
+from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
 from hf_moe_ep.etp import names_apart
 from hf_moe_ep.integrations.saving import check_state_dict_type, restore_all_extra, write_extra
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -152,11 +158,28 @@ def train(
         if resume_from_checkpoint is True:
             return newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
         named_folder = Path(os.fspath(resume_from_checkpoint))
-        return named_folder, is_verifiable(named_folder)
+        verifiable = is_verifiable(named_folder)
+        _check_is_of_trainer(named_folder)
+        return named_folder, verifiable
 
     folder, verifiable = on_first("resuming", choose)
     check_resumable(folder, verifiable)
     return original(self, os.fspath(folder), *args, **kwargs)
+
+
+def _check_is_of_trainer(folder: Path) -> None:
+    """Raise ValueError if the Trainer has not written a folder, which stock could not read."""
+    if (folder / TRAINER_STATE_NAME).is_file():
+        return
+    advice = "name a folder that the Trainer has written, such as out/checkpoint-100"
+    if checkpoints := in_series(folder, _CHECKPOINT):
+        advice = f"name a checkpoint in it, such as {checkpoints[-1]}"
+    elif (folder / STATE).is_file():
+        advice = "it was written by save_checkpoint, so load it with load_checkpoint"
+    raise ValueError(
+        f"{folder} is no checkpoint of the Trainer, because it has no {TRAINER_STATE_NAME}; "
+        f"{advice}"
+    )
 
 
 def load_optimizer(

@@ -1,10 +1,11 @@
 """Find out from a config which features a model supports, and why others are not supported.
 
 `inspect_architecture` builds the model on the meta device and derives its plan as `patch` would.
-Then it tries each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If
-one of these steps raises an error, its feature is not supported, and the message is the reason.
-Training would raise the same error, so this file has no rules of its own. `format_architecture`
-formats the result. ARCHITECTURES.md lists which models were compared with stock transformers.
+Then it tries each feature: it patches the model, patches it with each size of `SIZES` set to 2, and
+attaches LoRA. If one of these steps raises an error, its feature is not supported, and the message
+is the reason. Training would raise the same error, so this file has no rules of its own.
+`format_architecture` formats the result. ARCHITECTURES.md lists which models were compared with
+stock transformers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_moe_ep.architectures import Parts, experts_per_token, find_block, find_parts
 from hf_moe_ep.moe.stacked import stack_experts
@@ -26,6 +28,8 @@ from hf_moe_ep.sequence.gather import Split
 from hf_moe_ep.upstream.models import has_tower
 
 YES = "yes"
+# The sizes, besides ep_size, that a model may refuse.
+SIZES = ("sp_size", "cp_size", "etp_size", "pp_size")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Architecture:
         tied: True if the head and the embedding share a weight.
         ep_sizes: the possible values of ep_size; empty if expert parallelism is refused.
         gathered: the modules for which "sequences" or only "keys" are gathered with sp_size > 1.
-        granted: for each of "ep", "lora", "sp" and "vision": "yes", or why it is not supported.
+        granted: for each of "ep", "lora", "vision" and SIZES: "yes", or why it is not supported.
     """
 
     kind: str
@@ -81,14 +85,15 @@ def inspect_architecture(shape: str) -> Architecture:
     granted = {
         "ep": _try_feature(partial(patch, model)),
         "lora": "",
-        "sp": _try_feature(partial(patch, model, sp_size=2)),
+        **{size: _try_feature(partial(_patch_with, model, size)) for size in SIZES},
         "vision": _vision_support(config, parts),
     }
     if granted["ep"] == YES:  # LoRA is tried last, because PEFT wraps the model.
+        patch(model)
         lora = partial(attach_lora, model, parts.plan, rank=8, targets="experts")
         granted["lora"] = _try_feature(lora)
     else:
-        granted["lora"] = granted["sp"] = granted["ep"]
+        granted |= dict.fromkeys(("lora", *SIZES), granted["ep"])
     sizes = (n for n in range(1, parts.num_experts + 1) if parts.num_experts % n == 0)
     return Architecture(
         kind=type(model).__name__,
@@ -106,6 +111,11 @@ def inspect_architecture(shape: str) -> Architecture:
         },
         granted=granted,
     )
+
+
+def _patch_with(model: nn.Module, size: str) -> None:
+    options: dict[str, Any] = {size: 2}
+    patch(model, **options)
 
 
 def _try_feature(attempt: Callable[[], Any]) -> str:
@@ -148,7 +158,10 @@ def format_architecture(result: Architecture, shape: str) -> list[str]:
     granted = {
         "EP": f"ep_size {', '.join(map(str, result.ep_sizes))}" if result.ep_sizes else "",
         "LoRA": "on stacked experts" if result.granted["lora"] == YES else "",
-        "sp": YES + gathered if result.granted["sp"] == YES else "",
+        "sp_size": YES + gathered if result.granted["sp_size"] == YES else "",
+        "cp_size": YES + gathered if result.granted["cp_size"] == YES else "",
+        "etp_size": YES if result.granted["etp_size"] == YES else "",
+        "pp_size": YES if result.granted["pp_size"] == YES else "",
         "vision": "any mix of text and pictures" if result.granted["vision"] == YES else "",
     }
     reasons = dict(zip(granted, result.granted.values(), strict=True))

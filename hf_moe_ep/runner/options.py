@@ -16,6 +16,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from hf_moe_ep.config import (
+    CHOICES,
     ParallelConfig,
     RunOptions,
     environment,
@@ -81,7 +82,17 @@ def _as_text(value: str | bool) -> str:
 
 
 def _metavar(field: Field[Any]) -> str:
+    """Return the values of an option in the form in which the command line takes them."""
     kind = str(field.type)
+    if field.name in CHOICES:
+        values = [value for value in CHOICES[field.name] if value is not None]
+        return "{" + ",".join(str(value).lower() for value in values) + "}"
+    if kind.startswith("tuple"):
+        return "N,N,..."
+    if kind.startswith("bool"):  # compile_layers; all other switches have no value
+        return "true|BACKEND"
+    if kind == "int | str":  # dispatch_chunks
+        return "N|auto"
     return "N" if kind.startswith("int") else "X" if kind.startswith("float") else "NAME"
 
 

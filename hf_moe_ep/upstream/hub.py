@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlinePassed
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -32,12 +33,25 @@ from huggingface_hub.errors import (
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from hf_moe_ep.config import ParallelConfig, suggestion
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
+_SHARDS = "; leave it out: each rank reads only its own shards, to its own device"
+_EXPERTS = "; experts_dtype='nf4' or 'fp8' quantises frozen experts under LoRA"
+# What to do instead of passing an option that only stock's from_pretrained has.
+_ONLY_IN_STOCK = {
+    "device_map": _SHARDS,
+    "low_cpu_mem_usage": _SHARDS,
+    "max_memory": _SHARDS,
+    "offload_folder": _SHARDS,
+    "tp_plan": _SHARDS,
+    "load_in_4bit": _EXPERTS,
+    "load_in_8bit": _EXPERTS,
+}
 _PEFT_PREFIX = "base_model.model."
 # The name of a parameter in our head for multi-token prediction. Files store the head as a layer.
 _HEAD = re.compile(rf"^{MTP_HEAD}\.model\.(layers\.\d+\.)(?:mtp_block\.)?")
@@ -228,9 +242,11 @@ def empty_model(
         folder, return_unused_kwargs=True, **options
     )
     if unknown := sorted(options.keys() & unused.keys()):
+        settings = [field.name for field in fields(ParallelConfig)]
         raise ValueError(
-            f"unknown option {unknown[0]}: it is neither an option of from_pretrained nor a field "
-            f"of {type(config).__name__}"
+            f"unknown option {unknown[0]}{suggestion(unknown[0], settings)}: it is neither an "
+            f"option of from_pretrained nor a field of {type(config).__name__}"
+            f"{_ONLY_IN_STOCK.get(unknown[0], '')}"
         )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]

@@ -72,6 +72,17 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
     )
 
 
+def devices_of_parts(model: nn.Module) -> list[str]:
+    """List the devices over which `from_pretrained(device_map=...)` has spread parts of a model.
+
+    The list is empty if the whole model is on one device. Accelerate's hooks move inputs between
+    the devices, and read parts on the disk when they run (accelerate/big_modeling.py).
+    """
+    placed = getattr(model, "hf_device_map", None) or {}
+    devices = sorted({str(device) for device in placed.values()})
+    return devices if len(devices) > 1 or devices == ["disk"] else []
+
+
 def loads_on_one_rank_per_host() -> bool:
     """Return True if stock's `from_pretrained` reads weights only on the first rank of each host.
 

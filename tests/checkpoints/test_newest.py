@@ -32,6 +32,13 @@ def test_none_without_a_warning(tmp_path: Path) -> None:
         assert newest_checkpoint(tmp_path) is None
 
 
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    """A run that was to be resumed would begin anew."""
+    (tmp_path / "notes.txt").write_text("checkpoint-7")
+    with pytest.raises(ValueError, match=r"notes\.txt is a file; name the folder that holds"):
+        newest_checkpoint(tmp_path / "notes.txt")
+
+
 NOW = 1.8e9
 HOUR = 3600.0
 

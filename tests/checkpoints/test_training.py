@@ -19,8 +19,10 @@ from support.close import assert_close
 from support.jobs.resume import ORIGIN, Layout, Run, assert_equal, draws, everything, start, step
 from support.ranks import run_ranks
 from support.small_disk import small_disk
+from support.tiny_models import tiny
 from torch import Tensor
 
+from hf_moe_ep import patch, save_pretrained
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
@@ -410,6 +412,26 @@ def _cases(rank: int, world: int, folder: str) -> None:
     _state_without_a_group(folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
+
+
+def test_files_and_none_instead_of_folders_are_refused(tmp_path: Path) -> None:
+    """newest_checkpoint returns None in the first run of a script that does not ask for it."""
+    model = patch(tiny(dtype=torch.float32))
+    optimizer = torch.optim.SGD(model.parameters())
+    file = tmp_path / "notes.txt"
+    file.write_text("x")
+    for target, problem in ((file, "is a file"), (file / "a" / "b", f"lies in {file}, which is")):
+        for save in (
+            lambda to: save_checkpoint(to, model, optimizer),
+            partial(save_pretrained, model),
+        ):
+            with pytest.raises(ValueError, match=f"^target {target} {problem}.*another folder$"):
+                save(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*txt:\n  it is a file"):
+        load_checkpoint(file, model, optimizer)
+    with pytest.raises(ValueError, match=r"None, which newest_checkpoint returns in the first run"):
+        load_checkpoint(None, model, optimizer)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

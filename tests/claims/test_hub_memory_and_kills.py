@@ -127,11 +127,13 @@ def _load_damaged(rank: int, world: int, folder: str) -> None:
             from_pretrained(path)
     with pytest.raises(ValueError, match=r"config.json is a file; pass a folder"):
         from_pretrained(f"{folder}/whole/config.json")
-    for option in ({"ep_sizes": 2}, {"variant": "fp16"}, {"device_map": "auto"}):
-        name = next(iter(option))
-        with pytest.raises(
-            ValueError, match=f"unknown option {name}: .*nor a field of Qwen3MoeConfig"
-        ):
+    for option, advice in (
+        ({"ep_sizes": 2}, r"ep_sizes \(did you mean ep_size\?\): .*Qwen3MoeConfig$"),
+        ({"variant": "fp16"}, "variant: .*nor a field of Qwen3MoeConfig$"),
+        ({"device_map": "auto"}, "device_map: .*leave it out: each rank reads only its own"),
+        ({"load_in_4bit": True}, "load_in_4bit: .*experts_dtype='nf4' or 'fp8' quantises"),
+    ):
+        with pytest.raises(ValueError, match=f"unknown option {advice}"):
             from_pretrained(f"{folder}/whole", **option)
     with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):
         apply_ep_fsdp2(tiny(dtype=torch.float32), weights=f"{folder}/{case}")

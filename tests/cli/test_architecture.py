@@ -41,7 +41,10 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "supported",
         "  EP          ep_size 1, 2, 4, 8",
         "  LoRA        on stacked experts",
-        "  sp          yes",
+        "  sp_size     yes",
+        "  cp_size     yes",
+        "  etp_size    yes",
+        "  pp_size     yes",
         "  vision      no: the model has no vision tower",
     ]
 
@@ -55,7 +58,11 @@ def test_a_type_outside_of_the_experts_interface(
     assert block["forward"] == "hf_moe_ep.model_patches.dbrx._forward"
     assert block["weights"]["down_proj"]["parts"] == ["experts.mlp.w2"]
     assert (printed["num_experts"], printed["experts_per_token"]) == (8, 3)
-    assert printed["granted"]["ep"] == "yes"
+    assert printed["granted"]["ep"] == printed["granted"]["etp_size"] == "yes"
+    assert (
+        "cut by layers" in printed["granted"]["pp_size"]
+        or "MoE blocks of dbrx" in (printed["granted"]["pp_size"])
+    )
     assert "cannot have adapters" in printed["granted"]["lora"]
 
 
@@ -64,10 +71,10 @@ def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
     printed = _run_with_json(capsys, "jamba")
     assert printed["kind"] == "JambaForCausalLM" and printed["plan"]["mixers"] == ["layers.*.mamba"]
     assert (printed["layers"], printed["moe_layers"], printed["num_experts"]) == (32, 16, 16)
-    assert {printed["granted"][name] for name in ("ep", "lora", "sp")} == {"yes"}
+    assert {printed["granted"][name] for name in ("ep", "lora", "sp_size")} == {"yes"}
     assert printed["ep_sizes"] == [1, 2, 4, 8, 16]
     assert main(["architecture", "jamba"]) == 0
-    assert "  sp          yes" in capsys.readouterr().out.splitlines()
+    assert "  sp_size     yes" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -82,14 +89,16 @@ def test_modules_that_are_not_divided(
 ) -> None:
     """The page names the modules for which sequences or keys are gathered."""
     assert main(["architecture", _write_config(tmp_path, model_type)]) == 0
-    assert f"  sp          yes; {gathered}" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  sp_size     yes; {gathered}" in lines and f"  cp_size     yes; {gathered}" in lines
 
 
 def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _write_config(tmp_path, "qwen3_moe", hidden_act="mish")
     printed = _run_with_json(capsys, folder)
     assert "the gate of Qwen3MoeExperts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
-    assert printed["granted"]["sp"] == printed["granted"]["ep"]
+    for size in ("sp_size", "cp_size", "etp_size", "pp_size"):
+        assert printed["granted"][size] == printed["granted"]["ep"]
 
 
 @needs_tower_in_blocks

@@ -56,6 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Arguments of a wrong call, and words of its error; {} is the folder.
 WRONG = {
+    "doctor now": 'unknown argument now; "hf-moe-ep doctor --help" lists the arguments',
+    "run --epsize 8 -- python": r"argument --epsize \(did you mean --ep-size\?\); .hf-moe-ep",
+    "plan {}/model --gpu-memori=80": r"argument --gpu-memori \(did you mean --gpu-memory\?\); ",
     "verify {}/nowhere": "nowhere does not exist; name the folder of a checkpoint",
     "verify {}/file": "file is a file; name the folder of a checkpoint",
     "verify {}/empty": "empty holds no safetensors checkpoint: neither model.safetensors nor",

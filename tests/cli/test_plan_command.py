@@ -14,16 +14,20 @@ from support.tiny_models import batch, tiny
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.cli.plan import launch_config
+from hf_moe_ep.cli.plan import _about_gpus, launch_config
+from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
 from hf_moe_ep.planner.search import (
     Layout,
     LayoutRequest,
+    Planned,
+    SearchResult,
     _grids,
     find_layouts,
     received_per_layer,
     refusal,
 )
+from hf_moe_ep.planner.step import StepPlan
 
 LARGE = 2**40
 RATES = ("memory_bandwidth", "in_node_bandwidth", "between_nodes_bandwidth")
@@ -309,9 +313,29 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     config = load_config_from_file(str(written))
     assert (config.num_processes, config.num_machines, config.rdzv_backend) == (16, 2, "static")
     assert config.fsdp_config["fsdp_activation_checkpointing"] is True
+    assert "  # call model.gradient_checkpointing_enable() in the script.\n" in written.read_text()
     first, second, *_ = written.read_text().splitlines()
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
     assert second.endswith("gradient_accumulation_steps 4")
+
+
+def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:
+    """60 + 10 + 30 GiB do not fit in 49 or 50 GiB, nor does half of them. A quarter fits.
+
+    Buffers are left out, because they are not sharded, and so are layouts with replicas (HSDP).
+    """
+    gib = 2**30
+    made_of = {"parameters": 60, "gradients": 10, "optimizer state": 30, "buffers": 99}
+    step = StepPlan({}, {OPTIMIZER: {kind: n * gib for kind, n in made_of.items()}}, 1, (1,))
+    replicas = Planned(Layout(8, 1, 2), replace(step, made_of={}), -1)
+    result = SearchResult([], [replicas, Planned(Layout(8, 1, 1), step, -1)], {})
+    for limit in (49, 50):
+        assert _about_gpus(result, 32, limit * gib) == [
+            "Parameters, gradients and optimizer state take 100.0 GiB on each of 32 GPUs; on 128 "
+            "GPUs they would take 25.0 GiB."
+        ]
+    assert _about_gpus(result, 32, 101 * gib) == []
+    assert _about_gpus(SearchResult([], [replicas], {}), 32, 49 * gib) == []
 
 
 def test_command_fails_if_no_layout_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ needs_mkdocs = pytest.mark.skipif(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site in strict mode, with notebooks that are converted but not run."""
     folder = tmp_path_factory.mktemp("site")
-    variables = {"HF_MOE_EP_DOCS_EXECUTE": "false", "NO_MKDOCS_2_WARNING": "1"}
+    variables = {"DOCS_EXECUTE": "false", "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", os.fspath(folder)],
         cwd=pages.ROOT,

@@ -1,13 +1,13 @@
 """`accelerator.prepare` of a model that `apply_ep_fsdp2` has sharded, and of models after it."""
 
 import importlib.util
-from types import MethodType
-from typing import Any
+from types import MethodType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch
+from hf_moe_ep.integrations.prepare import check_launch
 
 WORLD = 2
 
@@ -119,6 +120,26 @@ ON_TWO_RANKS = [
     gradient_checkpointing_of_a_sharded_model_equals_stock,
     the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong,
 ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (DistributedType.DEEPSPEED, r"asks for DEEPSPEED, which .*`distributed_type: FSDP`"),
+        (DistributedType.MEGATRON_LM, r"asks for MEGATRON_LM, which .*`distributed_type: FSDP`"),
+        (DistributedType.FSDP, r"asks for FSDP version 1, .*needs version 2: write `fsdp_version"),
+    ],
+)
+def test_launches_that_would_not_shard_experts_are_refused(
+    kind: DistributedType, match: str
+) -> None:
+    """The Accelerator is a stand-in, because these launches need other packages, or GPUs."""
+    plugin = SimpleNamespace(fsdp_version=1)
+    accelerator = SimpleNamespace(
+        distributed_type=kind, is_fsdp2=False, state=SimpleNamespace(fsdp_plugin=plugin)
+    )
+    with pytest.raises(ValueError, match=match):
+        check_launch(cast(Any, accelerator))
 
 
 @pytest.mark.parametrize("claim", on_ranks(WORLD, *ON_TWO_RANKS))

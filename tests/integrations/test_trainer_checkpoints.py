@@ -27,7 +27,7 @@ from support.trainer_runs import FP32_BUDGET, Results
 from torch.distributed.checkpoint import metadata
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import load_checkpoint, patch
+from hf_moe_ep import load_checkpoint, patch, save_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
@@ -220,6 +220,30 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> 
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n.*checkpoint-3 has no"):
         _trainer(tmp_path, True).train(resume_from_checkpoint=True)
+
+
+def test_folders_that_the_trainer_has_not_written_are_refused(
+    tmp_path: Path, environment: None
+) -> None:
+    """Without the error, stock raises a FileNotFoundError."""
+    trainer = _trainer(tmp_path / "out", True)
+    hub, own, runs, file = (tmp_path / name for name in ("hub", "own", "runs", "file"))
+    tiny(dtype=torch.float32).save_pretrained(hub)
+    optimizer = torch.optim.SGD(trainer.model.parameters())
+    save_checkpoint(own, trainer.model, optimizer)
+    (runs / "checkpoint-7").mkdir(parents=True)
+    file.write_text("x")
+    (tmp_path / "empty").mkdir()
+    for folder, match in {
+        hub: r"hub is no checkpoint of the Trainer, because it has no trainer_state.json",
+        own: "own is no checkpoint of the Trainer, .*written by save_checkpoint, so load it with",
+        runs: "runs is no checkpoint of the Trainer, .*name a checkpoint in it, such as .*point-7$",
+        file: "file is a file; name the folder of a checkpoint",
+        tmp_path / "nowhere": "nowhere does not exist; name the folder of a checkpoint",
+        tmp_path / "empty": "empty is empty: this checkpoint was not finished; take an older one",
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            trainer.train(resume_from_checkpoint=str(folder))
 
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:

@@ -412,6 +412,19 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"does not fit in 5e-05 GiB: {-free / 2**30:.3f} GiB are missing" in out
 
 
+def test_command_takes_sizes_of_experts_and_fixed_buffers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parallel = ParallelConfig(ep_size=2, etp_size=2, fsdp_double_buffer=True)
+    plan = plan_memory(tiny().config, parallel, world_size=8)
+    arguments = ("--gpus", 8, "--ep", 2, "--etp", 2, "--fsdp-double-buffer")
+    out = run_command(capsys, folder, *arguments)
+    assert "8 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2 x etp 2, sp 1; " in out
+    assert f"fixed buffers{plan.buffers / 2**30:>20.3f}" in out and plan.buffers > 0
+    printed = json.loads(run_command(capsys, folder, *arguments, "--json"))
+    assert (printed["buffers"], printed["gathered"]) == (plan.buffers, plan.gathered)
+
+
 ERRORS = {
     "no world": (["{}"], "needs --gpus"),
     "batch": (

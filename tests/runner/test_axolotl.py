@@ -218,5 +218,5 @@ def test_a_wrong_section(folder: Path) -> None:
     command = ["axolotl", "train", write(config, folder), "--launcher", "python"]
     with pytest.raises(AssertionError, match="exit code 1 ") as error:
         run_stock(command, folder, PYTHONPATH=ON_CPU)
-    assert "unknown option ep_sise; options are: " in str(error.value)
+    assert "unknown option ep_sise (did you mean ep_size?); options are: " in str(error.value)
     assert not (folder / "wrong").exists()

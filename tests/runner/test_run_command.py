@@ -187,6 +187,22 @@ def test_inside_a_launcher(tmp_path: Path) -> None:
     assert interpreter_options(words) == ["-X", "dev"] and interpreter_options(["python"]) == []
 
 
+def test_the_help_shows_the_values_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    out = capsys.readouterr().out
+    for form in (
+        "--dispatcher {all_to_all,hierarchical,deepep}",
+        "--experts-dtype {nf4,fp8}",
+        "--fused-loss {auto,true,false}",
+        "--pp-layers N,N,...",
+        "--compile-layers true|BACKEND",
+        "--dispatch-chunks N|auto",
+        "--ep-size N",
+    ):
+        assert f"  {form} " in out or f"  {form}\n" in out, form
+
+
 # A wrong command line, and words of its error.
 WRONG = {
     "run --ep-size 0 -- python": r"ep_size must be None or a whole number >= 1, got 0; try ep_size",

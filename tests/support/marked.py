@@ -9,7 +9,7 @@ import os
 import signal
 from pathlib import Path
 
-MARK = "HF_MOE_EP_TEST_MARK"
+MARK = "TEST_MARK_OF_HF_MOE_EP"
 
 
 def marked(mark: str) -> list[int]:

@@ -42,6 +42,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
+from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
 from hf_moe_ep.etp import find_apart, slabs_in_stock_shape
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.boxes import whole
@@ -88,11 +89,11 @@ def save_pretrained(
         kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
-        ValueError: the model is not patched; `max_shard_size` is no size; the experts are held
-            quantised and the model has no adapters; the files of the extra tensors are gone or
-            have changed since the model was loaded; ranks pass different arguments, or the first
-            ranks of pipeline stages do not share `directory` (raised on every rank; nothing is
-            written).
+        ValueError: the model is not patched; `directory` is a file; `max_shard_size` is no size;
+            the experts are held quantised and the model has no adapters; the files of the extra
+            tensors are gone or have changed since the model was loaded; ranks pass different
+            arguments, or the first ranks of pipeline stages do not share `directory` (raised on
+            every rank; nothing is written).
         TypeError: `kwargs` are given for a model without adapters.
         RuntimeError: a rank has not called this within five minutes; rank 0 cannot write (raised on
             every rank; the previous checkpoint stays complete).
@@ -146,6 +147,7 @@ def _save_weights(
 
     def prepare() -> tuple[Path, list[str]]:
         extra_files.extend(_extra_files(state, groups, max_shard_size, extra_tensors))
+        check_is_no_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
         configs = stage_configs(model, folder, first_dtype(groups), processors)
         return configs, file_names(len(files) + len(extra_files))
@@ -222,6 +224,7 @@ def save_state_dict(
     )
     max_bytes = parse_size(max_shard_size)
     files = split_files(groups, max_bytes) + _extra_files(state, groups, max_bytes, extra_tensors)
+    check_is_no_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     configs = stage_configs(model, folder, first_dtype(groups), ())
     follow_copies(state, folder, write_checkpoint(folder, files, configs=configs))

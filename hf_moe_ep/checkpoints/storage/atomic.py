@@ -32,9 +32,18 @@ def check_is_free(target: Path) -> None:
     """Raise ValueError if a folder exists and is not empty, or cannot be made."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
-    above = next(path for path in target.absolute().parents if path.exists())
-    if not above.is_dir():
-        raise ValueError(f"target {target} lies in {above}, which is a file; name another folder")
+    check_is_no_file(target)
+
+
+def check_is_no_file(folder: Path) -> None:
+    """Raise ValueError if a folder cannot be made, because it or a folder above it is a file."""
+    paths = (folder.absolute(), *folder.absolute().parents)
+    lowest = next(path for path in paths if path.exists())
+    if lowest.is_dir():
+        return
+    if lowest == paths[0]:
+        raise ValueError(f"target {folder} is a file; name another folder")
+    raise ValueError(f"target {folder} lies in {lowest}, which is a file; name another folder")
 
 
 def check_can_appear(target: Path) -> None:

@@ -199,8 +199,9 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
         return path
     complete, reasons = complete_in(path)
     if not complete:
+        kind = "has no folders" if path.is_dir() else "does not exist"
         lines = "\n".join(f"  {reason}" for reason in reasons.values()) or (
-            "  it has no folders" if path.is_dir() else "  it does not exist"
+            f"  it {'is a file' if path.is_file() else kind}"
         )
         raise ValueError(f"no complete checkpoint in {path}:\n{lines}")
     return complete[-1]

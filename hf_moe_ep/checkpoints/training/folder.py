@@ -28,6 +28,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIGS, STAGED, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
 from hf_moe_ep.checkpoints.storage.part_files import (
     Parts,
     Shards,
@@ -69,7 +70,8 @@ def layout_of(state: ModelState) -> dict[str, Any]:
 
 
 def check_free(path: Path) -> None:
-    """Raise ValueError if `path` holds other files than those of an unfinished save."""
+    """Raise ValueError if `path` is a file, or has other files than those of an unfinished save."""
+    check_is_no_file(path)
     if is_written(path):
         raise ValueError(
             f"another model is being saved to {path}; save each model to its own directory"

@@ -83,6 +83,11 @@ def load_checkpoint(
             the optimizer differs from the saved one. The error names the file or the tensors.
         RuntimeError: on every rank: a rank could not read.
     """
+    if directory is None:
+        raise ValueError(
+            "load_checkpoint was given no folder, but None, which newest_checkpoint returns in the "
+            "first run; load only if there is a checkpoint: if newest is not None: ..."
+        )
     check_everyone_calls("load_checkpoint")
     state = patched_state(model)
     check_alike("load_checkpoint", verify=verify)

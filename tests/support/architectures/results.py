@@ -5,12 +5,12 @@
     record("mixtral", "hub", 0.0)                      passed; 0.0 means equal bits
     record_refusal("jamba", "sp", str(raised.value))   refused, with the error that a test expects
 
-These functions write only if HF_MOE_EP_RECORD names a file. Several ranks and tests may write
+These functions write only if RECORD_ARCHITECTURES names a file. Several ranks and tests may write
 results of one column. It has passed if all of them passed, with the largest of their errors. These
 commands record results and add them to tests/architectures.json and ARCHITECTURES.md:
 
     rm -f found.jsonl
-    HF_MOE_EP_RECORD=found.jsonl python -m pytest -m "" tests/architectures ...
+    RECORD_ARCHITECTURES=found.jsonl python -m pytest -m "" tests/architectures ...
     PYTHONPATH=tests python -m support.architectures.table found.jsonl
 
 Results that are not in the file stay as they were (`table.py`). `make architectures` runs all tests
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FILE = "HF_MOE_EP_RECORD"
+FILE = "RECORD_ARCHITECTURES"
 # Column -> its title on the page.
 COLUMNS = {
     "ep": "EP + FSDP2",

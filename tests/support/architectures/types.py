@@ -25,7 +25,7 @@ from hf_moe_ep.architectures import differences
 
 # The recorded results of all types, and the variable that `make architectures` sets (results.py).
 RECORDED = Path(__file__).resolve().parents[2] / "architectures.json"
-RECORDS = "HF_MOE_EP_RECORD"
+RECORDS = "RECORD_ARCHITECTURES"
 # The first mapping that has a type names the class that is trained, a multimodal one if possible.
 _HEADS = (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
