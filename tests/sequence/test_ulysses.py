@@ -109,6 +109,12 @@ def unsupported_arguments_raise(rank: int, world: int) -> None:
         model(**micro, logits_to_keep=1)
     with pytest.raises(ValueError, match="return_dict=False is not supported"):
         model(**micro, return_dict=False)
+    for name in ("labels", "attention_mask"):
+        longer = torch.nn.functional.pad(micro[name], (0, 1))
+        for wrong in (longer, micro[name][:, :8]):
+            size = wrong.shape[1]
+            with pytest.raises(ValueError, match=rf"{name} .*\(2, {size}\), .*2 rows of 9 tokens"):
+                model(**micro | {name: wrong})
 
 
 def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
