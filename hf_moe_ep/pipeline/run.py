@@ -246,7 +246,7 @@ class Pipeline:
         """
         size = self.state.stage.size
         for name in ("output_hidden_states", "output_attentions"):
-            if given.get(name):
+            if given.get(name, getattr(self.model.config, name, False)):
                 raise ValueError(
                     f"{name}=True asks for tensors of all layers, which lie on the ranks of "
                     f"{size} pipeline stages; leave it out, or run the model with pp_size=1"

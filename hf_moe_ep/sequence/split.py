@@ -75,6 +75,13 @@ class SplitSequence(Ours):
                 f"{self.state.config.sequence_sizes} a forward in training or with labels is "
                 f"split; {how_to_keep_all_logits()}"
             )
+        name = "output_attentions"
+        if given.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name}=True asks for the attention weights of all heads and tokens, but with "
+                f"{self.state.config.sequence_sizes} a rank computes those of some of them; leave "
+                f"it out, or run the model with sp_size=1 and cp_size=1"
+            )
         tokens = find_tokens(given)
         if tokens is None:
             return None  # the model raises its own error
@@ -181,7 +188,7 @@ class JoinLogits(Ours):
             output,
             **{
                 name: _join(output.get(name), part) if gather_outputs else None
-                for name in ("logits", "hidden_states", "attentions", "router_logits")
+                for name in ("logits", "hidden_states", "router_logits")
                 if name in output
             },
         )
