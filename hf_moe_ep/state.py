@@ -29,7 +29,7 @@ the row above.
     placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
-    moe/counting.py | leads_to_gradients | if tokens are counted, during a forward
+    moe/counting.py | leads_to_gradients counted_tokens | which tokens count, during a forward
     moe/padding.py | real_tokens | the tokens that experts compute, during a forward
     moe/recompute.py | real_tokens | the same, during a checkpointed function
     moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
@@ -228,6 +228,8 @@ class ModelState:
     # The `RealTokens` (moe/padding.py) of the current forward, which are not padding; None if the
     # experts compute all tokens.
     real_tokens: Any = None
+    # [T], True for the tokens of the current forward that are counted (moe/counting.py), or None.
+    counted_tokens: Tensor | None = None
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None

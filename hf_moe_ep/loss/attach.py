@@ -237,6 +237,7 @@ class _Forward:
             )
         if num_items_in_batch is None:
             num_items_in_batch = (labels_T != ignore_index).sum()
+        divisor = torch.as_tensor(num_items_in_batch, device=hidden_TH.device)
         return HeadLoss(
             self.stock_head,
             self._gather_head,
@@ -244,7 +245,7 @@ class _Forward:
             labels_T,
             vocab_size,
             ignore_index,
-            torch.as_tensor(num_items_in_batch, device=hidden_TH.device),
+            divisor.squeeze(),  # callers also pass the number in a tensor [1]
             max(_SMALLEST_CHUNK, int(_TOKENS_PER_HIDDEN * hidden_TH.shape[1])),
         ).compute(hidden_TH)
 

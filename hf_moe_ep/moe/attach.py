@@ -5,7 +5,7 @@ every experts module    gets a copy of the config, which selects our forward in 
 the root                gets pre-forward hooks: `KeepForwards` restores or refuses replaced
                         forwards, `ForwardGuard` refuses a model that needs sharding but is not
                         sharded, and `BeginCounting` (with the forward hook `EndCounting`) decides
-                        whether the tokens of a forward are counted
+                        whether the tokens of a forward are counted (`counting.py`)
 shared experts          run while results are sent back, if tokens are sent (`shared_experts.py`)
 the causal LM           gets the hooks that find padding tokens (`padding.py`), and the hooks of the
                         aux loss over all ranks (`aux_loss.py`)
@@ -22,7 +22,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.etp import check_cut
 from hf_moe_ep.moe.aux_loss import attach_aux_loss, detach_aux_loss
-from hf_moe_ep.moe.counting import BeginCounting, EndCounting
+from hf_moe_ep.moe.counting import attach_counting
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, record_forwards
@@ -78,8 +78,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     record_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
-    parts.root.register_forward_pre_hook(BeginCounting(state))
-    parts.root.register_forward_hook(EndCounting(state))
+    attach_counting(parts, state)
     attach_shared_experts(parts.root, state)
     attach_padding(parts, state)
     attach_aux_loss(parts, state)

@@ -13,7 +13,9 @@ enabled when the model was called. A test in the layer would not be enough, beca
 checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
 recompute, which is not counted a second time.
 
-Padding tokens that the experts do not compute (`padding.py`) are not counted either.
+Padding tokens are not counted, even if the experts compute them (`padding.py`), so the counts do
+not depend on how the ranks are divided. Padding tokens are those that a mask (B, S) hides, and
+those that fill up the slices of a sequence.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_moe_ep.architectures import Parts
 from hf_moe_ep.dispatcher import Planning
 from hf_moe_ep.etp import count_whole
+from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
+from hf_moe_ep.upstream.models import bind_forward, find_tokens, given_cache
 
 
 class BeginCounting(Ours):
@@ -52,6 +57,69 @@ class EndCounting(Ours):
         self.state.leads_to_gradients = False
 
 
+class FindCounted(Ours):
+    """Pre-forward hook of the model that gets a batch: finds the tokens that are counted.
+
+    It runs after the hook that adds a `Slice`, so with sp_size > 1 it finds those of this rank.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training and torch.compiler.is_compiling():
+            self.state.counted_tokens = find_counted_tokens(kwargs)
+        elif model.training:
+            self._find(model, args, kwargs)
+
+    @torch.compiler.disable
+    def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.state.counted_tokens = find_counted_tokens(bind_forward(model, args, kwargs))
+
+
+class ForgetCounted(Ours):
+    """Forward hook of the same model: forgets the tokens that `FindCounted` has found.
+
+    For compiled layers they stay until the next forward: without them, the recompute of a layer
+    would need a graph of its own.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.state.counted_tokens is not None and self.state.is_counted is None:
+            self.state.counted_tokens = None
+
+
+def attach_counting(parts: Parts, state: ModelState) -> None:
+    """Register the hooks that decide which tokens of which forwards are counted."""
+    parts.root.register_forward_pre_hook(BeginCounting(state))
+    parts.root.register_forward_hook(EndCounting(state))
+    owners = (parts.causal_lm, parts.classifier, parts.root)
+    model = next(module for module in owners if module is not None)
+    model.register_forward_pre_hook(FindCounted(state), with_kwargs=True)
+    model.register_forward_hook(ForgetCounted(state), always_call=True)
+
+
+def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
+    """Return a mask [T] of this rank's tokens that are counted; None if all of them are.
+
+    `given` are the arguments of the forward by name.
+    """
+    part: Slice | None = given.get(SLICE)
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or given_cache(given) is not None:
+        tokens = find_tokens(given)
+        if part is None or part.local * part.size == part.length or tokens is None:
+            return None
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    counted_BS = mask != 0
+    if part is not None:
+        counted_BS = part.take(counted_BS, 1, fill=False)
+    return counted_BS.flatten()
+
+
 def count_choice(
     layer: MoELayer, training: bool, expert_ids_TK: Tensor, planning: Planning | None = None
 ) -> None:
@@ -63,7 +131,9 @@ def count_choice(
     if torch.compiler.is_compiling() and state.is_counted is not None:
         if training:
             counts, ids_TK = reserve_counts(state, expert_ids_TK.device), expert_ids_TK.detach()
-            _count_compiled(counts, layer.index_tensor, ids_TK, state.is_counted)
+            _count_compiled(
+                counts, layer.index_tensor, ids_TK, state.is_counted, state.counted_tokens
+            )
         return
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
@@ -90,7 +160,8 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
     counts = reserve_counts(state, ids_TK.device)
     if layer.index == 0 and counts.device != ids_TK.device:
         counts = state.choice_counts = counts.to(ids_TK.device)
-    if pairs_E is not None:
+    # The dispatcher also counts padding tokens that it sends.
+    if pairs_E is not None and state.counted_tokens is None:
         if state.meshes is not None and state.meshes.etp_size > 1:
             num_local = state.num_experts // state.meshes.ep_size
             pairs_E = count_whole(pairs_E, num_local, state.meshes.etp_size)
@@ -99,14 +170,23 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
             pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]
         )
         return
-    _add_to_row(counts[layer.index], ids_TK, layer.chooses_none)
+    _add_to_row(counts[layer.index], ids_TK, layer.chooses_none, state.counted_tokens)
 
 
-def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor, chooses_none: bool) -> None:
-    """Count expert ids. If `chooses_none`, the number of experts is an id that is not counted."""
+def _add_to_row(
+    counts_E: Tensor, expert_ids_TK: Tensor, chooses_none: bool, counted_T: Tensor | None
+) -> None:
+    """Count the expert ids of the tokens in `counted_T`, or of all tokens.
+
+    If `chooses_none`, the number of experts is an id that is not counted.
+    """
     # In one process the layers of a model may be on several devices.
     ids = expert_ids_TK.flatten().long().to(counts_E.device)
-    ones = torch.ones_like(ids)
+    if counted_T is None or len(counted_T) != len(expert_ids_TK):
+        ones = torch.ones_like(ids)
+    else:
+        counted_T1 = counted_T.to(ids.device, ids.dtype).unsqueeze(1)
+        ones = counted_T1.expand(expert_ids_TK.shape).flatten()
     if chooses_none:
         ones, ids = ones.masked_fill(ids >= len(counts_E), 0), ids.clamp(max=len(counts_E) - 1)
     counts_E.scatter_add_(0, ids, ones)
@@ -114,7 +194,11 @@ def _add_to_row(counts_E: Tensor, expert_ids_TK: Tensor, chooses_none: bool) -> 
 
 @torch.library.custom_op("hf_moe_ep::count_choice", mutates_args=("choice_counts",))
 def _count_compiled(
-    choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor
+    choice_counts: Tensor,
+    layer_index: Tensor,
+    expert_ids: Tensor,
+    is_counted: Tensor,
+    counted_tokens: Tensor | None,
 ) -> None:
     """Count the choice of a layer that `compile_layers` has compiled.
 
@@ -122,9 +206,15 @@ def _count_compiled(
     itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU.
     """
     if bool(is_counted) and not backward_is_running():
-        _add_to_row(choice_counts[int(layer_index)], expert_ids, chooses_none=True)
+        _add_to_row(choice_counts[int(layer_index)], expert_ids, True, counted_tokens)
 
 
 @_count_compiled.register_fake
-def _(choice_counts: Tensor, layer_index: Tensor, expert_ids: Tensor, is_counted: Tensor) -> None:
+def _(
+    choice_counts: Tensor,
+    layer_index: Tensor,
+    expert_ids: Tensor,
+    is_counted: Tensor,
+    counted_tokens: Tensor | None,
+) -> None:
     return None

@@ -110,13 +110,13 @@ def moe_forward(
         layer.model.check_ready()
         top_k_weights = _choose_weights(layer, top_k_weights)
         positions = positions_without_padding(layer.model, hidden_states)
+    count_choice(layer, experts.training, top_k_index)
     x_TH = hidden_states
     if positions is not None:
         hidden_states, top_k_index, top_k_weights = (
             x.index_select(0, positions) for x in (hidden_states, top_k_index, top_k_weights)
         )
     assert layer.compute is not None
-    count_choice(layer, experts.training, top_k_index)
     out = run_experts(
         experts,
         layer.compute,

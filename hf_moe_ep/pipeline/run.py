@@ -54,12 +54,13 @@ from hf_moe_ep.ranks.neighbours import (
     broadcast_numbers,
     broadcast_tensor,
 )
-from hf_moe_ep.sequence.same_batch import check_same_batch
+from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.models import (
     FUSED_HEAD,
     IGNORED_LABEL,
     bind_forward,
+    find_tokens,
     fused_head_coefficient,
     given_cache,
     is_fused_head,
@@ -184,14 +185,20 @@ class Pipeline:
             state.caller_loss.check(given, text_config(self.model.config))
             state.caller_loss.add_arguments(given)
         mode = self._check(given)
-        tokens: Tensor = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+        tokens = find_tokens(given)
+        if tokens is None:
+            raise ValueError("the model was called without input_ids and inputs_embeds; pass one")
         count = self._agree(given, tokens, mode, meshes)
+        if state.caller_loss is None:
+            check_sizes(given, tokens)
         has_fused_head = is_fused_head(given)
         given.pop(FUSED_HEAD, None)
         losses_are_summed = given.get("num_items_in_batch") is not None
         if mode != _LOGITS and not losses_are_summed:
             given["num_items_in_batch"] = count_targets(given, IGNORED_LABEL)
         divisor = given.get("num_items_in_batch")
+        if isinstance(divisor, Tensor):  # callers also pass the number in a tensor [1]
+            divisor = given["num_items_in_batch"] = divisor.squeeze()
         if has_fused_head and state.loss_divisor is not None:
             divisor = state.loss_divisor
         given["use_cache"] = False
@@ -239,7 +246,7 @@ class Pipeline:
         """
         size = self.state.stage.size
         for name in ("output_hidden_states", "output_attentions"):
-            if given.get(name):
+            if given.get(name, getattr(self.model.config, name, False)):
                 raise ValueError(
                     f"{name}=True asks for tensors of all layers, which lie on the ranks of "
                     f"{size} pipeline stages; leave it out, or run the model with pp_size=1"
@@ -514,9 +521,9 @@ def _key(mode: int, device: torch.device) -> tuple[Any, ...]:
 
 
 def _shape_of(batch: MicroBatch) -> tuple[int, ...]:
-    arguments = batch.arguments
-    name = "inputs_embeds" if arguments.get("input_ids") is None else "input_ids"
-    return tuple(arguments[name].shape[:2])
+    tokens = find_tokens(batch.arguments)
+    assert tokens is not None
+    return tuple(tokens.shape[:2])
 
 
 def _autocasts_to_fp16(device: str) -> bool:

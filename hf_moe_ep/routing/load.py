@@ -134,8 +134,8 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
         print(expert_load(model))
 
     Only forwards in training mode with gradients are counted, and each is counted once, even if
-    checkpointing recomputes it. A token counts once for each expert that it chose. A padding token
-    counts only if the experts compute it; with ep_size > 1 most padding is not sent to them.
+    checkpointing recomputes it. A token counts once for each expert that it chose. Padding tokens,
+    which a mask (B, S) hides, do not count.
 
     Every rank calls this function. It costs one all-reduce and a host sync.
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, RoutingSession
-from hf_moe_ep.upstream.models import bind_forward, output_head
+from hf_moe_ep.upstream.models import bind_forward, find_tokens, output_head
 from hf_moe_ep.upstream.modules import own_children, runs_compiled
 
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -133,9 +133,7 @@ class _Begin(_Hook):
                 "call the original model, not its compiled wrapper"
             )
         arguments = bind_forward(model, args, kwargs)
-        tokens = arguments.get("input_ids")
-        if tokens is None:
-            tokens = arguments.get("inputs_embeds")
+        tokens = find_tokens(arguments)
         if tokens is None:
             return  # without input_ids and inputs_embeds, the model itself raises an error
         batch, sequence = tokens.shape[:2]

@@ -2,7 +2,8 @@
 
 Every rank of the group computes a slice of the batch. With different batches the model would train
 on sequences that are joined from parts of several samples. The check runs in each forward and
-compares the names, sizes and checksums of all tensors.
+compares the names, sizes and checksums of all tensors. `check_sizes` then compares labels and masks
+with the tokens: stock code finds wrong sizes in whole sequences, but a slice of them may fit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.ranks.collectives import gather_counts
+
+# The arguments with one entry per token, (B, S). An attention mask may also have four dims.
+_PER_TOKEN = ("labels", "shift_labels", "attention_mask")
 
 
 def check_same_batch(
@@ -52,6 +56,23 @@ def check_same_batch(
             f"hf_moe_ep.data_parallel_size(model); random numbers in a data set or collate "
             f"function need the same seed on all of these ranks"
         )
+
+
+def check_sizes(given: dict[str, Any], tokens: Tensor) -> None:
+    """Raise ValueError if labels, or a mask with two dims, do not have one entry per token.
+
+    The arguments are those of `check_same_batch`, so all ranks that share the batch raise it.
+    """
+    rows, length = tokens.shape[:2]
+    for name in _PER_TOKEN:
+        value = given.get(name)
+        if not isinstance(value, Tensor) or (name == "attention_mask" and value.ndim != 2):
+            continue
+        if value.shape != (rows, length):
+            raise ValueError(
+                f"{name} has the shape {tuple(value.shape)}, but the batch has {rows} rows of "
+                f"{length} tokens; pass one entry per token, ({rows}, {length})"
+            )
 
 
 def _compute_checksum(x: Tensor) -> Tensor:

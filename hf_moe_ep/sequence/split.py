@@ -31,10 +31,16 @@ from torch.nn import functional
 
 from hf_moe_ep.sequence.gather import LayerSlice, find_documents
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
-from hf_moe_ep.sequence.same_batch import check_same_batch
+from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache, is_fused_head
+from hf_moe_ep.upstream.models import (
+    IGNORED_LABEL,
+    bind_forward,
+    find_tokens,
+    given_cache,
+    is_fused_head,
+)
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 from hf_moe_ep.upstream.trainers import how_to_keep_all_logits
 
@@ -69,13 +75,22 @@ class SplitSequence(Ours):
                 f"{self.state.config.sequence_sizes} a forward in training or with labels is "
                 f"split; {how_to_keep_all_logits()}"
             )
-        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
-        tokens: Tensor = given[name]
+        name = "output_attentions"
+        if given.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name}=True asks for the attention weights of all heads and tokens, but with "
+                f"{self.state.config.sequence_sizes} a rank computes those of some of them; leave "
+                f"it out, or run the model with sp_size=1 and cp_size=1"
+            )
+        tokens = find_tokens(given)
+        if tokens is None:
+            return None  # the model raises its own error
         group = meshes.sequence.get_group()
         routes = {}
         if self.state.routing is not None:
             routes = self.state.routing.tensors(tokens.device)
         check_same_batch(given | routes, tokens, group)
+        check_sizes(given, tokens)
         if is_computed_by_liger(model) and given.get("labels") is not None:
             raise ValueError(
                 f"Liger's fused linear cross-entropy cannot compute the loss of a slice, which "
@@ -121,10 +136,10 @@ class FindDocuments(Ours):
 def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of a forward with packed rows, or None if the rows are not packed."""
     positions = given["position_ids"]
-    mask = _choose_mask(positions, given.get("attention_mask"))
-    name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
-    tokens: Tensor = given[name]
-    documents = find_documents(positions, len(tokens)) if mask is None else None
+    mask, tokens = _choose_mask(positions, given.get("attention_mask")), find_tokens(given)
+    if mask is not None or tokens is None:
+        return None
+    documents = find_documents(positions, len(tokens))
     if documents is None:
         return None
     part = Slice(None, 0, 1, length=tokens.shape[1])
@@ -173,7 +188,7 @@ class JoinLogits(Ours):
             output,
             **{
                 name: _join(output.get(name), part) if gather_outputs else None
-                for name in ("logits", "hidden_states", "attentions", "router_logits")
+                for name in ("logits", "hidden_states", "router_logits")
                 if name in output
             },
         )

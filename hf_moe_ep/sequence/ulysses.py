@@ -60,6 +60,7 @@ def split_attention(
     heads, kv_heads = part.heads, key.shape[1]
     check_heads(query.shape[1], kv_heads, heads.size)
     _slice_sinks(module, kwargs, heads)
+    attention_mask = _slice_mask(attention_mask, heads)
     if part.positions is not None and "position_ids" in kwargs:
         kwargs["position_ids"] = part.positions
     if kv_heads < heads.size:
@@ -137,6 +138,16 @@ def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
     kwargs["s_aux"] = own_sinks
     parameters = module._parameters
     module._parameters = {name: own_sinks if x is sinks else x for name, x in parameters.items()}
+
+
+def _slice_mask(mask: Any, part: Slice) -> Any:
+    """Slice a mask (B, Q, S, S) with one entry per head to the heads of this rank.
+
+    Masks that transformers builds are the same for all heads. One of the caller may not be.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] == 1 or part.size == 1:
+        return mask
+    return mask.unflatten(1, (part.size, -1))[:, part.rank]
 
 
 def _can_split(heads: int, kv_heads: int, size: int) -> bool:

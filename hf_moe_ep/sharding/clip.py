@@ -39,7 +39,7 @@ from hf_moe_ep.upstream.norms import norm_dtype, vector_norms
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients of `model` so that their joint norm is at most `max_norm`.
@@ -47,14 +47,14 @@ def clip_grad_norm_(
     Args:
         model: a model, sharded or not. Every rank must call this function.
         max_norm: the largest joint norm after clipping.
-        norm_type: p of the p-norm, or `inf`.
+        norm_type: p of the p-norm, or `inf`; also as a string, such as "inf".
         error_if_nonfinite: raise RuntimeError on every rank if the norm is nan or inf.
 
     Returns:
         The norm before clipping: a plain scalar tensor, the same number on every rank.
 
     Raises:
-        ValueError: `model` is not a module, or `norm_type` is not positive.
+        ValueError: `model` is not a module, or `norm_type` is no positive number.
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
     """
     if not isinstance(model, nn.Module):
@@ -100,21 +100,20 @@ class Scope:
 def clip_gradients_of(
     parameters: Iterable[Tensor],
     max_norm: float,
-    norm_type: float,
+    norm_type: float | str,
     scope: Scope,
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Clip the gradients of `parameters`; `clip_grad_norm_` describes the other arguments."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
+    power = _as_power(norm_type)
     by_layout: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             by_layout.setdefault(layout, []).append(parameter)
-    total = _total_norm(list(by_layout.values()), float(norm_type), scope)
+    total = _total_norm(list(by_layout.values()), power, scope)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm (p={norm_type}) is {total.item()}, so it cannot be clipped to "
@@ -123,6 +122,17 @@ def clip_gradients_of(
     for same_layout in by_layout.values():
         clip_grads_with_norm_(same_layout, max_norm, total)
     return total
+
+
+def _as_power(norm_type: float | str) -> float:
+    """Return p of the p-norm as a number; torch takes "inf" as a string, too."""
+    try:
+        power = float(norm_type)
+    except ValueError:
+        power = math.nan
+    if not power > 0:
+        raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type!r}; try 2.0")
+    return power
 
 
 def _total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: Scope) -> Tensor:

@@ -153,6 +153,12 @@ def bind_forward(
     return arguments
 
 
+def find_tokens(given: dict[str, Any]) -> Tensor | None:
+    """Return the token ids (B, S) or embeddings (B, S, H) among the arguments of a forward."""
+    tokens: Tensor | None = given.get("input_ids")
+    return given.get("inputs_embeds") if tokens is None else tokens
+
+
 @functools.cache
 def cache_methods() -> frozenset[str]:
     """Return the names by which a module reads or updates a cache (cache_utils.py)."""

@@ -89,6 +89,9 @@ def calls_are_refused(rank: int, world: int) -> None:
     _raises(r"DPO, GRPO.*Pass labels and use outputs.loss", lambda: model(**unlabelled))
     _raises(r"output_hidden_states=True", lambda: model(**rows, output_hidden_states=True))
     _raises(r"return_dict=False", lambda: model(**rows, return_dict=False))
+    longer = torch.nn.functional.pad(rows["labels"], (0, 1))
+    _raises(r"labels .*\(4, 7\), .*4 rows of 6 tokens", lambda: model(**rows | {"labels": longer}))
+    _raises(r"without input_ids and inputs_embeds", lambda: model(labels=rows["labels"]))
     compiled = torch.compile(model, backend="eager")
     _raises(r"cannot be compiled as a whole.*compile_layers=True", lambda: compiled(**rows))
     with torch.autocast("cpu", torch.float16):

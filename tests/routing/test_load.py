@@ -32,12 +32,10 @@ ACCUMULATION = 3
 EXPERTS = 8
 
 
-def _count_choices(
-    model: nn.Module, inputs: list[dict[str, Tensor]], *, padding: bool = True
-) -> Tensor:
+def _count_choices(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
     """Count the (token, slot) pairs that a stock model's experts receive, [layers, E].
 
-    With `padding=False` the pairs of padding tokens are not counted.
+    The pairs of padding tokens are not counted.
     """
     chosen_T = torch.empty(0)
     experts = list(find_parts(model).experts.values())
@@ -54,7 +52,7 @@ def _count_choices(
     with torch.no_grad():
         for micro_batch in inputs:
             mask = micro_batch.get("attention_mask", torch.ones_like(micro_batch["labels"]))
-            chosen_T = (mask.flatten() != 0) | padding
+            chosen_T = mask.flatten() != 0
             loss_of_sum(model, micro_batch, torch.tensor(1))
     for hook in hooks:
         hook.remove()
@@ -103,7 +101,7 @@ def test_only_forwards_of_training_are_counted() -> None:
     state = getattr(model, STATE)
     assert not expert_load(model).counts.any()
     want = _train_two_batches(model)
-    assert want.sum(1).tolist() == [2 * 2 * 9 * 2] * 2
+    assert want.sum(1).tolist() == [2 * (4 * 9 - 3)] * 2
     with torch.no_grad():
         model(**batch(model, 2, 5))
     model.eval()
@@ -206,12 +204,20 @@ def test_models_and_arguments_that_cannot_be_counted() -> None:
         expert_load(patch(tiny()), reset=1)
 
 
-def _inputs(rank: int, micro: int) -> dict[str, Tensor]:
-    return batch(tiny(), 1 + rank % 2, 8 + 2 * rank, seed=10 * micro + rank, pad=2)
+def _inputs(rank: int, micro: int, padded: bool = True) -> dict[str, Tensor]:
+    """Make a padded batch, or one of odd length without a mask, which sp does not divide."""
+    length = 8 + 2 * rank + (not padded)
+    inputs = batch(tiny(), 1 + rank % 2, length, seed=10 * micro + rank, pad=2 * padded)
+    return {name: x for name, x in inputs.items() if padded or name != "attention_mask"}
 
 
 def _compare_with_stock(
-    use_reentrant: bool | None, config: dict[str, Any], rank: int, world: int
+    use_reentrant: bool | None,
+    config: dict[str, Any],
+    rank: int,
+    world: int,
+    *,
+    padded: bool = True,
 ) -> None:
     model = tiny(seed=rank)
     if use_reentrant is not None:
@@ -223,15 +229,15 @@ def _compare_with_stock(
     for step in range(2):
         for micro in range(ACCUMULATION):
             seed = ACCUMULATION * step + micro
-            model(**_inputs(rank // sp, seed)).loss.backward()
+            model(**_inputs(rank // sp, seed, padded)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         everyone = [
-            _inputs(data_rank, ACCUMULATION * step + micro)
+            _inputs(data_rank, ACCUMULATION * step + micro, padded)
             for data_rank in range(world // sp)
             for micro in range(ACCUMULATION)
         ]
-        want += _count_choices(tiny(), everyone, padding=False)
+        want += _count_choices(tiny(), everyone)
         model.eval()
         with torch.no_grad():
             model(**_inputs(rank // sp, 0))
@@ -253,7 +259,16 @@ def ranks_that_disagree(rank: int, world: int) -> None:
 
 ON_RANKS = [
     *on_ranks(2, ranks_that_disagree),
-    *on_ranks(2, {"2 ranks, ep 2": partial(_compare_with_stock, False, {"ep_size": 2})}),
+    *on_ranks(
+        2,
+        {
+            "2 ranks, ep 2": partial(_compare_with_stock, False, {"ep_size": 2}),
+            "2 ranks, ep 1, fused loss": partial(_compare_with_stock, None, {"fused_loss": True}),
+            "2 ranks, sp 2, slices with padding": partial(
+                _compare_with_stock, None, {"ep_size": 2, "sp_size": 2}, padded=False
+            ),
+        },
+    ),
     *on_ranks(
         4,
         {

@@ -109,6 +109,14 @@ def unsupported_arguments_raise(rank: int, world: int) -> None:
         model(**micro, logits_to_keep=1)
     with pytest.raises(ValueError, match="return_dict=False is not supported"):
         model(**micro, return_dict=False)
+    with pytest.raises(ValueError, match=r"output_attentions=True.*sp_size=2"):
+        model(**micro, output_attentions=True)
+    for name in ("labels", "attention_mask"):
+        longer = torch.nn.functional.pad(micro[name], (0, 1))
+        for wrong in (longer, micro[name][:, :8]):
+            size = wrong.shape[1]
+            with pytest.raises(ValueError, match=rf"{name} .*\(2, {size}\), .*2 rows of 9 tokens"):
+                model(**micro | {name: wrong})
 
 
 def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
@@ -129,6 +137,23 @@ def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
     for state, other in zip(got.hidden_states, want.hidden_states, strict=True):
         assert_close("hidden states", state, other, FP64_MODEL)
     assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
+
+
+def a_mask_per_head(rank: int, world: int) -> None:
+    """The caller may pass a mask (B, Q, S, S), here with another window for every head."""
+    model, reference = tiny(seed=rank), tiny(seed=0)
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    micro = batch(reference, 2, 9)
+    distance = torch.arange(9).view(-1, 1) - torch.arange(9)
+    windows = torch.tensor([2, 3, 5, 9]).view(-1, 1, 1)
+    mask = ((distance >= 0) & (distance < windows)).expand(2, -1, -1, -1)
+    got, want = (m(**micro | {"attention_mask": mask}).loss for m in (model, reference))
+    assert_close("a mask per head", got, want, FP32_INSIDE)
+    got.backward()
+    want.backward()
+    for name, parameter in reference.named_parameters():
+        grad = model.get_parameter(name).grad.full_tensor()
+        assert_close(name, grad, parameter.grad, FP64_MODEL)
 
 
 def a_custom_ignore_index(rank: int, world: int) -> None:
@@ -178,6 +203,7 @@ ON_TWO_RANKS = [
     aux_loss_counts_no_padding,
     unsupported_arguments_raise,
     shifted_labels_and_states_equal_stock,
+    a_mask_per_head,
     a_custom_ignore_index,
     every_rank_generates_its_own_text,
 ]
