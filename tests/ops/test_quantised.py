@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_cases import ADAPTERS, GPT_OSS, Case, adapted, random_ids
 from support.close import assert_close
+from support.fp64 import FP64
 from support.hub_files import assert_equal
 from support.largest_tensor import LargestTensor
 from torch import Tensor
@@ -283,6 +284,21 @@ def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torc
     for kw in ({}, {"recompute": True}, {"postpone": True}, {"postpone": True, "chunks": 2}):
         want = run(case, as_values, "", **kw)
         got = run(case, as_bytes, quantisation.kind, **kw)
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_function_modes_change_no_bit(name: str) -> None:
+    """A mode that is active in backward, too, sees the operators alone, as it does in forward.
+
+    Otherwise `FP64` would let bitsandbytes write fp32 values into a tensor of fp64.
+    """
+    quantisation, case = FORMATS[name], CALLS["silu"]
+    named = weights_of(adapted(case, 5, torch.float64), quantisation, torch.float64)
+    for kw in ({}, {"postpone": True}, {"postpone": True, "chunks": 2}):
+        want = run(case, named, quantisation.kind, **kw)
+        with FP64():
+            got = run(case, named, quantisation.kind, **kw)
         assert_equal(got, want)
 
 
