@@ -15,7 +15,7 @@ from support.hub_files import assert_equal
 from support.largest_tensor import LargestTensor
 from torch import Tensor
 
-from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops import quantised, torch_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -68,6 +68,20 @@ def test_nf4_equals_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
         want = functional.dequantize_4bit(packed, state)
         assert want.dtype == dtype and want.shape == weight_OI.shape
         assert torch.equal(dequantise(matrix, "nf4", dtype), want)
+
+
+def test_nested_scales_do_not_depend_on_the_default_dtype() -> None:
+    """The codes are cached, so codes in bf16 would round all scales from then on."""
+    matrix = quantise(matrices(torch.float32, (1, 64, 256))[0], NESTED)
+    want = dequantise(matrix, "nf4", torch.float32)
+    before = torch.get_default_dtype()
+    quantised._nested_codes.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        got = dequantise(matrix, "nf4", torch.float32)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(got, want)
 
 
 def test_nf4_by_hand() -> None:
