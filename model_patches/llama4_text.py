@@ -15,11 +15,13 @@ from hf_moe_ep.plan import MoEBlock, WeightSource
 def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """The forward of Llama4TextMoe, whose experts compute only the tokens that chose them.
 
-    The router returns a score for each expert, which is 0 for experts that were not chosen.
+    The router returns its scores for all experts, but not its choice. It is computed again from the
+    logits, as the router computes it.
     """
     tokens = hidden_states.reshape(-1, block.hidden_dim)  # (T, H)
-    scores, logits = block.router(tokens)
-    weights, chosen = scores.topk(block.top_k, dim=1)
+    _, logits = block.router(tokens)
+    chosen_logits, chosen = logits.topk(block.top_k, dim=1)
+    weights = chosen_logits.float().sigmoid().to(logits.dtype)
     return block.shared_expert(tokens) + block.experts(tokens, chosen, weights), logits
 
 

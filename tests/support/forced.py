@@ -23,21 +23,27 @@ def random_ids(
 
 
 @contextmanager
-def forced_topk(num_experts: int, ids: Tensor) -> Iterator[list[Tensor]]:
+def forced_topk(num_experts: int, ids: Tensor, calls_per_layer: int = 1) -> Iterator[list[Tensor]]:
     """Make one topk of each layer return ids [B, S, L, K]. Where an id is -1, topk chooses itself.
 
     Yields a list with the ids [T, K] that topk would have chosen in each layer. All layers must run
-    inside the block, in their order.
+    inside the block, in their order. If a layer calls topk over the experts more than once, the
+    last of its calls is forced.
     """
     by_layer = ids.long().flatten(0, 1).unbind(1)
     chosen_by_topk: list[Tensor] = []
     original = torch.topk
+    num_calls = 0
 
     def topk(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
         out = original(scores, k, *args, **kwargs)
         tokens, top_k = by_layer[0].shape
         is_routing = scores.shape[-1] == num_experts and out.indices.numel() == tokens * top_k
         if not is_routing or len(chosen_by_topk) == len(by_layer):
+            return out
+        num_calls += 1
+        if num_calls % calls_per_layer:
             return out
         given = by_layer[len(chosen_by_topk)]
         chosen = out.indices.view(tokens, top_k)
