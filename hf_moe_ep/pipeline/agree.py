@@ -12,6 +12,7 @@ rank 0, and rank 3 from rank 2.
 from __future__ import annotations
 
 import warnings
+import zlib
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> tuple[i
         routes = session.tensors(tokens.device)
         refusal = refusal or session.refusal
     column = stages.column.get_group()
-    own = [mode, _trains_tied_weight(state, mode), refusal is not None]
+    shared = (*options_of(model, given), state.gather_logits, state.caller_loss is None)
+    options = zlib.crc32(repr(shared).encode())
+    own = [mode, _trains_tied_weight(state, mode), refusal is not None, options]
     numbers = torch.tensor(own, device=tokens.device)
     by_stage = gather_counts(
         torch.cat([numbers, batch_numbers(given | routes, tokens)]),
@@ -91,6 +94,20 @@ def tokens_of(given: dict[str, Any]) -> Tensor:
     if not isinstance(tokens, Tensor):
         raise ValueError("a model with pp_size > 1 was called without input_ids and inputs_embeds")
     return tokens
+
+
+def options_of(model: nn.Module, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return numbers, flags and texts of a call, and what else stages must have in common.
+
+    Apart from the mode and the sizes of the batch, they determine which tensors travel from stage
+    to stage: with router logits, sums for the aux loss do.
+    """
+    tokens = tokens_of(given)
+    device = tokens.device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    flags = sorted((n, x) for n, x in given.items() if isinstance(x, int | float | str))
+    of_config = getattr(text_config(model.config), "output_router_logits", None)
+    return tokens.dtype, cast, of_config, *flags
 
 
 def _mode_of(model: nn.Module, given: dict[str, Any]) -> int:
@@ -177,7 +194,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
 
     Args:
         by_stage: for each rank: the mode, `_trains_tied_weight`, 1 if the rank cannot run the call,
-            and `batch_numbers`.
+            a checksum of `options_of`, and `batch_numbers`.
     """
     ranks = dist.get_process_group_ranks(column)
     refused = [rank for rank, (_, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
@@ -194,7 +211,16 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"{trained} but not on rank {frozen}, which holds the other copy; freeze or train "
             f"embedding and head on both stages, or before the model is sharded"
         )
-    return find_other_batch([numbers for _, _, _, *numbers in by_stage], column, "pipeline column")
+    options = {rank: checksum for rank, (_, _, _, checksum, *_) in zip(ranks, by_stage)}
+    if len(set(options.values())) > 1:
+        other = next(rank for rank in ranks if options[rank] != options[ranks[0]])
+        return ValueError(
+            f"rank {ranks[0]} and rank {other} of one pipeline column pass different numbers, "
+            f"flags or texts to the model, as output_router_logits, or have another autocast; all "
+            f"ranks must call the model alike"
+        )
+    batches = [numbers for _, _, _, _, *numbers in by_stage]
+    return find_other_batch(batches, column, "pipeline column")
 
 
 def _find_other_mode(by_rank: list[list[int]], group: Any) -> ValueError | None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.pipeline.agree import LOGITS, TRAINING, agree, tokens_of
+from hf_moe_ep.pipeline.agree import LOGITS, TRAINING, agree, options_of, tokens_of
 from hf_moe_ep.pipeline.caller_loss import CallerLoss
 from hf_moe_ep.pipeline.gradients import StepGradients
 from hf_moe_ep.pipeline.micro_batches import (
@@ -192,7 +192,7 @@ class Pipeline:
         batches = cut_batch(given, num_rows, count)
         wants_logits = mode == LOGITS or state.gather_logits or state.config.gather_logits
         wants_logits &= not has_fused_head
-        trains, key = mode == TRAINING, _key(mode, meshes.device)
+        trains, key = mode == TRAINING, _key(self.model, given, mode)
         run = _Run(batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key)
         if mode != TRAINING:
             with torch.no_grad():
@@ -406,10 +406,11 @@ def _finish_aux_loss(run: _Run, stage: Stage) -> None:
             run.produced[index] = [loss + term]
 
 
-def _key(mode: int, device: torch.device) -> tuple[Any, ...]:
-    """Return what determines the form of hidden states, apart from the shape of the batch."""
-    is_cast = torch.is_autocast_enabled(device.type)
-    return mode, torch.get_autocast_dtype(device.type) if is_cast else None
+def _key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
+    """Return what determines which tensors travel, apart from the sizes of the micro-batch."""
+    # The number of tokens changes with each batch.
+    options = {name: value for name, value in given.items() if name != "num_items_in_batch"}
+    return mode, options_of(model, options)
 
 
 def _shape_of(batch: MicroBatch) -> tuple[int, ...]:

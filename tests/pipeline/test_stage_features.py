@@ -281,7 +281,33 @@ def every_backward_is_the_last(rank: int, world: int) -> None:
     announce.assert_called_once_with(model, True)
 
 
+def router_logits_may_be_switched(rank: int, world: int) -> None:
+    """With router logits another tensor travels: a stage must not take it for a hidden state."""
+    config = {"router_aux_loss_coef": 0.3}
+    model = apply_ep_fsdp2(four_layers(rank, **config), pp_size=2, pp_microbatches=1)
+    reference = four_layers(0, **config)
+    (rows,) = rows_of(4)(reference, 0, 0)
+    for wants_logits in (False, True, False, True):
+        options = {"output_router_logits": wants_logits}
+        for trained in (model, reference):
+            trained.zero_grad()
+        with FP64():
+            loss, want = model(**rows, **options).loss, reference(**rows, **options).loss
+            loss.backward()
+            want.backward()
+        assert_close(f"loss {wants_logits}", loss.detach(), want.detach(), FP64_MODEL)
+        compare("gradient of", model, reference, lambda p: p.grad, FP64_MODEL)
+    model.config.output_router_logits = True
+    assert_close("config", model(**rows).loss.detach(), want.detach(), 1e-6)
+    match = r"rank 0 and rank 1 of one pipeline column pass different numbers, flags or texts"
+    with pytest.raises(ValueError, match=match):
+        model(**rows, output_router_logits=rank == 0)
+    with torch.autocast("cpu", torch.bfloat16, rank == 0), pytest.raises(ValueError, match=match):
+        model(**rows)
+
+
 TWO_RANKS = {
+    "router logits": router_logits_may_be_switched,
     "last": every_backward_is_the_last,
     "interleaved": forwards_may_interleave,
     "autocast": backward_runs_outside_of_autocast,

@@ -52,6 +52,13 @@ def quantised(kind: str, name: str, world: int, **options: Any) -> StagesCase:
     )
 
 
+def adapted_layers(name: str, layers: tuple[int, ...], **options: Any) -> StagesCase:
+    """Build a case in which the other stage has no parameter that is trained."""
+    modules = [f"layers.{layer}.self_attn.{kind}_proj" for layer in layers for kind in "qv"]
+    wrap = partial(with_lora, r=3, parameters=(), modules=tuple(modules))
+    return StagesCase(name, 2, wrap=wrap, **options)
+
+
 FAST = [
     StagesCase("7 rows in 4", 2, config=in_micro_batches(4), batches=rows_of(7)),
     StagesCase(
@@ -100,6 +107,8 @@ TWO_RANKS = [
     StagesCase("checkpoints", 2, prepare=CHECKPOINT),
     StagesCase("reentrant checkpoints", 2, prepare=REENTRANT),
     StagesCase("LoRA", 2, wrap=partial(with_lora, r=3)),
+    adapted_layers("adapters on the first stage", (0, 1), prepare=REENTRANT),
+    adapted_layers("adapters on the last stage", (2, 3), batches=accumulated),
     StagesCase("compiled", 2, config={"compile_layers": "aot_eager"}),
     StagesCase(
         "aux loss per layer",

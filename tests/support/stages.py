@@ -143,8 +143,8 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
     assert data_rank == rank % ranks_per_stage // ranks_per_batch
     assert num_data_ranks == ranks_per_stage // ranks_per_batch
     assert state.stage.index == rank // ranks_per_stage
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3, foreach=False)
-    reference_optimizer = torch.optim.AdamW(trainable(reference), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     batches_of = case.batches or rows_of(4)
     for step in range(STEPS):
         where = f"{case.name} step {step}"
@@ -260,10 +260,6 @@ def compare(
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(names, [aliases.get(name, name) for name in gathered])
     assert set().union(*names) == wanted.keys(), f"{where}: no stage has a parameter"
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def state_of(model: nn.Module) -> ModelState:
