@@ -5,7 +5,6 @@ A matrix product rounds differently for another number of rows. A stock model an
 slices of the batch would therefore differ by 1e-7, which would hide small mistakes.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
@@ -46,8 +45,6 @@ class FP64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _is_called_by_fsdp():
-            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         named = {name: _wider(x) for name, x in (kwargs or {}).items()}
@@ -63,14 +60,6 @@ class FP64(TorchFunctionMode):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with self:
             return _run(*args, **kwargs)
-
-
-def _is_called_by_fsdp() -> bool:
-    """Return True if FSDP2 allocates memory for fp32 parameters, such as scales, to gather them."""
-    caller = sys._getframe(2)
-    if caller.f_globals.get("__name__") == "support.poison" and caller.f_back is not None:
-        caller = caller.f_back
-    return str(caller.f_globals.get("__name__")).startswith("torch.distributed.fsdp.")
 
 
 def _wider(x: Any) -> Any:

@@ -146,6 +146,10 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     batches_of = case.batches or rows_of(4)
+    if "experts_dtype" in case.config:
+        # FSDP2 allocates memory for gathered scales in the first forward, in fp64 under `FP64`.
+        with torch.no_grad():
+            model(**batches_of(reference, data_rank, 0)[0])
     for step in range(STEPS):
         where = f"{case.name} step {step}"
         by_rank = [batches_of(reference, other, step) for other in range(num_data_ranks)]
