@@ -607,6 +607,14 @@ def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quant
                 yield f"{path}.{name}", stored, compute.quantisation
 
 
+def holds_quantised_experts(model: nn.Module) -> bool:
+    """Return True if the experts of a sharded model are quantised, on any pipeline stage."""
+    state = find_state(model)
+    if state is None or state.meshes is None:
+        return False
+    return state.config.experts_dtype is not None
+
+
 def patched_state(model: nn.Module) -> ModelState:
     """Return the state of a model; raise ValueError if the model is not patched."""
     state = find_state(model)

@@ -40,7 +40,7 @@ from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, find_state, quantised_matrices
+from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
 from hf_moe_ep.upstream.adapters import (
     canonical_modules,
     has_adapters,
@@ -286,7 +286,7 @@ def get_model_state_dict(
     sd_options: Any = None,
 ) -> Any:
     """Wrap Accelerate's `_get_model_state_dict`: leave out the quantised experts."""
-    if adapter_only or sd_options is None or not _has_quantised_experts(model):
+    if adapter_only or sd_options is None or not holds_quantised_experts(model):
         return original(model, adapter_only=adapter_only, sd_options=sd_options)
     reshard(model)
     sharded_options = replace(
@@ -324,7 +324,7 @@ def set_model_state_dict(
         # torch slices a full state dict to the parameters' current shapes, which are those of
         # gathered parameters after a forward (torch/distributed/checkpoint/state_dict.py).
         reshard(model)
-        if not adapter_only and sd_options is not None and _has_quantised_experts(model):
+        if not adapter_only and sd_options is not None and holds_quantised_experts(model):
             on_first("loading a model", partial(_check_complete, model, state_dict))
             sd_options = replace(sd_options, strict=False)
     return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
@@ -342,10 +342,6 @@ def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
                 f"{subject} {len(missing)} tensors, {min(missing)} among them; load a state that "
                 f"save_state wrote for this model with the same experts_dtype and adapters"
             )
-
-
-def _has_quantised_experts(model: nn.Module) -> bool:
-    return any(True for _ in quantised_matrices(model))
 
 
 def write_bases(models: Iterable[nn.Module], folder: Path) -> None:

@@ -15,6 +15,9 @@ gradient of the routing weights needs no expert output: with `out += w (down @ a
 2512.14080, section 4).
 
 The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
+
+A `TorchFunctionMode` sees no call inside of an operator. The postponed backward hides its calls
+from modes as well, so forward and backward compute with the same values, whatever modes are active.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from hf_moe_ep.ops.interface import (
     PostponedGrads,
 )
 from hf_moe_ep.ops.operators import INPUT_NAMES, Settings, run_backward, save
+from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
 
 
 def expert_mlp(
@@ -168,7 +172,8 @@ class _Postpone(torch.autograd.Function):
         # A single chunk has nothing to add up, so its gradients are computed in their own dtypes.
         grads = postponed.sums if postponed.sums or not ctx.is_first else ExpertGrads()
         if finish is not None:
-            finish(grads)
+            with hidden_from_function_modes():
+                finish(grads)
         grad_by_name = grads.take() if ctx.is_first else {}
         if ctx.is_first and ctx.masters is not None:
             ctx.masters.forget()
@@ -199,9 +204,10 @@ class _PostponingExpertMLP(torch.autograd.Function):
             return no_grads
         needs = ctx.needs_input_grad[2 : 2 + len(INPUT_NAMES)]
         saved = ctx.saved_tensors
-        grads, ctx.postponed.finish = run_backward(
-            grad_RH, _cast_masters(saved, ctx.masters), needs, ctx.settings, postpone=True
-        )
+        with hidden_from_function_modes():
+            grads, ctx.postponed.finish = run_backward(
+                grad_RH, _cast_masters(saved, ctx.masters), needs, ctx.settings, postpone=True
+            )
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [
             placeholder_grad(tensor, tensor.shape) if need else None

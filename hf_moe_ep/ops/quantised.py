@@ -309,9 +309,11 @@ def _nested_codes(device: torch.device) -> Tensor:
     These values are not read from bitsandbytes, because up to version 0.49 its CPU code overwrites
     the first value of its own table with -1.
     """
-    codes = [torch.tensor([0.0, 1.0], device="cpu")]
+    # The codes are computed once, perhaps under another default dtype.
+    on_host: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    codes = [torch.tensor([0.0, 1.0], **on_host)]
     for bits in range(7):
-        edges = torch.linspace(0.1, 1, 2**bits + 1, device="cpu")
+        edges = torch.linspace(0.1, 1, 2**bits + 1, **on_host)
         centres = (edges[:-1] + edges[1:]) / 2 * 10 ** (bits - 6)
         codes += [centres, -centres]
     return torch.cat(codes).sort().values.to(device)

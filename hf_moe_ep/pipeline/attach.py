@@ -37,12 +37,6 @@ def check(parts: Parts, state: ModelState) -> None:
             f"pp_size ({size}) > 1 cannot save the MoE blocks of {model_type} from several stages, "
             f"because they do not use transformers' experts interface; {remedy}"
         )
-    if state.config.experts_dtype is not None:
-        raise ValueError(
-            f"pp_size ({size}) > 1 cannot train experts that are held in "
-            f"{state.config.experts_dtype}; leave out experts_dtype (adapters on bf16 experts "
-            f"work), or {remedy}"
-        )
     if parts.causal_lm is None or parts.causal_lm is not parts.root:
         raise ValueError(
             f"pp_size ({size}) > 1 computes the model's own loss on the last stage, and {kind} is "

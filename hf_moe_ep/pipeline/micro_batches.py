@@ -31,8 +31,7 @@ class MicroBatch(NamedTuple):
 def cut_batch(given: dict[str, Any], num_rows: int, count: int) -> list[MicroBatch]:
     """Cut the arguments of a forward into `count` micro-batches of nearly equal size.
 
-    Raises:
-        ValueError: a tensor has no dimension that counts rows.
+    `check_can_be_cut` has accepted the arguments.
     """
     if count == 1:
         return [MicroBatch(given, 1.0, slice(0, num_rows))]
@@ -56,16 +55,38 @@ def _cut(name: str, value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
         return [{key: parts[i] for key, parts in by_key.items()} for i in range(len(sizes))]
     if not isinstance(value, Tensor) or value.ndim == 0 or name in _SHARED:
         return [value] * len(sizes)
-    dim = 1 if name == _POSITIONS and value.ndim == 3 else 0
-    if value.shape[dim] == num_rows:
-        return list(value.split(sizes, dim))
-    if value.shape[dim] == 1:
-        return [value] * len(sizes)
-    raise ValueError(
-        f"pp_size > 1 cuts a batch of {num_rows} rows into micro-batches, but {name} has the shape "
-        f"{tuple(value.shape)}, without {num_rows} rows in dim {dim}; pass one entry per row, or "
-        f"set pp_microbatches=1"
-    )
+    dim = _dim_of_rows(name, value)
+    return list(value.split(sizes, dim)) if value.shape[dim] == num_rows else [value] * len(sizes)
+
+
+def _dim_of_rows(name: str, value: Tensor) -> int:
+    return 1 if name == _POSITIONS and value.ndim == 3 else 0
+
+
+def check_can_be_cut(given: dict[str, Any], num_rows: int) -> None:
+    """Raise ValueError if an argument of a forward cannot be cut into micro-batches.
+
+    An argument that is the same for all rows is a number, a text or None, or a tensor with one row.
+    """
+    for name, value in given.items():
+        if name in _SHARED:
+            continue
+        if isinstance(value, dict):
+            check_can_be_cut({f"{name}[{key!r}]": x for key, x in value.items()}, num_rows)
+        elif isinstance(value, Tensor):
+            dim = _dim_of_rows(name, value)
+            if value.ndim and value.shape[dim] not in (1, num_rows):
+                raise ValueError(
+                    f"pp_size > 1 cuts a batch of {num_rows} rows into micro-batches, but {name} "
+                    f"has the shape {tuple(value.shape)}, without {num_rows} rows in dim {dim}; "
+                    f"pass one entry per row, or set pp_microbatches=1"
+                )
+        elif value is not None and not isinstance(value, int | float | str):
+            raise ValueError(
+                f"pp_size > 1 cuts a batch of {num_rows} rows into micro-batches, but {name} is a "
+                f"{type(value).__name__}, whose rows are not known; pass a tensor with one entry "
+                f"per row, or set pp_microbatches=1"
+            )
 
 
 def count_targets(given: dict[str, Any], ignored: int) -> Tensor:
@@ -74,3 +95,10 @@ def count_targets(given: dict[str, Any], ignored: int) -> Tensor:
     targets = given["labels"][..., 1:] if shifted is None else shifted
     ignored = given.get("ignore_index", ignored)
     return torch.as_tensor(targets).ne(ignored).sum()
+
+
+def needs_grad(value: Any) -> bool:
+    """Return True if an argument of a forward is a tensor with a gradient, or has one inside."""
+    if isinstance(value, dict):
+        return any(map(needs_grad, value.values()))
+    return isinstance(value, Tensor) and value.requires_grad

@@ -4,7 +4,7 @@
 A call has these steps:
 
     agree       all stages have the same batch, all ranks of a stage the same number of
-                micro-batches
+                micro-batches (`agree.py`)
     run         the operations of `schedule.py`. A forward calls the model of this stage, with all
                 hooks, on one micro-batch. Hidden states go to the next stage, their gradients to
                 the previous one
@@ -24,7 +24,6 @@ of the caller instead (`caller_loss.py`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,10 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_moe_ep.pipeline.agree import LOGITS, TRAINING, agree, options_of, tokens_of
 from hf_moe_ep.pipeline.caller_loss import CallerLoss
 from hf_moe_ep.pipeline.gradients import StepGradients
-from hf_moe_ep.pipeline.micro_batches import MicroBatch, count_targets, cut_batch
-from hf_moe_ep.pipeline.schedule import Operation, bubble, forwards_only, operations
+from hf_moe_ep.pipeline.micro_batches import (
+    MicroBatch,
+    count_targets,
+    cut_batch,
+)
+from hf_moe_ep.pipeline.schedule import Operation, forwards_only, operations
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.pipeline.token_losses import (
     join_outputs,
@@ -45,7 +49,6 @@ from hf_moe_ep.pipeline.token_losses import (
     with_known_loss,
 )
 from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.ranks.neighbours import (
     Arrival,
@@ -54,7 +57,6 @@ from hf_moe_ep.ranks.neighbours import (
     broadcast_numbers,
     broadcast_tensor,
 )
-from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.models import (
     FUSED_HEAD,
@@ -62,18 +64,12 @@ from hf_moe_ep.upstream.models import (
     bind_forward,
     find_tokens,
     fused_head_coefficient,
-    given_cache,
     is_fused_head,
-    text_config,
 )
 from hf_moe_ep.upstream.modules import runs_compiled
-from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 Call = Callable[..., Any]
 
-# What a call computes. All ranks must agree.
-_LOGITS, _LOSS, _TRAINING = range(3)
-_MODES = ("a forward without labels", "a forward with labels but no training", "training")
 # The dtypes of a loss, by the number that stands for them in the broadcast.
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -182,19 +178,13 @@ class Pipeline:
             self._channels = _Channels.of(meshes.stages, meshes.device)
         given = bind_forward(self.model, args, kwargs)
         if state.caller_loss is not None:
-            state.caller_loss.check(given, text_config(self.model.config))
             state.caller_loss.add_arguments(given)
-        mode = self._check(given)
-        tokens = find_tokens(given)
-        if tokens is None:
-            raise ValueError("the model was called without input_ids and inputs_embeds; pass one")
-        count = self._agree(given, tokens, mode, meshes)
-        if state.caller_loss is None:
-            check_sizes(given, tokens)
+        mode, count = agree(self.model, state, given)
+        num_rows = len(tokens_of(given))
         has_fused_head = is_fused_head(given)
         given.pop(FUSED_HEAD, None)
         losses_are_summed = given.get("num_items_in_batch") is not None
-        if mode != _LOGITS and not losses_are_summed:
+        if mode != LOGITS and not losses_are_summed:
             given["num_items_in_batch"] = count_targets(given, IGNORED_LABEL)
         divisor = given.get("num_items_in_batch")
         if isinstance(divisor, Tensor):  # callers also pass the number in a tensor [1]
@@ -202,20 +192,21 @@ class Pipeline:
         if has_fused_head and state.loss_divisor is not None:
             divisor = state.loss_divisor
         given["use_cache"] = False
-        batches = cut_batch(given, len(tokens), count)
-        wants_logits = mode == _LOGITS or state.gather_logits or state.config.gather_logits
+        batches = cut_batch(given, num_rows, count)
+        wants_logits = mode == LOGITS or state.gather_logits or state.config.gather_logits
         wants_logits &= not has_fused_head
-        trains, key = mode == _TRAINING, _key(mode, meshes.device)
+        trains, key = mode == TRAINING, _key(self.model, given, mode)
         run = _Run(batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key)
-        if mode != _TRAINING:
+        if mode != TRAINING:
             with torch.no_grad():
                 self._run(run, forwards_only(count), stock, stage)
             self._end_routing(meshes)
             return self._output(run, mode, None)
         if isinstance(self.model, FSDPModule):
-            # A loop that accumulates gradients switches off their reduce-scatter. Every micro-batch
-            # would then keep unsharded gradients.
+            # A loop that accumulates gradients switches off their reduce-scatter, and announces its
+            # last backward. Every micro-batch would then keep unsharded gradients.
             self.model.set_requires_gradient_sync(True)
+            self.model.set_is_last_backward(True)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # after a forward that was interrupted, units are still gathered
@@ -237,103 +228,6 @@ class Pipeline:
         if self.state.routing is not None:
             assert meshes.stages is not None
             self.state.routing.end_batch(meshes.stages, meshes.device)
-
-    def _check(self, given: dict[str, Any]) -> int:
-        """Return what this call computes.
-
-        Raises:
-            ValueError: the call needs what a model with several stages cannot do.
-        """
-        size = self.state.stage.size
-        for name in ("output_hidden_states", "output_attentions"):
-            if given.get(name, getattr(self.model.config, name, False)):
-                raise ValueError(
-                    f"{name}=True asks for tensors of all layers, which lie on the ranks of "
-                    f"{size} pipeline stages; leave it out, or run the model with pp_size=1"
-                )
-        if given.get("return_dict") is False:
-            raise ValueError("return_dict=False is not supported with pp_size > 1; leave it out")
-        if given_cache(given) is not None:
-            raise ValueError(
-                f"a KV cache was given to a model with pp_size={size}, as generate() does; "
-                f"generation needs all layers on a rank: save the model with save_pretrained, and "
-                f"load it with pp_size=1"
-            )
-        has_labels = given.get("labels") is not None
-        trains = self.model.training and torch.is_grad_enabled()
-        if (trains or is_fused_head(given)) and not has_labels:
-            raise ValueError(
-                f"this forward in training mode has no labels, but with pp_size={size} only the "
-                f"model's own loss can be trained: gradients of a loss that is computed from its "
-                f"logits (DPO, GRPO, a custom compute_loss) would have to pass the stages again. "
-                f"Pass labels and use outputs.loss, give the Trainer a compute_loss_func, or leave "
-                f"pp_size at 1; call the model under torch.no_grad() if only the logits are needed"
-            )
-        if has_labels and is_computed_by_liger(self.model):
-            raise ValueError(
-                f"Liger's fused linear cross-entropy replaces the forward of the model, which "
-                f"pp_size={size} needs; turn it off: liger_kernel_config="
-                f"{{'fused_linear_cross_entropy': False}}"
-            )
-        device = next(self.model.parameters()).device.type
-        if trains and _autocasts_to_fp16(device):
-            raise ValueError(
-                f"pp_size={size} computes gradients before a gradient scaler has multiplied the "
-                f"loss, so gradients in fp16 would become zero; train in bf16"
-            )
-        return _TRAINING if trains else _LOSS if has_labels else _LOGITS
-
-    def _agree(self, given: dict[str, Any], tokens: Tensor, mode: int, meshes: Meshes) -> int:
-        """Return the number of micro-batches, the same on all ranks.
-
-        Raises:
-            ValueError: stages have different batches, ranks do different things, or routes cannot
-                be replayed.
-        """
-        stages, session = meshes.stages, self.state.routing
-        assert stages is not None
-        routes: dict[str, Tensor] = {}
-        if session is not None:
-            session.begin_batch(*tokens.shape[:2])
-            routes = session.tensors(tokens.device)
-        refusal = None if session is None else session.refusal
-        numbers = torch.tensor([mode, len(tokens), refusal is not None], device=tokens.device)
-        # The ranks of a column share a batch, so the modes of all ranks are compared.
-        check_same_batch(
-            given | routes | {"mode": numbers[0]},
-            tokens,
-            stages.column.get_group(),
-            "pipeline column",
-        )
-        by_rank = gather_counts(numbers, stages.ranks, where="the pipeline's calls")
-        refused = [rank for rank, (*_, is_refused) in enumerate(by_rank) if is_refused]
-        if refusal is not None:
-            raise refusal
-        if refused:
-            raise ValueError(
-                f"rank {meshes.first_rank + refused[0]} has routes that cannot be replayed; its "
-                f"own error says why"
-            )
-        modes = [rank_mode for rank_mode, *_ in by_rank]
-        other = next((rank for rank, found in enumerate(modes) if found != modes[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"ranks of one pipeline stage call the model for different purposes: rank "
-                f"{meshes.first_rank} for {_MODES[modes[0]]}, rank {meshes.first_rank + other} "
-                f"for {_MODES[modes[other]]}; all ranks must call the model alike"
-            )
-        fewest_rows = min(rows for _, rows, _ in by_rank)
-        wanted = self.state.config.pp_microbatches or stages.size
-        count = max(1, min(wanted, fewest_rows))
-        if mode == _TRAINING and count < stages.size and torch.distributed.get_rank() == 0:
-            warnings.warn(
-                f"batches of {fewest_rows} rows make {count} micro-batches for {stages.size} "
-                f"pipeline stages, so each stage waits for {bubble(stages.size, count):.0%} of the "
-                f"time; use batches of at least {stages.size} rows, and pp_microbatches of "
-                f"{4 * stages.size} or more",
-                stacklevel=2,
-            )
-        return count
 
     def _run(self, run: _Run, order: Sequence[Operation], stock: Call, stage: Stage) -> None:
         """Run operations in order, and start the transfers of the next one before each."""
@@ -422,21 +316,22 @@ class Pipeline:
             run.received[index], run.produced[index] = received, produced
 
     def _backward(self, run: _Run, operation: Operation) -> None:
-        channels, index = self._channels, operation.micro_batch
-        assert channels is not None
+        channels, index, meshes = self._channels, operation.micro_batch, self.state.meshes
+        assert channels is not None and meshes is not None
         received, produced = run.received.pop(index), run.produced.pop(index)
-        if channels.grads_from_next is None:
-            torch.autograd.backward(produced)
-        else:
-            grads = run.arrivals.pop(operation).wait()
-            pairs = [pair for pair in zip(produced, grads, strict=True) if pair[0].requires_grad]
-            if pairs:
-                tensors, tensor_grads = zip(*pairs, strict=True)
+        grads: list[Tensor | None] = [None] * len(produced)
+        if channels.grads_from_next is not None:
+            grads = [*run.arrivals.pop(operation).wait()]
+        pairs = [pair for pair in zip(produced, grads, strict=True) if pair[0].requires_grad]
+        if pairs:
+            tensors, tensor_grads = zip(*pairs, strict=True)
+            # The caller may have called the model under autocast, but calls backward outside of it.
+            with torch.autocast(meshes.device.type, enabled=False):
                 torch.autograd.backward(tensors, tensor_grads)
         if channels.grads_to_previous is not None:
-            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
+            sent = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
             what = f"the gradients of micro-batch {index}"
-            channels.grads_to_previous.send_known(grads, what)
+            channels.grads_to_previous.send_known(sent, what)
 
     def _add_tied_gradients(self, stage: Stage) -> None:
         """Add up the gradients of a tied weight, of which the first and the last stage hold one.
@@ -473,7 +368,7 @@ class Pipeline:
         stages = meshes.stages
         source, group = stages.rank_in(stages.size - 1), stages.column.get_group()
         values: dict[str, Any] = {}
-        if mode != _LOGITS:
+        if mode != LOGITS:
             numbers = broadcast_numbers(_numbers(run, stages.is_last, meshes.device), source, group)
             loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
             loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
@@ -514,20 +409,17 @@ def _finish_aux_loss(run: _Run, stage: Stage) -> None:
             run.produced[index] = [loss + term]
 
 
-def _key(mode: int, device: torch.device) -> tuple[Any, ...]:
-    """Return what determines the form of hidden states, apart from the shape of the batch."""
-    is_cast = torch.is_autocast_enabled(device.type)
-    return mode, torch.get_autocast_dtype(device.type) if is_cast else None
+def _key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
+    """Return what determines which tensors travel, apart from the sizes of the micro-batch."""
+    # The number of tokens changes with each batch.
+    options = {name: value for name, value in given.items() if name != "num_items_in_batch"}
+    return mode, options_of(model, options)
 
 
 def _shape_of(batch: MicroBatch) -> tuple[int, ...]:
     tokens = find_tokens(batch.arguments)
     assert tokens is not None
     return tuple(tokens.shape[:2])
-
-
-def _autocasts_to_fp16(device: str) -> bool:
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
 def _detached(output: Any, *, with_logits: bool) -> Any:

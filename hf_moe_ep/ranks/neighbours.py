@@ -73,9 +73,11 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor], key: Hashable, what: str) -> None:
         """Start to send tensors; `what` names them in errors."""
+        forms = [Form(tuple(x.shape), x.dtype) for x in tensors]
         if key not in self._forms:
-            self._forms[key] = [Form(tuple(x.shape), x.dtype) for x in tensors]
-            self._start_send(_describe(self._forms[key]).to(self.device), what)
+            self._forms[key] = forms
+            self._start_send(_describe(forms).to(self.device), what)
+        assert forms == self._forms[key], f"{self.where}: {what} are {forms} for the key {key}"
         self.send_known(tensors, what)
 
     def send_known(self, tensors: Sequence[Tensor], what: str) -> None:

@@ -21,16 +21,22 @@ from hf_moe_ep.ranks.collectives import gather_counts
 _PER_TOKEN = ("labels", "shift_labels", "attention_mask")
 
 
-def check_same_batch(
-    given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup, sharing: str = "sp group"
-) -> None:
+def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank of `group` if the batches differ.
 
     Args:
         given: the arguments of the forward by name; all tensors among them are compared.
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
-        sharing: the kind of group, for the error.
     """
+    numbers = batch_numbers(given, tokens)
+    by_rank = gather_counts(numbers, group, where="the sp group's batches")
+    error = find_other_batch(by_rank, group, "sp group")
+    if error is not None:
+        raise error
+
+
+def batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
+    """Return four int64 numbers: rows, tokens per row, and two checksums of names and values."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     names = sorted(tensors)
     checksum_of_names = zlib.crc32(
@@ -41,21 +47,32 @@ def check_same_batch(
     )
     assert isinstance(checksum, Tensor)
     sizes_and_names = torch.tensor([*tokens.shape[:2], checksum_of_names], device=tokens.device)
-    own_numbers = torch.cat([sizes_and_names, checksum.view(1)])
-    by_rank = gather_counts(own_numbers, group, where=f"the {sharing}'s batches")
-    if any(numbers != by_rank[0] for numbers in by_rank):
-        ranks = dist.get_process_group_ranks(group)
-        sizes = ", ".join(
-            f"rank {rank}: {rows} x {length}"
-            for rank, (rows, length, *_) in zip(ranks, by_rank, strict=True)
-        )
-        raise ValueError(
-            f"ranks of one {sharing} were given different batches ({sizes}; if the sizes are "
-            f"equal, the contents differ), but the ranks {ranks} split one batch. In your own loop "
-            f"select samples by hf_moe_ep.data_parallel_rank(model) of "
-            f"hf_moe_ep.data_parallel_size(model); random numbers in a data set or collate "
-            f"function need the same seed on all of these ranks"
-        )
+    return torch.cat([sizes_and_names, checksum.view(1)])
+
+
+def find_other_batch(
+    by_rank: list[list[int]], group: dist.ProcessGroup, sharing: str
+) -> ValueError | None:
+    """Return the error for ranks with different batches; None if all are equal.
+
+    Args:
+        by_rank: the `batch_numbers` of each rank of `group`.
+        sharing: the kind of group, for the error.
+    """
+    if all(numbers == by_rank[0] for numbers in by_rank):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    sizes = ", ".join(
+        f"rank {rank}: {rows} x {length}"
+        for rank, (rows, length, *_) in zip(ranks, by_rank, strict=True)
+    )
+    return ValueError(
+        f"ranks of one {sharing} were given different batches ({sizes}; if the sizes are "
+        f"equal, the contents differ), but the ranks {ranks} split one batch. In your own loop "
+        f"select samples by hf_moe_ep.data_parallel_rank(model) of "
+        f"hf_moe_ep.data_parallel_size(model); random numbers in a data set or collate "
+        f"function need the same seed on all of these ranks"
+    )
 
 
 def check_sizes(given: dict[str, Any], tokens: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The state of autograd for which torch has no public function: backward, modes, views.
+"""The state of autograd for which torch has no public function: backward, modes, hooks, views.
 
 The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
 torch/utils/checkpoint.py, torch/autograd/__init__.py, torch/csrc/autograd/init.cpp and
@@ -51,6 +51,14 @@ def assert_later(condition: Tensor, message: str) -> None:
     The next call that waits for the GPU raises an AcceleratorError without the message.
     """
     torch._assert_async(condition, message)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return True if `register_post_accumulate_grad_hook` was called on a parameter.
+
+    FSDP2 calls these hooks after each reduction of gradients (_fully_shard/_fsdp_collectives.py).
+    """
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def is_view(tensor: Tensor) -> bool:

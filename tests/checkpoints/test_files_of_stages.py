@@ -3,6 +3,7 @@
 All files equal those of a model without stages, and load at any number of stages.
 """
 
+import copy
 import json
 import os
 from contextlib import nullcontext
@@ -21,18 +22,22 @@ from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.hub_files import read_all
 from support.parity import whole_parameters, whole_state
+from support.quantised import SIZES
 from support.stages import even_rows, four_layers, state_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import (
+    SyncToken,
     apply_ep_fsdp2,
     data_parallel_rank,
     data_parallel_size,
+    describe,
     from_pretrained,
     global_token_count,
     hub_tensors,
     load_checkpoint,
+    patch,
     save_checkpoint,
     save_pretrained,
 )
@@ -40,8 +45,12 @@ from hf_moe_ep.checkpoints.hub import write
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
+from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.integrations.saving import save_adapters
+from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.state import quantised_matrices
 
 TIED = {"tie_word_embeddings": True}
 STAGES = {"pp_size": 2, "ep_size": 2}
@@ -61,8 +70,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Run:
     """A model and its optimizer, which trains all rows of a step on any number of data ranks."""
 
-    def __init__(self, seed: int, sizes: dict[str, Any], **config: Any) -> None:
+    def __init__(
+        self, seed: int, sizes: dict[str, Any], *, adapters: bool = False, **config: Any
+    ) -> None:
         self.model = four_layers(seed, **config)
+        if adapters:
+            self.model = with_lora(self.model, r=3, seed=5)
         apply_ep_fsdp2(self.model, **sizes)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
 
@@ -130,6 +143,64 @@ def resumes(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
         assert_equal(f"back from {name}", again.state(), saved)
 
 
+def resumes_on_quantised_experts(kind: str, rank: int, world: int, folder: str) -> None:
+    """Adapters resume at other layouts, if the hashes of the experts of all stages are equal."""
+    held, config = {"experts_dtype": kind}, {"adapters": True, **SIZES[kind]}
+    run = Run(0, STAGES | held, **config)
+    run.step(0)
+    save_checkpoint(f"{folder}/stages", run.model, run.optimizer)
+    saved = _factors(run)
+    run.step(1)
+    uninterrupted = _factors(run)
+    base = json.loads(Path(folder, "stages", BASE).read_text())
+    assert len(base["hashes"]) == 4 * 2 * 2  # layers, matrices, tensors of a matrix
+    for name in ("no stages", "4 stages", "other layers", "etp"):
+        resumed = Run(0, LAYOUTS[name] | held, **config)
+        assert describe_base(resumed.model) == base, name
+        load_checkpoint(f"{folder}/stages", resumed.model, resumed.optimizer)
+        assert_equal(name, _factors(resumed), saved)
+        resumed.step(1)
+        for key, value in _factors(resumed).items():
+            assert_close(f"{name}, next step: {key}", value, uninterrupted[key], FP64_MODEL)
+    other = Run(0, STAGES | held, **config)
+    stage = state_of(other.model).stage
+    if stage.is_last:
+        with torch.no_grad():
+            _, stack, _ = next(quantised_matrices(other.model))
+            local_tensor(stack.block_scale).mul_(2)
+    before = _factors(other)
+    with pytest.raises(ValueError, match=r"layers.2.mlp.experts.*1 of 16 tensors.*another base"):
+        load_checkpoint(f"{folder}/stages", other.model, other.optimizer)
+    assert_equal("refused", _factors(other), before)
+
+
+def _factors(run: Run) -> dict[str, Tensor]:
+    """Return the factors of all stages on every rank, packed as PEFT packs them."""
+    own = pack_factors(run.model, whole_parameters(run.model))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return {n: x for tensors in by_rank for n, x in tensors.items() if "lora_" in n}
+
+
+def loads_quantised_experts(kind: str, rank: int, world: int, folder: str) -> None:
+    """A stage quantises the experts that it reads; values that it does not have are not sent."""
+    if rank == 0:
+        four_layers(0, **SIZES[kind]).save_pretrained(f"{folder}/base")
+    dist.barrier()
+    held = {**STAGES, "experts_dtype": kind}
+    want = apply_ep_fsdp2(with_lora(four_layers(0, **SIZES[kind]), r=3), **held)
+    got = from_pretrained(f"{folder}/base", peft_config=want.peft_config["default"], **held)
+    of_base = {n: p for n, p in want.named_parameters() if "lora_" not in n}
+    parameters = dict(got.named_parameters())
+    assert len(of_base) < len(parameters) == len(dict(want.named_parameters()))
+    for name, parameter in of_base.items():
+        assert torch.equal(local_tensor(parameters[name]), local_tensor(parameter)), name
+    assert "held in " in describe(got)
+    for model in (want, got):
+        with pytest.raises(ValueError, match=r"hub_tensors cannot export.*merge-adapter"):
+            hub_tensors(model, merge_adapters=True)
+
+
 def writes_hub_files(
     sizes: dict[str, int], config: dict[str, Any], rank: int, world: int, folder: str
 ) -> None:
@@ -157,6 +228,76 @@ def writes_hub_files(
         for name, parameter in whole_parameters(loaded).items():
             name = state_of(loaded).stage.aliases.get(name, name)
             assert torch.equal(parameter, joined[name]), name
+
+
+# Matrices of Linear layers have at least one block of 128 x 128 values.
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 130, "head_dim": 64}
+
+
+def streams_in_fp8(rank: int, world: int) -> None:
+    """Values and scales are those without stages, and the config lists the same matrices."""
+    model = four_layers(0, mlp_only_layers=[0], **WIDE)
+    whole = hub_tensors(patch(copy.deepcopy(model)), dtype="fp8")
+    apply_ep_fsdp2(model, **STAGES)
+    stream = hub_tensors(model, dtype="fp8", max_bytes=60_000)
+    for ask in (stream.metadata_of_rank, lambda: stream.quantization_config):
+        with pytest.raises(ValueError, match=r"stage \d of 2 only; call metadata\(\)"):
+            ask()
+    assert stream.metadata() == whole.metadata() == stream.metadata_of_rank()
+    assert stream.quantization_config == whole.quantization_config
+    assert_same_stream(stream, whole)
+
+
+def assert_same_stream(got: Any, want: Any) -> dict[str, Tensor]:
+    """Compare keys, their order and values, and return the tensors."""
+    tensors, wanted = dict(got), dict(want)
+    assert list(tensors) == list(wanted)
+    for key, value in wanted.items():
+        assert tensors[key].dtype == value.dtype, key
+        assert torch.equal(tensors[key].double(), value.double()), key
+    return tensors
+
+
+def streams_merged_weights(options: dict[str, Any], rank: int, world: int) -> None:
+    """Adapters of all stages are merged, and an engine gets again what has changed."""
+    adapted = partial(with_lora, r=3, seed=5, **options)
+    model, whole = adapted(four_layers(0)), patch(adapted(four_layers(0)))
+    apply_ep_fsdp2(model, **STAGES, pp_layers=(1, 3))
+    with pytest.raises(ValueError, match=r"this model has adapters.*merge_adapters=True"):
+        next(hub_tensors(model))
+    token, merge = SyncToken(), {"merge_adapters": True}
+    held = assert_same_stream(hub_tensors(model, **merge, since=token), hub_tensors(whole, **merge))
+    assert not list(hub_tensors(model, **merge, since=token)), "nothing has changed"
+    # A factor of each stage, of which each rank has a part at most.
+    changed = [f"layers.{layer}.self_attn.q_proj.lora_B.default.weight" for layer in (0, 2)]
+    for trained in (model, whole):
+        own = [p for n, p in trained.named_parameters() if n.endswith(tuple(changed))]
+        assert len(own) == (1 if trained is model else 2)
+        for parameter in own:
+            parameter.data.mul_(1.5)
+    delta = dict(hub_tensors(model, **merge, since=token))
+    assert list(delta) == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 2)]
+    held |= delta
+    assert_equal("held by the engine", held, dict(hub_tensors(whole, **merge)))
+
+
+def adapters_that_cannot_be_merged_raise_on_every_stage(rank: int, world: int) -> None:
+    """The error of one stage is raised on all ranks, and the next stream works."""
+    layers = [f"layers.{layer}.self_attn.v_proj" for layer in (2, 3)]
+    dora = with_lora(four_layers(0), r=2, parameters=(), modules=layers, use_dora=True)
+    tied = with_lora(four_layers(0, **TIED), r=2, parameters=(), modules=("lm_head",))
+    for model, match in (
+        (dora, r"layers.2.self_attn.v_proj has an adapter that cannot be merged"),
+        (tied, r"the output head has an adapter.*another of the 2 pipeline stages"),
+    ):
+        apply_ep_fsdp2(model, pp_size=2)
+        with pytest.raises(ValueError, match=match):
+            next(hub_tensors(model, merge_adapters=True))
+    last = with_lora(four_layers(0), r=2, parameters=(), modules=layers)
+    whole = patch(copy.deepcopy(last))
+    apply_ep_fsdp2(last, pp_size=2)
+    merge = {"merge_adapters": True}
+    assert_same_stream(hub_tensors(last, **merge), hub_tensors(whole, **merge))
 
 
 def _layers_by_file(folder: Path) -> dict[str, set[int]]:
@@ -304,16 +445,25 @@ def shared_adapters_are_refused(rank: int, world: int) -> None:
 CHECKS: dict[str, Any] = {
     "resumes": partial(resumes, {}),
     "resumes, tied": partial(resumes, TIED),
+    "resumes, nf4": partial(resumes_on_quantised_experts, "nf4"),
+    "resumes, fp8": partial(resumes_on_quantised_experts, "fp8"),
+    "loads, nf4": partial(loads_quantised_experts, "nf4"),
     "hub": partial(writes_hub_files, STAGES, {}),
     "hub, tied": partial(writes_hub_files, STAGES, TIED),
     "hub, etp": partial(writes_hub_files, ETP, {}),
     "own files": each_stage_writes_its_files,
+    "stream in FP8": streams_in_fp8,
+    **{
+        f"stream, {name}": partial(streams_merged_weights, options)
+        for name, options in ADAPTERS.items()
+    },
     **{name: partial(saves_adapters, options) for name, options in ADAPTERS.items()},
 }
 TWO_RANKS = (
     a_folder_that_is_not_shared_is_refused,
     a_failing_stage_loses_nothing,
     shared_adapters_are_refused,
+    adapters_that_cannot_be_merged_raise_on_every_stage,
 )
 
 

@@ -20,6 +20,7 @@ from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep import data_parallel_rank
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.state import quantised_matrices
@@ -36,12 +37,14 @@ class Case:
         experts_dtype: The format of the experts.
         state_dict_type: Accelerate's FSDP_STATE_DICT_TYPE.
         adapted: Train adapters (True), or all parameters except the frozen experts (False).
+        sizes: The sizes of the layout.
     """
 
     experts_dtype: str | None
     state_dict_type: str
     adapted: bool = True
     seed: int = 0
+    sizes: tuple[tuple[str, int], ...] = (("ep_size", 2),)
 
     def model(self) -> nn.Module:
         model = tiny(dtype=torch.float32, seed=self.seed, **SIZES[self.experts_dtype or "nf4"])
@@ -57,6 +60,8 @@ CASES = {
     "fp8, full": Case("fp8", FULL),
     "no adapters, sharded": Case("nf4", SHARDED, adapted=False),
     "no adapters, full": Case("nf4", FULL, adapted=False),
+    "stages": Case("nf4", SHARDED, sizes=(("pp_size", 2),)),
+    "no adapters, stages": Case("fp8", SHARDED, adapted=False, sizes=(("pp_size", 2),)),
 }
 
 
@@ -68,11 +73,12 @@ class Run:
         model = case.model()
         accelerator = Accelerator(cpu=True)
         self.accelerator, self.model, self.optimizer = prepared(
-            model, accelerator, ep_size=2, experts_dtype=case.experts_dtype
+            model, accelerator, experts_dtype=case.experts_dtype, **dict(case.sizes)
         )
 
     def step(self, number: int) -> None:
-        inputs = batch(self.model, 2, 9, seed=10 * number + self.rank)
+        seed = 10 * number + data_parallel_rank(self.model)
+        inputs = batch(self.model, 2, 9, seed=seed)
         self.accelerator.backward(self.model(**inputs).loss)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -10,11 +10,12 @@ import pytest
 import torch
 from expert_cases import ADAPTERS, GPT_OSS, Case, adapted, random_ids
 from support.close import assert_close
+from support.fp64 import FP64
 from support.hub_files import assert_equal
 from support.largest_tensor import LargestTensor
 from torch import Tensor
 
-from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops import quantised, torch_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -67,6 +68,20 @@ def test_nf4_equals_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
         want = functional.dequantize_4bit(packed, state)
         assert want.dtype == dtype and want.shape == weight_OI.shape
         assert torch.equal(dequantise(matrix, "nf4", dtype), want)
+
+
+def test_nested_scales_do_not_depend_on_the_default_dtype() -> None:
+    """The codes are cached, so codes in bf16 would round all scales from then on."""
+    matrix = quantise(matrices(torch.float32, (1, 64, 256))[0], NESTED)
+    want = dequantise(matrix, "nf4", torch.float32)
+    before = torch.get_default_dtype()
+    quantised._nested_codes.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        got = dequantise(matrix, "nf4", torch.float32)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(got, want)
 
 
 def test_nf4_by_hand() -> None:
@@ -283,6 +298,21 @@ def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torc
     for kw in ({}, {"recompute": True}, {"postpone": True}, {"postpone": True, "chunks": 2}):
         want = run(case, as_values, "", **kw)
         got = run(case, as_bytes, quantisation.kind, **kw)
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_function_modes_change_no_bit(name: str) -> None:
+    """A mode that is active in backward, too, sees the operators alone, as it does in forward.
+
+    Otherwise `FP64` would let bitsandbytes write fp32 values into a tensor of fp64.
+    """
+    quantisation, case = FORMATS[name], CALLS["silu"]
+    named = weights_of(adapted(case, 5, torch.float64), quantisation, torch.float64)
+    for kw in ({}, {"postpone": True}, {"postpone": True, "chunks": 2}):
+        want = run(case, named, quantisation.kind, **kw)
+        with FP64():
+            got = run(case, named, quantisation.kind, **kw)
         assert_equal(got, want)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_moe_ep import ParallelConfig, patch
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
-from hf_moe_ep.pipeline.micro_batches import count_targets, cut_batch
+from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, count_targets, cut_batch
 from hf_moe_ep.sharding.units import units_of
 from hf_moe_ep.state import STATE, ModelState
 
@@ -66,8 +66,14 @@ def test_a_batch_is_cut_by_rows() -> None:
         assert part.arguments["shared"] is given["shared"]
         assert part.arguments["num_items_in_batch"] is given["num_items_in_batch"]
     assert cut_batch(given, 7, 1)[0].arguments is given
-    with pytest.raises(ValueError, match=r"batch of 7 rows.*other has the shape \(5, 2\)"):
-        cut_batch(given | {"other": torch.zeros(5, 2)}, 7, 2)
+    check_can_be_cut(given | {"num_items_in_batch": [1]}, 7)
+    for other, match in (
+        (torch.zeros(5, 2), r"batch of 7 rows.*other has the shape \(5, 2\)"),
+        ({"full": torch.zeros(5)}, r"batch of 7 rows.*other\['full'\] has the shape \(5,\)"),
+        ([0] * 7, r"batch of 7 rows.*other is a list, whose rows are not known"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            check_can_be_cut(given | {"other": other}, 7)
 
 
 def test_targets_are_counted_after_the_shift() -> None:

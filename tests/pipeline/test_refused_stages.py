@@ -5,7 +5,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from hf_moe_ep import (
     RoutingReplay,
     apply_ep_fsdp2,
     describe,
-    hub_tensors,
     patch,
 )
 from hf_moe_ep.pipeline import run as driver
@@ -47,11 +45,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "too many": (tiny, {"pp_size": 3}, r"pp_size \(3\).*has 2 layers; try pp_size=2"),
     "wrong sum": (tiny, {"pp_layers": [1, 2]}, r"gives 3 layers to 2 stages.*has 2 layers"),
-    "quantised": (
-        partial(tiny, hidden_size=128, moe_intermediate_size=128),
-        {"pp_size": 2, "experts_dtype": "fp8"},
-        r"pp_size \(2\) > 1 cannot train experts that are held in fp8.*adapters on bf16 experts",
-    ),
     "blocks": (lambda: build("dbrx"), {"pp_size": 2, "pp_layers": [2, 2]}, r"MoE blocks of dbrx"),
 }
 
@@ -101,12 +94,66 @@ def calls_are_refused(rank: int, world: int) -> None:
     model.train()
     before = RoutingReplay(patch(four_layers(rank), pp_size=2))
     _raises(r"can be recorded and replayed once the model is sharded", before.record().__enter__)
-    _raises(r"merge_adapters=True", lambda: hub_tensors(model, merge_adapters=True))
     assert torch.isfinite(model(**rows).loss), "the model works after every refusal"
     _raises(
         r"pp_size=2 computes gradients before a gradient scaler",
         lambda: apply_ep_fsdp2(four_layers(rank).half(), pp_size=2),
     )
+
+
+def tensors_of_the_caller_are_refused(rank: int, world: int) -> None:
+    """What would be wrong without an error: other gradients, other rows, other steps."""
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    labels = rows["labels"]
+    embeds = torch.randn(*labels.shape, model.config.hidden_size, requires_grad=True)
+    match = r"inputs_embeds requires a gradient.*pp_size=2 the forward runs backward.*input_ids"
+    _raises(match, lambda: model(inputs_embeds=embeds, labels=labels))
+    assert embeds.grad is None
+    assert torch.isfinite(model(inputs_embeds=embeds.detach(), labels=labels).loss)
+    _raises(r"4 rows into micro-batches, but kinds is a list", lambda: model(**rows, kinds=[1] * 4))
+    match = r"but cache_position has the shape \(11,\), without 4 rows in dim 0"
+    _raises(match, lambda: model(**rows, cache_position=torch.arange(11)))
+    model.config.return_dict = False
+    _raises(r"return_dict=False is not supported", lambda: model(**rows))
+    model.config.return_dict = True
+    # The first stage has no such hook.
+    parameter = next(p for name, p in model.named_parameters() if "layers.3" in name or rank == 0)
+    steps: list[Any] = []
+    handle = parameter.register_post_accumulate_grad_hook(steps.append) if rank == 1 else None
+    own = r"a parameter has a hook for accumulated gradients.*step the optimizer after backward"
+    _raises(own if rank == 1 else r"rank 1 cannot run this call", lambda: model(**rows))
+    if handle is not None:
+        handle.remove()
+    model(**rows).loss.backward()
+    assert not steps
+    tied = apply_ep_fsdp2(four_layers(rank, tie_word_embeddings=True), pp_size=2)
+    names = dict(tied.named_parameters())
+    if rank == 0:
+        names["model.embed_tokens.weight"].requires_grad_(False)
+    _raises(
+        r"requires a gradient on rank 1 but not on rank 0, which holds the other copy",
+        lambda: tied(**rows),
+    )
+
+
+def no_rank_waits_for_one_that_refuses(rank: int, world: int) -> None:
+    """Of 2 x 2 ranks, rank 3 shares neither a stage nor a column with rank 0, whose call fails."""
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, rank % 2, 0)
+    of_others = r"rank \d cannot run this call of a model with pipeline stages"
+    options = {"output_hidden_states": True} if rank == 0 else {}
+    match = r"output_hidden_states=True asks" if rank == 0 else of_others
+    _raises(match, lambda: model(**rows, **options))
+    model.train(rank != 0)
+    match = r"rank 0 for a forward with labels but no training, rank 2 for training"
+    _raises(match if rank % 2 == 0 else of_others, lambda: model(**rows))
+    model.train()
+    labels = rows["labels"].clone()
+    labels[0, 1] += rank == 0
+    match = r"ranks of one pipeline column were given different batches" if rank % 2 == 0 else ""
+    _raises(match or of_others, lambda: model(**(rows | {"labels": labels})))
+    model(**rows).loss.backward()
 
 
 def stages_disagree(rank: int, world: int) -> None:
@@ -170,6 +217,7 @@ def is_described(rank: int, world: int) -> None:
 
 TWO_RANKS = (
     calls_are_refused,
+    tensors_of_the_caller_are_refused,
     stages_disagree,
     backward_runs_once,
     warns_of_few_rows,
@@ -181,6 +229,7 @@ TWO_RANKS = (
     "claim",
     [
         *on_ranks(2, *TWO_RANKS),
+        *on_ranks(4, no_rank_waits_for_one_that_refuses),
         *on_ranks(2, gradients_of_a_failed_step_stay, slow=True, alone=True, group_timeout=5.0),
     ],
 )

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.jobs.trainer import focal_loss
 from support.parity import full_tensor
 from support.stages import compare, four_layers, rows_of, state_of
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import (
@@ -226,7 +228,88 @@ def computes_a_loss_of_the_caller(rank: int, world: int) -> None:
     compare("gradient of", model, reference, lambda p: p.grad, FP64_MODEL)
 
 
+def forwards_may_interleave(rank: int, world: int) -> None:
+    """Two forwards before a backward, an evaluation and a second model between them."""
+    models = [apply_ep_fsdp2(four_layers(seed + rank), pp_size=2) for seed in (0, 10)]
+    references = [patch(four_layers(seed), **ONE_PROCESS) for seed in (0, 10)]
+    first, second = (rows_of(5)(references[0], 0, number)[0] for number in range(2))
+
+    def run(model: nn.Module, other: nn.Module) -> None:
+        loss = model(**first).loss
+        of_other = other(**second).loss
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(**second).loss
+        model.train()
+        later = model(**second).loss
+        assert_close("evaluated", evaluated, later.detach(), FP64_MODEL)
+        (3 * of_other).backward()
+        (loss + 0.5 * later).backward()
+
+    with FP64():
+        run(*models)
+        run(*references)
+    for model, reference in zip(models, references, strict=True):
+        compare("gradient of", model, reference, lambda p: p.grad, FP64_MODEL)
+
+
+def backward_runs_outside_of_autocast(rank: int, world: int) -> None:
+    """A caller calls the model under autocast and backward outside of it, so stages do, too."""
+    model = apply_ep_fsdp2(four_layers(rank, dtype=torch.float32), pp_size=2)
+    (rows,) = rows_of(4)(model, 0, 0)
+    seen: list[tuple[str, bool]] = []
+
+    def watch(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen.append(("forward", torch.is_autocast_enabled("cpu")))
+        output.register_hook(lambda _: seen.append(("backward", torch.is_autocast_enabled("cpu"))))
+
+    model.model.layers[2 * rank].register_forward_hook(watch)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**rows)
+    assert sorted(set(seen)) == [("backward", False), ("forward", True)], seen
+    assert len(seen) == 2 * 2, "two micro-batches"
+
+
+def every_backward_is_the_last(rank: int, world: int) -> None:
+    """FSDP2 waits for reductions only in a last backward, which a loop may not have announced."""
+    model = apply_ep_fsdp2(four_layers(rank), pp_size=2)
+    (rows,) = rows_of(4)(model, 0, 0)
+    model.set_is_last_backward(False)
+    with mock.patch.object(FSDPModule, "set_is_last_backward", autospec=True) as announce:
+        model(**rows)
+    announce.assert_called_once_with(model, True)
+
+
+def router_logits_may_be_switched(rank: int, world: int) -> None:
+    """With router logits another tensor travels: a stage must not take it for a hidden state."""
+    config = {"router_aux_loss_coef": 0.3}
+    model = apply_ep_fsdp2(four_layers(rank, **config), pp_size=2, pp_microbatches=1)
+    reference = four_layers(0, **config)
+    (rows,) = rows_of(4)(reference, 0, 0)
+    for wants_logits in (False, True, False, True):
+        options = {"output_router_logits": wants_logits}
+        for trained in (model, reference):
+            trained.zero_grad()
+        with FP64():
+            loss, want = model(**rows, **options).loss, reference(**rows, **options).loss
+            loss.backward()
+            want.backward()
+        assert_close(f"loss {wants_logits}", loss.detach(), want.detach(), FP64_MODEL)
+        compare("gradient of", model, reference, lambda p: p.grad, FP64_MODEL)
+    model.config.output_router_logits = True
+    assert_close("config", model(**rows).loss.detach(), want.detach(), 1e-6)
+    match = r"rank 0 and rank 1 of one pipeline column pass different numbers, flags or texts"
+    with pytest.raises(ValueError, match=match):
+        model(**rows, output_router_logits=rank == 0)
+    with torch.autocast("cpu", torch.bfloat16, rank == 0), pytest.raises(ValueError, match=match):
+        model(**rows)
+
+
 TWO_RANKS = {
+    "router logits": router_logits_may_be_switched,
+    "last": every_backward_is_the_last,
+    "interleaved": forwards_may_interleave,
+    "autocast": backward_runs_outside_of_autocast,
     "counts": partial(counts_every_token_once, {"pp_size": 2}),
     "a loss of the caller": computes_a_loss_of_the_caller,
 }

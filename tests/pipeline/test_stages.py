@@ -8,7 +8,16 @@ from support.adapters import with_lora
 from support.architectures.steps import build
 from support.checks import Check, Found
 from support.parity import CHECKPOINT, REENTRANT
-from support.stages import StagesCase, accumulated, even_rows, four_layers, on_ranks, rows_of
+from support.quantised import SIZES, dequantise_experts
+from support.stages import (
+    StagesCase,
+    accumulated,
+    even_rows,
+    four_layers,
+    on_ranks,
+    rows_of,
+    some_unlabelled,
+)
 from torch import nn
 
 AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
@@ -25,6 +34,29 @@ def _build(model_type: str, options: dict[str, Any], seed: int) -> nn.Module:
 
 def in_micro_batches(count: int, **options: Any) -> dict[str, Any]:
     return {"pp_microbatches": count, **options}
+
+
+def quantised(kind: str, name: str, world: int, **options: Any) -> StagesCase:
+    """Build a case with LoRA on quantised experts; the experts of its reference are dequantised."""
+    config = {"experts_dtype": "fp8"} if kind == "fp8" else {"experts_dtype": "nf4"}
+    if kind == "nested":
+        config["experts_double_quant"] = True
+    return StagesCase(
+        f"{kind}, {name}",
+        world,
+        make=partial(four_layers, **SIZES[config["experts_dtype"]]),
+        wrap=partial(with_lora, r=3),
+        change_reference=partial(dequantise_experts, kind=kind),
+        config=config | options.pop("config", {}),
+        **options,
+    )
+
+
+def adapted_layers(name: str, layers: tuple[int, ...], **options: Any) -> StagesCase:
+    """Build a case in which the other stage has no parameter that is trained."""
+    modules = [f"layers.{layer}.self_attn.{kind}_proj" for layer in layers for kind in "qv"]
+    wrap = partial(with_lora, r=3, parameters=(), modules=tuple(modules))
+    return StagesCase(name, 2, wrap=wrap, **options)
 
 
 FAST = [
@@ -75,6 +107,8 @@ TWO_RANKS = [
     StagesCase("checkpoints", 2, prepare=CHECKPOINT),
     StagesCase("reentrant checkpoints", 2, prepare=REENTRANT),
     StagesCase("LoRA", 2, wrap=partial(with_lora, r=3)),
+    adapted_layers("adapters on the first stage", (0, 1), prepare=REENTRANT),
+    adapted_layers("adapters on the last stage", (2, 3), batches=accumulated),
     StagesCase("compiled", 2, config={"compile_layers": "aot_eager"}),
     StagesCase(
         "aux loss per layer",
@@ -84,12 +118,17 @@ TWO_RANKS = [
         per_layer=True,
     ),
     StagesCase("fused loss", 2, config={"fused_loss": True}, batches=accumulated),
+    StagesCase("a micro-batch without labels", 2, batches=some_unlabelled),
+    StagesCase(
+        "fused loss, without labels", 2, config={"fused_loss": True}, batches=some_unlabelled
+    ),
     StagesCase("deepseek_v3", 2, make=model_of("deepseek_v3")),
     StagesCase("gpt_oss", 2, make=model_of("gpt_oss")),
     StagesCase("qwen3_next", 2, make=model_of("qwen3_next")),
 ]
 FOUR_RANKS = [
     StagesCase("ep 2, 7 rows in 4", 4, ep=2, config=in_micro_batches(4), batches=rows_of(7)),
+    quantised("fp8", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
 ]
 SLOW_FOUR_RANKS = [
     StagesCase("ep 2", 4, ep=2),
@@ -144,6 +183,23 @@ SLOW_FOUR_RANKS = [
     StagesCase("pp 4, qwen3_next", 4, pp=4, make=model_of("qwen3_next")),
     StagesCase("sp 2, qwen3_next", 4, sp=2, make=model_of("qwen3_next")),
     StagesCase("sp 2, deepseek_v3", 4, sp=2, make=model_of("deepseek_v3")),
+    StagesCase(
+        "ep 2, LoRA, accumulation", 4, ep=2, wrap=partial(with_lora, r=3), batches=accumulated
+    ),
+    quantised("nf4", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
+    quantised("nf4", "ep 2, accumulation", 4, ep=2, batches=accumulated),
+    quantised("nf4", "ep 2, checkpoints", 4, ep=2, prepare=CHECKPOINT),
+    quantised("nf4", "ep 2, etp 2", 8, ep=2, etp=2),
+    quantised("nf4", "ep_fsdp 2, recomputed", 4, config={"recompute_activations": True}),
+    quantised("nf4", "ep 2, chunks", 4, ep=2, config={"dispatch_chunks": 2}),
+    quantised(
+        "nested", "ep 2, 7 rows in 4", 4, ep=2, config=in_micro_batches(4), batches=rows_of(7)
+    ),
+    quantised("nf4", "pp 4, 7 rows in 4", 4, pp=4, config=in_micro_batches(4), batches=rows_of(7)),
+    quantised("fp8", "ep 2, reentrant checkpoints", 4, ep=2, prepare=REENTRANT),
+    quantised("fp8", "etp 2", 4, etp=2),
+    quantised("fp8", "ep 2, gpipe", 4, ep=2, config=in_micro_batches(4, pp_schedule="gpipe")),
+    quantised("fp8", "sp 2", 4, sp=2),
 ]
 
 

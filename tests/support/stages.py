@@ -30,6 +30,7 @@ from support.checks import Check
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.parity import full_tensor
+from support.quantised import in_place_of_bytes
 from support.tiny_models import batch, tiny
 
 Batch = dict[str, Tensor]
@@ -45,6 +46,7 @@ class StagesCase:
         batches: called as (model, data rank, step), returns the batches of an optimizer step, each
             of which a call of the model gets.
         wrap: a function that changes both models, each under its own seed.
+        change_reference: a function that changes the reference only, after `wrap`.
         prepare: a function that changes both models.
         cut_reference: True if the reference computes each micro-batch by itself, as it must if the
             loss of a batch is not the sum of the losses of its rows.
@@ -66,6 +68,7 @@ class StagesCase:
     config: dict[str, Any] = field(default_factory=dict)
     batches: Callable[[nn.Module, int, int], list[Batch]] | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
+    change_reference: Callable[[nn.Module], None] | None = None
     prepare: Callable[[nn.Module], None] | None = None
     cut_reference: bool = False
     joined: bool = False
@@ -108,6 +111,13 @@ def accumulated(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
     return [batch(model, 5, 7, seed=first, pad=2), batch(model, 3, 9, seed=second, ignore=0.5)]
 
 
+def some_unlabelled(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
+    """Return one batch of 4 rows, of which the first two have no token with a loss."""
+    rows = batch(model, 4, 7, seed=10 * step + data_rank, pad=2)
+    rows["labels"][:2] = -100
+    return [rows]
+
+
 def run_case(case: StagesCase, rank: int, world: int) -> None:
     make = case.make or four_layers
     model, reference = make(rank), make(0)
@@ -116,6 +126,8 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
         model = case.wrap(model)
         torch.manual_seed(0)
         reference = case.wrap(reference)
+    if case.change_reference is not None:
+        case.change_reference(reference)
     for changed in (model, reference):
         if case.prepare is not None:
             case.prepare(changed)
@@ -131,9 +143,13 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
     assert data_rank == rank % ranks_per_stage // ranks_per_batch
     assert num_data_ranks == ranks_per_stage // ranks_per_batch
     assert state.stage.index == rank // ranks_per_stage
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3, foreach=False)
-    reference_optimizer = torch.optim.AdamW(trainable(reference), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     batches_of = case.batches or rows_of(4)
+    if "experts_dtype" in case.config:
+        # FSDP2 allocates memory for gathered scales in the first forward, in fp64 under `FP64`.
+        with torch.no_grad():
+            model(**batches_of(reference, data_rank, 0)[0])
     for step in range(STEPS):
         where = f"{case.name} step {step}"
         by_rank = [batches_of(reference, other, step) for other in range(num_data_ranks)]
@@ -147,7 +163,9 @@ def run_case(case: StagesCase, rank: int, world: int) -> None:
             modes.enter_context(FP64())
             losses = []
             for number, micro in enumerate(own):
-                model.set_requires_gradient_sync(number == len(own) - 1)
+                is_last = number == len(own) - 1
+                model.set_requires_gradient_sync(is_last)
+                model.set_is_last_backward(is_last)
                 loss = model(**micro, num_items_in_batch=num_tokens).loss
                 (loss * case.factor * num_data_ranks).backward()
                 losses.append(loss.detach())
@@ -236,6 +254,7 @@ def compare(
     gathered = in_stock_shapes(model, {n: x for n, x in gathered.items() if x is not None}) | {
         name: None for name, x in gathered.items() if x is None
     }
+    gathered = in_place_of_bytes(model, gathered)
     gathered |= pack_factors(model, {name: x for name, x in gathered.items() if x is not None})
     for name, got in gathered.items():
         want = pick(wanted[aliases.get(name, name)])
@@ -245,10 +264,6 @@ def compare(
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(names, [aliases.get(name, name) for name in gathered])
     assert set().union(*names) == wanted.keys(), f"{where}: no stage has a parameter"
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def state_of(model: nn.Module) -> ModelState:

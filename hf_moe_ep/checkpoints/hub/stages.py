@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,18 @@ from hf_moe_ep.checkpoints.hub.write import StageFiles, TensorGroup
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.together import for_first, is_first, this_rank
+from hf_moe_ep.ranks.together import for_first, gather, is_first, this_rank
 from hf_moe_ep.state import ModelState
+
+Value = TypeVar("Value")
+
+
+def gather_stages(own: Value, state: ModelState) -> list[Value]:
+    """Return the values of all stages, by stage; every rank calls this."""
+    if state.stage is None:
+        return [own]
+    assert state.meshes is not None and state.meshes.stages is not None
+    return gather(own, state.meshes.stages.column.get_group())
 
 
 def tensors_of_model(

@@ -37,7 +37,12 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, list_slabs
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
-from hf_moe_ep.checkpoints.hub.stages import slabs_for_all_stages, tensors_of_model
+from hf_moe_ep.checkpoints.hub.stages import (
+    assign_groups,
+    gather_stages,
+    slabs_for_all_stages,
+    tensors_of_model,
+)
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
@@ -46,11 +51,18 @@ from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.boxes import Box, box_sizes
-from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls, on_first
+from hf_moe_ep.ranks.together import (
+    StillHere,
+    check_alike,
+    check_everyone_calls,
+    on_first,
+    together,
+)
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
+    active_updates,
     adapter_layers,
     check_mergeable,
     left_out_by_merging,
@@ -139,20 +151,32 @@ def hub_tensors(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("this model is on the meta device, without values to send; load it first")
     check_whole_weights(model, "hub_tensors")
-    if state.stage is not None and (merge_adapters or dtype == FP8 or since is not None):
-        raise ValueError(
-            f"hub_tensors of a model with pp_size={state.stage.size} takes no merge_adapters=True, "
-            f"no dtype={FP8!r} and no since=, because a rank knows the layers of its own stage "
-            f"only; leave them out, or save the model and load it with pp_size=1"
-        )
-    if merge_adapters:
-        check_mergeable(model)
-    elif any(True for _ in adapter_layers(model)):
-        raise ValueError(
-            "this model has adapters, which are not part of its own weights; pass "
-            "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"
-        )
+    if state.stage is None:
+        _check_adapters(model, merge_adapters)
     return HubTensors(_Source(model, state, merge_adapters, dtype, max_bytes, extra_tensors, since))
+
+
+def _check_adapters(model: nn.Module, merge_adapters: bool) -> None:
+    """Raise ValueError if adapters cannot be merged, or would be left out.
+
+    With pipeline stages each rank checks the adapters of its own stage.
+    """
+    if not merge_adapters:
+        if any(True for _ in adapter_layers(model)):
+            raise ValueError(
+                "this model has adapters, which are not part of its own weights; pass "
+                "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"
+            )
+        return
+    check_mergeable(model)
+    stage = patched_state(model).stage
+    copied = None if stage is None else stage.copied_weight
+    if copied is not None and any(update.parameter is copied for update in active_updates(model)):
+        raise ValueError(
+            f"the output head has an adapter, and its weight is tied to the embedding, which lies "
+            f"on another of the {stage.size} pipeline stages, so the adapter cannot be merged into "
+            f"it; adapt the embedding instead, or load the model with pp_size=1"
+        )
 
 
 class TensorInfo(NamedTuple):
@@ -161,6 +185,21 @@ class TensorInfo(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of tensors of the whole model.
+
+    Attributes:
+        left_out: the names in the state dict that do not exist after adapters are merged.
+        in_fp8: the names in checkpoints of the parameters that `dtype="fp8"` encodes.
+        adapters: the names of the active adapters.
+    """
+
+    left_out: set[str]
+    in_fp8: set[str]
+    adapters: list[str]
 
 
 @dataclass
@@ -213,6 +252,10 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         """List the same without a collective; the extra tensors are known to rank 0 only.
 
         With `since`, tensors that have not changed are listed, too.
+
+        Raises:
+            ValueError: the model has pipeline stages, whose adapters and Linear layers this rank
+                does not know, and `metadata()` was not called before.
         """
         return self._source.list_own_metadata()
 
@@ -221,7 +264,8 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         """The entry of config.json with which an engine serves the tensors of `dtype="fp8"`.
 
         Raises:
-            ValueError: the tensors are not yielded in FP8.
+            ValueError: the tensors are not yielded in FP8, or `metadata()` must be called before,
+                as for `metadata_of_rank`.
         """
         return self._source.quantization_config()
 
@@ -243,16 +287,18 @@ class _Source:
         self._merge_adapters, self._dtype, self._max_bytes = merge_adapters, dtype, max_bytes
         self._extra_tensors, self._since = extra_tensors, since
         self._contents: _Contents | None = None
+        self._names: _Names | None = None
 
     def list_metadata(self) -> list[TensorInfo]:
         return self._list_metadata(self._prepare())
 
     def list_own_metadata(self) -> list[TensorInfo]:
         """Return the list as this rank knows it, without asking other ranks."""
-        groups = self._describe()
+        names = self._names_of_rank()
+        groups = self._describe(names)
         keys = {key for group in groups for key in group.shapes}
         extra = find_to_copy(self._state.extra if self._extra_tensors else None, keys)
-        return self._list_metadata(_Contents(groups, self._find_fp8(groups), extra, {}))
+        return self._list_metadata(_Contents(groups, self._find_fp8(groups, names), extra, {}))
 
     def _list_metadata(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
@@ -267,24 +313,65 @@ class _Source:
     def quantization_config(self) -> dict[str, Any]:
         if self._dtype != FP8:
             raise ValueError(f"dtype={self._dtype!r} yields no FP8; pass dtype={FP8!r}")
-        groups = self._describe()
-        in_fp8 = self._find_fp8(groups)
+        names = self._names_of_rank()
+        groups = self._describe(names)
+        in_fp8 = self._find_fp8(groups, names)
         matrices = (key for g in groups for key, shape in g.shapes.items() if len(shape) > 1)
         return fp8_config(key for key in matrices if key not in in_fp8)
 
-    def _describe(self) -> list[TensorGroup]:
-        dtype = self._dtype if isinstance(self._dtype, torch.dtype) else None
-        return _describe_groups(self._model, self._state, dtype, self._max_bytes // _SLABS)
+    def _names_of_rank(self) -> _Names:
+        """Return the names that `_prepare` has found, or those that this rank finds alone."""
+        if self._names is not None:
+            return self._names
+        stage = self._state.stage
+        if stage is not None and (self._merge_adapters or self._dtype == FP8):
+            raise ValueError(
+                f"this rank knows the adapters and the Linear layers of stage {stage.index} of "
+                f"{stage.size} only; call metadata() of this iterator on every rank before"
+            )
+        return self._find_own_names()
 
-    def _find_fp8(self, groups: list[TensorGroup]) -> set[str]:
+    def _find_own_names(self) -> _Names:
+        """Return the names in the model, or in this rank's pipeline stage of it."""
+        model = self._model
+        in_fp8 = fp8_weights(model, self._state.plan) if self._dtype == FP8 else set()
+        return _Names(left_out_by_merging(model), in_fp8, active_adapters(model))
+
+    def _join_names(self) -> _Names:
+        """Return the names of all stages; every rank calls this.
+
+        Raises:
+            ValueError: on every rank: a stage has adapters that cannot be merged, or stages have
+                different active adapters.
+        """
+        if self._state.stage is None:
+            return self._find_own_names()
+        together("hub_tensors", lambda: _check_adapters(self._model, self._merge_adapters))
+        of_stages = gather_stages(self._find_own_names(), self._state)
+        # A stage may have no adapter at all.
+        adapters = [names.adapters for names in of_stages if names.adapters]
+        if any(other != adapters[0] for other in adapters):
+            raise ValueError(
+                f"pipeline stages have different active adapters: {adapters}; call set_adapter on "
+                f"every rank with the same names"
+            )
+        return _Names(
+            set().union(*(names.left_out for names in of_stages)),
+            set().union(*(names.in_fp8 for names in of_stages)),
+            adapters[0] if adapters else [],
+        )
+
+    def _describe(self, names: _Names) -> list[TensorGroup]:
+        dtype = self._dtype if isinstance(self._dtype, torch.dtype) else None
+        max_bytes = self._max_bytes // _SLABS
+        return _describe_groups(self._model, self._state, dtype, max_bytes, names.left_out)
+
+    def _find_fp8(self, groups: list[TensorGroup], names: _Names) -> set[str]:
         """Return the keys of the tensors that are yielded in FP8."""
-        if self._dtype != FP8:
-            return set()
-        names = fp8_weights(self._model, self._state.plan)
         return {
             key
             for group in groups
-            if set(map(file_name, group.names)) <= names
+            if set(map(file_name, group.names)) <= names.in_fp8
             for key, shape in group.shapes.items()
             if has_blocks(shape)
         }
@@ -298,18 +385,20 @@ class _Source:
         model, state = self._model, self._state
         if state.meshes is not None:
             check_everyone_calls("hub_tensors")
+        names = self._names = self._join_names()
+        if state.meshes is not None:
             check_alike(
                 "hub_tensors",
                 model=f"{type(model).__name__} of {_count_values(model, state)} values",
                 merge_adapters=self._merge_adapters,
-                active_adapters=active_adapters(model),
+                active_adapters=names.adapters,
                 dtype=self._dtype,
                 max_bytes=self._max_bytes,
                 extra_tensors=self._extra_tensors,
                 since=None if self._since is None else len(self._since),
             )
-        groups = self._describe()
-        in_fp8 = self._find_fp8(groups)
+        groups = self._describe(names)
+        in_fp8 = self._find_fp8(groups, names)
         extra = _find_extra(state, groups, self._extra_tensors)
         signatures: dict[str, str] = {}
         if self._since is not None:
@@ -322,7 +411,17 @@ class _Source:
 
     def _sign(self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]) -> dict[str, str]:
         """Map the first key of each group, and the key of each extra tensor, to a checksum."""
-        model = self._model
+        signatures: dict[str, str] = {}
+        for of_stage in gather_stages(self._sign_own(groups), self._state):
+            signatures |= of_stage
+        return signatures | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
+
+    def _sign_own(self, groups: list[TensorGroup]) -> dict[str, str]:
+        """Map the first key of each group of this rank's pipeline stage to a checksum."""
+        model, stage = self._model, self._state.stage
+        if stage is not None:
+            assigned = assign_groups(groups, self._state)
+            groups = [group for group in assigned if group.stage == stage.index]
         tensors = distinct_tensors(model, left_out_by_merging(model))
         updates = updates_of(model, tensors.values())
         slots = placement_by_tensor(model)
@@ -344,7 +443,7 @@ class _Source:
             ]
             text = repr((list(group.shapes), group.dtype, self._dtype, values))
             signatures[next(iter(group.shapes))] = hashlib.sha256(text.encode()).hexdigest()
-        return signatures | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
+        return signatures
 
     def _encode(
         self, key: str, tensor: Tensor, contents: _Contents
@@ -440,12 +539,19 @@ def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
 
 
 def _describe_groups(
-    model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
+    model: nn.Module,
+    state: ModelState,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    left_out: set[str],
 ) -> list[TensorGroup]:
-    """Describe every tensor of a checkpoint, with slabs that every rank receives."""
+    """Describe every tensor of a checkpoint, with slabs that every rank receives.
+
+    The tensors whose names are in `left_out` are no part of the checkpoint.
+    """
     # The tensors are listed before any all-gather: while FSDP2 has gathered the parameters of a
     # layer, its modules hold other tensors.
-    tensors = tensors_of_model(model, state, left_out_by_merging(model))
+    tensors = tensors_of_model(model, state, left_out)
     updates = updates_of(model, tensors.values())
     # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)

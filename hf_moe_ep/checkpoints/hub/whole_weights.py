@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_moe_ep.state import patched_state, quantised_matrices
+from hf_moe_ep.state import holds_quantised_experts, patched_state
 
 
 def check_whole_weights(model: nn.Module, function_name: str) -> None:
     """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
-    if any(True for _ in quantised_matrices(model)):
+    if holds_quantised_experts(model):
         kind = patched_state(model).config.experts_dtype
         raise ValueError(
             f"{function_name} cannot export experts that are held quantised "

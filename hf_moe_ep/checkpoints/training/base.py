@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
+from hf_moe_ep.checkpoints.training.stages import join_by_name
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.boxes import local_box, local_tensor
 from hf_moe_ep.ranks.together import on_first
-from hf_moe_ep.state import KnownSums, patched_state, quantised_matrices
+from hf_moe_ep.state import KnownSums, find_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.sharded_models import times_written
@@ -56,34 +57,41 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
         The content of quantised_base.json, the same on every rank; None without quantised experts.
     """
     model = unwrap(model)
+    state = find_state(model)
+    if state is None:
+        return None
+    if anew:
+        state.known_sums.clear()
+    hashes = join_by_name(_hash_experts(model, state.known_sums), state)
+    if not hashes:
+        return None
+    config = state.config
+    return {
+        "format": _FORMAT,
+        "model": source_of(model),
+        "experts_dtype": config.experts_dtype,
+        "experts_double_quant": config.experts_double_quant,
+        "hashes": hashes,
+    }
+
+
+def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, str]:
+    """Return the hashes of the quantised experts of a model, or of this rank's pipeline stage."""
     tensors = {
         f"{stock_name(name)}{suffix}": tensor
         for name, matrix, _ in quantised_matrices(model)
         for suffix, tensor in matrix.by_name("").items()
     }
     if not tensors:
-        return None
-    state = patched_state(model)
-    config = state.config
-    if anew:
-        state.known_sums.clear()
+        return {}
     slots = placement_by_tensor(model)
     sums = torch.stack(
-        [
-            _find_sums(name, tensor, slots.get(id(tensor)), state.known_sums)
-            for name, tensor in tensors.items()
-        ]
+        [_find_sums(name, tensor, slots.get(id(tensor)), known) for name, tensor in tensors.items()]
     )
     totals = sum_over_shards(sums, next(iter(tensors.values()))).tolist()
     return {
-        "format": _FORMAT,
-        "model": source_of(model),
-        "experts_dtype": config.experts_dtype,
-        "experts_double_quant": config.experts_double_quant,
-        "hashes": {
-            name: "".join(f"{total % 2**64:016x}" for total in two_totals)
-            for name, two_totals in zip(tensors, totals, strict=True)
-        },
+        name: "".join(f"{total % 2**64:016x}" for total in two_totals)
+        for name, two_totals in zip(tensors, totals, strict=True)
     }
 
 

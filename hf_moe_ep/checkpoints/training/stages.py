@@ -7,23 +7,27 @@ of `state.json`. The tensors themselves are written by the ranks that hold them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from hf_moe_ep.checkpoints.hub.stages import gather_stages
 from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState, StateFile
-from hf_moe_ep.ranks.together import gather
 from hf_moe_ep.state import ModelState
 
 Value = TypeVar("Value")
+
+
+def join_by_name(own: Mapping[str, Value], state: ModelState) -> dict[str, Value]:
+    """Return the values of all stages by name, in the order of stages; every rank calls this."""
+    return _join(gather_stages(own, state))
 
 
 def join_stages(own: StateFile, state: ModelState) -> StateFile:
     """Return the state of the whole model, from the states of all stages; every rank calls this."""
     if state.stage is None:
         return own
-    assert state.meshes is not None and state.meshes.stages is not None
-    parts = gather(own, state.meshes.stages.column.get_group())
+    parts = gather_stages(own, state)
     return replace(
         parts[0],
         tensors=_join([part.tensors for part in parts]),
@@ -32,7 +36,7 @@ def join_stages(own: StateFile, state: ModelState) -> StateFile:
     )
 
 
-def _join(parts: list[Mapping[str, Value]]) -> dict[str, Value]:
+def _join(parts: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
     joined: dict[str, Value] = {}
     for part in parts:
         joined |= part

@@ -1,0 +1,254 @@
+"""Find out on all ranks what a call of a model with pipeline stages computes, or raise everywhere.
+
+    rank 0    rank 1    stage 0; rank 0 and rank 2 share a batch: they are a column
+    rank 2    rank 3    stage 1
+
+If rank 0 is given an argument that stages do not support, or another batch than rank 2, no rank may
+start to compute, because it would wait for the others. First the ranks of each column compare their
+calls: rank 2 learns of rank 0's trouble. Then the ranks of each stage do: rank 1 learns of it from
+rank 0, and rank 3 from rank 2.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, needs_grad
+from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.ranks.collectives import gather_counts
+from hf_moe_ep.sequence.same_batch import batch_numbers, check_sizes, find_other_batch
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks
+from hf_moe_ep.upstream.models import find_tokens, given_cache, is_fused_head, text_config
+from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
+
+# What a call computes. All ranks must agree.
+LOGITS, LOSS, TRAINING = range(3)
+_MODES = ("a forward without labels", "a forward with labels but no training", "training")
+
+
+def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> tuple[int, int]:
+    """Return what the call computes and its number of micro-batches, the same on all ranks.
+
+    A rank that cannot run the call raises its error only after both comparisons of the module
+    docstring, and so does a rank whose column differs.
+
+    Raises:
+        ValueError: on every rank: a call needs what stages cannot do, stages have different
+            batches, ranks do different things, or routes cannot be replayed.
+    """
+    meshes, session = state.meshes, state.routing
+    assert meshes is not None and meshes.stages is not None
+    stages = meshes.stages
+    mode, tokens = _mode_of(model, given), tokens_of(given)
+    refusal: ValueError | None = None
+    try:
+        _check_call(model, state, given, mode)
+    except ValueError as error:
+        refusal = error
+    routes: dict[str, Tensor] = {}
+    if session is not None:
+        session.begin_batch(*tokens.shape[:2])
+        routes = session.tensors(tokens.device)
+        refusal = refusal or session.refusal
+    column = stages.column.get_group()
+    shared = (*options_of(model, given), state.gather_logits, state.caller_loss is None)
+    options = zlib.crc32(repr(shared).encode())
+    own = [mode, _trains_tied_weight(state, mode), refusal is not None, options]
+    numbers = torch.tensor(own, device=tokens.device)
+    by_stage = gather_counts(
+        torch.cat([numbers, batch_numbers(given | routes, tokens)]),
+        column,
+        where="the pipeline column's batches",
+    )
+    refusal = refusal or _find_difference(by_stage, column)
+    numbers = torch.tensor([mode, len(tokens), refusal is not None], device=tokens.device)
+    by_rank = gather_counts(numbers, stages.ranks, where="the pipeline's calls")
+    refusal = refusal or _find_other_mode(by_rank, stages.ranks)
+    if refusal is not None:
+        raise refusal
+    fewest_rows = min(rows for _, rows, _ in by_rank)
+    wanted = state.config.pp_microbatches or stages.size
+    count = max(1, min(wanted, fewest_rows))
+    if mode == TRAINING and count < stages.size and dist.get_rank() == 0:
+        warnings.warn(
+            f"batches of {fewest_rows} rows make {count} micro-batches for {stages.size} "
+            f"pipeline stages, so each stage waits for {bubble(stages.size, count):.0%} of the "
+            f"time; use batches of at least {stages.size} rows, and pp_microbatches of "
+            f"{4 * stages.size} or more",
+            stacklevel=2,
+        )
+    return mode, count
+
+
+def tokens_of(given: dict[str, Any]) -> Tensor:
+    """Return the token ids (B, S) or the embeddings (B, S, H) of a call."""
+    tokens = find_tokens(given)
+    if not isinstance(tokens, Tensor):
+        raise ValueError("a model with pp_size > 1 was called without input_ids and inputs_embeds")
+    return tokens
+
+
+def options_of(model: nn.Module, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return numbers, flags and texts of a call, and what else stages must have in common.
+
+    Apart from the mode and the sizes of the batch, they determine which tensors travel from stage
+    to stage: with router logits, sums for the aux loss do.
+    """
+    tokens = tokens_of(given)
+    device = tokens.device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    flags = sorted((n, x) for n, x in given.items() if isinstance(x, int | float | str))
+    of_config = getattr(text_config(model.config), "output_router_logits", None)
+    return tokens.dtype, cast, of_config, *flags
+
+
+def _mode_of(model: nn.Module, given: dict[str, Any]) -> int:
+    """Return what a call computes, as this rank sees it."""
+    if given.get("labels") is None:
+        return LOGITS
+    return TRAINING if _may_train(model) else LOSS
+
+
+def _may_train(model: nn.Module) -> bool:
+    return model.training and torch.is_grad_enabled()
+
+
+def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode: int) -> None:
+    """Raise ValueError if a call needs what a model with several stages cannot do."""
+    size = state.stage.size
+    if state.caller_loss is not None:
+        state.caller_loss.check(given, text_config(model.config))
+    for name in ("output_hidden_states", "output_attentions"):
+        if given.get(name):
+            raise ValueError(
+                f"{name}=True asks for tensors of all layers, which lie on the ranks of "
+                f"{size} pipeline stages; leave it out, or run the model with pp_size=1"
+            )
+    if False in (given.get("return_dict"), getattr(model.config, "return_dict", None)):
+        raise ValueError("return_dict=False is not supported with pp_size > 1; leave it out")
+    if given_cache(given) is not None:
+        raise ValueError(
+            f"a KV cache was given to a model with pp_size={size}, as generate() does; "
+            f"generation needs all layers on a rank: save the model with save_pretrained, and "
+            f"load it with pp_size=1"
+        )
+    has_labels, trains = given.get("labels") is not None, mode == TRAINING
+    if (_may_train(model) or is_fused_head(given)) and not has_labels:
+        raise ValueError(
+            f"this forward in training mode has no labels, but with pp_size={size} only the "
+            f"model's own loss can be trained: gradients of a loss that is computed from its "
+            f"logits (DPO, GRPO, a custom compute_loss) would have to pass the stages again. "
+            f"Pass labels and use outputs.loss, give the Trainer a compute_loss_func, or leave "
+            f"pp_size at 1; call the model under torch.no_grad() if only the logits are needed"
+        )
+    if has_labels and is_computed_by_liger(model):
+        raise ValueError(
+            f"Liger's fused linear cross-entropy replaces the forward of the model, which "
+            f"pp_size={size} needs; turn it off: liger_kernel_config="
+            f"{{'fused_linear_cross_entropy': False}}"
+        )
+    device = next(model.parameters()).device.type
+    if trains and _autocasts_to_fp16(device):
+        raise ValueError(
+            f"pp_size={size} computes gradients before a gradient scaler has multiplied the "
+            f"loss, so gradients in fp16 would become zero; train in bf16"
+        )
+    differentiable = [name for name, x in given.items() if needs_grad(x)]
+    if trains and differentiable:
+        raise ValueError(
+            f"{differentiable[0]} requires a gradient, but with pp_size={size} the forward "
+            f"runs backward, and the loss has no gradient for what was computed before the "
+            f"call; pass input_ids, or detach it"
+        )
+    if trains and any(map(has_gradient_hooks, model.parameters())):
+        raise ValueError(
+            f"a parameter has a hook for accumulated gradients, as optimizers that step in "
+            f"backward register; with pp_size={size} it would see the gradient of one "
+            f"micro-batch, before loss.backward(): step the optimizer after backward"
+        )
+    tokens = tokens_of(given)
+    if state.caller_loss is None:
+        check_sizes(given, tokens)
+    if (state.config.pp_microbatches or size) > 1 and len(tokens) > 1:
+        check_can_be_cut(given, len(tokens))
+
+
+def _autocasts_to_fp16(device: str) -> bool:
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+
+
+def _trains_tied_weight(state: ModelState, mode: int) -> int:
+    """Return 1 or 0 for a stage that holds the tied weight; -1 for others, and without training."""
+    weight = state.stage.tied_weight
+    return -1 if weight is None or mode != TRAINING else int(weight.requires_grad)
+
+
+def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | None:
+    """Return the error for the calls of the ranks of a column; None if they are alike.
+
+    Args:
+        by_stage: for each rank: the mode, `_trains_tied_weight`, 1 if the rank cannot run the call,
+            a checksum of `options_of`, and `batch_numbers`.
+    """
+    ranks = dist.get_process_group_ranks(column)
+    refused = [rank for rank, (_, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
+    if refused:
+        return _error_of_other_rank(refused[0])
+    modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_stage, strict=True)}
+    if len(set(modes.values())) > 1:
+        return _error_of_modes(modes)
+    tied = {rank: trains for rank, (_, trains, *_) in zip(ranks, by_stage) if trains >= 0}
+    if len(set(tied.values())) > 1:
+        trained, frozen = (next(r for r, x in tied.items() if x == value) for value in (1, 0))
+        return ValueError(
+            f"the embedding is tied to the output head, and its weight requires a gradient on rank "
+            f"{trained} but not on rank {frozen}, which holds the other copy; freeze or train "
+            f"embedding and head on both stages, or before the model is sharded"
+        )
+    options = {rank: checksum for rank, (_, _, _, checksum, *_) in zip(ranks, by_stage)}
+    if len(set(options.values())) > 1:
+        other = next(rank for rank in ranks if options[rank] != options[ranks[0]])
+        return ValueError(
+            f"rank {ranks[0]} and rank {other} of one pipeline column pass different numbers, "
+            f"flags or texts to the model, as output_router_logits, or have another autocast; all "
+            f"ranks must call the model alike"
+        )
+    batches = [numbers for _, _, _, _, *numbers in by_stage]
+    return find_other_batch(batches, column, "pipeline column")
+
+
+def _find_other_mode(by_rank: list[list[int]], group: Any) -> ValueError | None:
+    """Return the error for the calls of the ranks of a stage; None if they are alike.
+
+    Args:
+        by_rank: for each rank: the mode, the number of rows, and 1 if the rank cannot run the call.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    refused = [rank for rank, (*_, is_refused) in zip(ranks, by_rank) if is_refused]
+    if refused:
+        return _error_of_other_rank(refused[0])
+    modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_rank, strict=True)}
+    return _error_of_modes(modes) if len(set(modes.values())) > 1 else None
+
+
+def _error_of_other_rank(rank: int) -> ValueError:
+    return ValueError(
+        f"rank {rank} cannot run this call of a model with pipeline stages; its own error says why"
+    )
+
+
+def _error_of_modes(modes: dict[int, int]) -> ValueError:
+    (first, mode), *others = modes.items()
+    other = next(rank for rank, other_mode in others if other_mode != mode)
+    return ValueError(
+        f"ranks of a model with pipeline stages call it for different purposes: rank {first} for "
+        f"{_MODES[mode]}, rank {other} for {_MODES[modes[other]]}; all ranks must call the model "
+        f"alike"
+    )
