@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import debug
 
 from support.ranks import RankError, begin_time_anew, run_ranks
 
@@ -154,8 +155,12 @@ def _run_in_turn(rank: int, world: int, checks: list[Check], folder: str) -> Non
 
 
 def _destroy_groups() -> None:
-    """Destroy all process groups but the first. Each has a thread that wakes up every 10 ms."""
+    """Destroy all process groups but the first. Each has a thread that wakes up every 10 ms.
+
+    DTensor keeps meshes, and the names of their groups, in caches.
+    """
     gc.collect()
+    debug._clear_sharding_prop_cache()
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
