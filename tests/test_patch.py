@@ -548,7 +548,8 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
     before = ["BeginCounting", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
     after = ["FinishAuxLoss", "EndCounting", "MarkLogits"]
     around = ["BeginFusedLoss", "EndFusedLoss", "FindPadding", "ForgetPadding"]
-    assert sorted(ours) == sorted([*before, *after, *around])
+    counted = ["FindCounted", "ForgetCounted"]
+    assert sorted(ours) == sorted([*before, *after, *around, *counted])
     actual, expected = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", actual.logits, expected.logits, 1e-12)
     unpatch(wrapped)

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
@@ -59,7 +58,8 @@ from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-
+# `transformers.trainer` also has this name, but its import takes seconds.
+_TRAINER_STATE = "trainer_state.json"
 
 # By output folder of the Trainer: calls that are postponed until the manifest is written.
 _held_back: dict[str, list[Callable[[], None]]] = {}
@@ -169,7 +169,7 @@ def train(
 
 def _check_is_of_trainer(folder: Path) -> None:
     """Raise ValueError if the Trainer has not written a folder, which stock could not read."""
-    if (folder / TRAINER_STATE_NAME).is_file():
+    if (folder / _TRAINER_STATE).is_file():
         return
     advice = "name a folder that the Trainer has written, such as out/checkpoint-100"
     if checkpoints := in_series(folder, _CHECKPOINT):
@@ -177,8 +177,7 @@ def _check_is_of_trainer(folder: Path) -> None:
     elif (folder / STATE).is_file():
         advice = "it was written by save_checkpoint, so load it with load_checkpoint"
     raise ValueError(
-        f"{folder} is no checkpoint of the Trainer, because it has no {TRAINER_STATE_NAME}; "
-        f"{advice}"
+        f"{folder} is no checkpoint of the Trainer, because it has no {_TRAINER_STATE}; {advice}"
     )
 
 

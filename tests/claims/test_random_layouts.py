@@ -20,7 +20,7 @@ from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.parity import STEPS, checkpointing
-from support.stages import state_of, trainable
+from support.stages import state_of
 from torch import Tensor, nn
 
 from hf_moe_ep import (
@@ -160,7 +160,7 @@ def _equals_stock(drawn: Draw, rank: int, world: int) -> None:
     data_rank, size = data_parallel_rank(model), data_parallel_size(model)
     options = {"AdamW": {"lr": 1e-3, "eps": 1e-4}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
     make = partial(getattr(torch.optim, drawn.optimizer), **options[drawn.optimizer])
-    optimizers = make(trainable(model)), make(trainable(stock))
+    optimizers = make(_trainable(model)), make(_trainable(stock))
     for step in range(STEPS):
         numbers = range(step * drawn.num_batches, (step + 1) * drawn.num_batches)
         by_rank = [[_batch(drawn, stock, r, n) for n in numbers] for r in range(size)]
@@ -184,6 +184,10 @@ def _equals_stock(drawn: Draw, rank: int, world: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     _compare("after all steps,", model, stock, lambda p: p.detach())
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _checks() -> Iterator[Any]:

@@ -20,7 +20,7 @@ from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
 from hf_moe_ep.planner.search import (
     Layout,
     LayoutRequest,
-    Planned,
+    PlannedLayout,
     SearchResult,
     _grids,
     find_layouts,
@@ -327,8 +327,8 @@ def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:
     gib = 2**30
     made_of = {"parameters": 60, "gradients": 10, "optimizer state": 30, "buffers": 99}
     step = StepPlan({}, {OPTIMIZER: {kind: n * gib for kind, n in made_of.items()}}, 1, (1,))
-    replicas = Planned(Layout(8, 1, 2), replace(step, made_of={}), -1)
-    result = SearchResult([], [replicas, Planned(Layout(8, 1, 1), step, -1)], {})
+    replicas = PlannedLayout(Layout(8, 1, 2), replace(step, made_of={}), -1)
+    result = SearchResult([], [replicas, PlannedLayout(Layout(8, 1, 1), step, -1)], {})
     for limit in (49, 50):
         assert _about_gpus(result, 32, limit * gib) == [
             "Parameters, gradients and optimizer state take 100.0 GiB on each of 32 GPUs; on 128 "

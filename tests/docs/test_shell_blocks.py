@@ -48,7 +48,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def parse_ours(*words: str) -> None:
-    options = cli._parser(words[0]).parse_args(words)
+    parser, _ = cli._parser(words[0])
+    options = parser.parse_args(words)
     if words[0] == "run":
         assert options.command[0] == "--" and len(options.command) > 2
         variables(options)

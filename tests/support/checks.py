@@ -157,13 +157,16 @@ def _run_in_turn(rank: int, world: int, checks: list[Check], folder: str) -> Non
 def _destroy_groups() -> None:
     """Destroy all process groups but the first. Each has a thread that wakes up every 10 ms.
 
-    DTensor keeps meshes, and the names of their groups, in caches.
+    DTensor keeps meshes, and the names of their groups, in caches. The names stay in torch's table,
+    because torch makes a name from their number, and the store still has the keys of each name.
     """
     gc.collect()
     debug._clear_sharding_prop_cache()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+    names = distributed_c10d._world.pg_names
+    for group, name in list(names.items()):
+        if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+            names[f"destroyed {name}"] = name
 
 
 def _value_file(folder: str, index: int, rank: int) -> Path:
