@@ -135,18 +135,21 @@ class _ReduceScatter:
     """FSDP2's reduce-scatter (`FSDPModule.set_custom_reduce_scatter`) of a fixed buffer.
 
     FSDP2 asks for two tensors each time: first for the input, which it frees, and then for the
-    output, which becomes the gradients, so that it cannot be a fixed buffer.
+    output, which becomes the gradients, so that it cannot be a fixed buffer. The output is smaller
+    by the number of ranks. If an error has come between the two, the next tensor is an input again.
     """
 
     def __init__(self, buffers: FixedBuffers, group: dist.ProcessGroup) -> None:
         self._buffers, self._group = buffers, group
-        self._asks_for_output = False
+        # The size of an input that has no output yet.
+        self._input_numel: int | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
-        is_output, self._asks_for_output = self._asks_for_output, not self._asks_for_output
-        if is_output:
+        if self._input_numel == numel * self._group.size():
+            self._input_numel = None
             return torch.empty(numel, dtype=dtype, device=device)
+        self._input_numel = int(numel)
         return self._buffers.take("reduced", self._group, int(numel), dtype, device)
 
     def __call__(

@@ -1,7 +1,7 @@
 """With fsdp_double_buffer training has the same bits, and makes no buffer after the first step."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, describe, patch
-from hf_moe_ep.sharding.buffers import FixedBuffers
+from hf_moe_ep.sharding.buffers import FixedBuffers, _ReduceScatter
 from hf_moe_ep.state import patched_state
 
 STEPS, LAYERS = 3, 3
@@ -175,6 +175,27 @@ def test_registered_buffers_come_from_the_backend_of_their_group() -> None:
     without: Any = _Backend(can_allocate=False)
     with pytest.raises(RuntimeError, match="backend 'nccl' of this group cannot allocate memory"):
         buffers.take("reduced", without, 8, torch.float32, "cpu")
+
+
+class _GroupOfTwo:
+    def size(self) -> int:
+        return 2
+
+
+def test_an_input_without_output_does_not_become_gradients() -> None:
+    """An error between two allocations, such as an out-of-memory error, leaves an input alone."""
+    buffers, group = FixedBuffers(), cast(Any, _GroupOfTwo())
+    allocate = partial(
+        _ReduceScatter(buffers, group).allocate, dtype=torch.float32, device=torch.device("cpu")
+    )
+    first = allocate([8])
+    address = first.data_ptr()
+    del first  # the error
+    again = allocate([8])
+    assert again.data_ptr() == address
+    gradients = allocate([4])
+    assert gradients.data_ptr() != address and buffers.num_buffers == 1
+    assert allocate([8]).data_ptr() != address and buffers.num_buffers == 2
 
 
 def _nccl_is_missing(rank: int, world: int) -> None:
