@@ -7,7 +7,7 @@ compared with the stock model. The name of a test is its draw, which `draw(seed)
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ def draw(seed: int) -> Draw:
     }
     if config.get("expert_shard_dim") == 1 and sizes["etp_size"] > 1:
         del config["expert_shard_dim"]  # both would cut dim 1
-    return Draw(
+    drawn = Draw(
         world,
         choose.choice(_TYPES),
         sizes,
@@ -106,6 +106,9 @@ def draw(seed: int) -> Draw:
         optimizer=choose.choice(["AdamW", "SGD"]),
         norm=choose.choice([(0.5, 2.0), (0.3, float("inf")), (1e9, 2.0)]),
     )
+    if drawn.padding == "embeddings" and sizes["pp_size"] > 1:
+        return replace(drawn, padding="left")  # stages refuse embeddings with a gradient
+    return drawn
 
 
 def _make(drawn: Draw, seed: int) -> Any:
