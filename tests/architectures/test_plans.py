@@ -204,6 +204,13 @@ STORED_OTHERWISE = {
         _W13,
         "the table has only the new names; experts are also stored separately",
     ),
+    **dict.fromkeys(
+        ("dbrx", "jetmoe"),
+        (
+            "as stock's own parameters",
+            "stock has no stacked gate and up; a file in model_patches names its parameters",
+        ),
+    ),
 }
 # The fields of a derived plan that differ from the table, and the reason.
 _FOR_SOME_LAYERS = "the table lists only attention that every layer has"
@@ -344,7 +351,10 @@ def _storage_on_the_hub(model: Any, plan: ModelPlan) -> str:
     shapes = {name: tuple(tensor.shape) for name, tensor in distinct_tensors(model).items()}
     layout = hub_layout(model, plan, shapes)
     ending = f"experts.{plan.expert_weights[0]}"
-    first, *others = next(pieces for name, pieces in layout.items() if name.endswith(ending))
+    pieces_of_stack = [pieces for name, pieces in layout.items() if name.endswith(ending)]
+    if not pieces_of_stack:
+        return "as stock's own parameters"
+    first, *others = pieces_of_stack[0]
     if any(piece.key != first.key for piece in others):
         of_expert_0 = [piece.key for piece in (first, *others) if piece.start[0] == 0]
         return " + ".join(re.search(r"\w+(\.weight)?$", key)[0] for key in of_expert_0)
