@@ -63,6 +63,9 @@ CORRECTED = {
 }
 # The bias of one of them is a parameter, that of the other is a buffer.
 IN_FAST_SUITE = {"afmoe", "deepseek_v3"}
+# Their routers multiply fp32 activations by their weight, which FSDP2 has cast. Accelerate and the
+# Trainer always use autocast in bf16.
+WITH_AUTOCAST = {"inkling2_loop_text", "inkling2_text"}
 POLICIES = {
     "a bf16 model": (torch.bfloat16, None),
     "an fp32 model computed in bf16": (
@@ -108,7 +111,7 @@ def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folde
     model = tiny(model_type, dtype=dtype, seed=rank)
     expected = set_odd_biases(tiny(model_type, dtype=dtype), seed=0)
     set_odd_biases(model, seed=rank)
-    experts = list(parts_of(model).experts.values())
+    blocks = [name.rpartition(".")[0] for name in parts_of(model).experts]
     apply_ep_fsdp2(model, ep_size=2, mp_policy=policy)
     checked = []
 
@@ -116,14 +119,16 @@ def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folde
         assert_biases(f"{model_type}, within forward", model, expected)
         checked.append(0)
 
-    for module in experts:
-        module.register_forward_pre_hook(check_biases)
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(check_biases)
     optimizer = adamw(model)
     everyone = batches(model, world)
-    loss = loss_of_sum(model, everyone[rank], count_tokens(everyone))
+    with torch.autocast("cpu", torch.bfloat16, enabled=model_type in WITH_AUTOCAST):
+        loss = loss_of_sum(model, everyone[rank], count_tokens(everyone))
     (loss * world).backward()
     optimizer.step()
-    assert len(checked) == len(experts) and torch.isfinite(loss)
+    # Some layers of a loop run several times.
+    assert len(checked) >= len(blocks) and torch.isfinite(loss)
     assert_biases(f"{model_type}, after a step", model, expected)
     save_checkpoint(f"{folder}/state", model, optimizer)
     resumed = tiny(model_type, dtype=dtype, seed=7 + rank)
