@@ -107,7 +107,8 @@ def replays_routes(
 ) -> None:
     """Record and replay with micro-batches over stages: choices, losses, gradients and report."""
     model = four_layers(rank, mlp_only_layers=dense)
-    reference = patch(four_layers(0, mlp_only_layers=dense), **ONE_PROCESS)
+    # With the fused loss one process leaves out padding too, so its routers see the same inputs.
+    reference = patch(four_layers(0, mlp_only_layers=dense), **ONE_PROCESS, fused_loss=True)
     if checkpointed:
         for trained in (model, reference):
             trained.gradient_checkpointing_enable()
