@@ -104,9 +104,9 @@ def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> in
         total += received * top_k * (FP32 + INT32)  # weights; positions of the pairs
         total += pairs * INT32 + (local + 1) * INT32  # pairs by expert
         # The token of each row and the rows of each token, in buffers of the largest possible
-        # size, and the local id of each expert.
+        # size, and the local id of each expert and of "no expert", which padding chooses.
         rows = tokens * min(ep, top_k)
-        total += (rows + 1) * INT32 + rows * INT32 + sizes.experts * INT64
+        total += (rows + 1) * INT32 + rows * INT32 + (sizes.experts + 1) * INT64
     return total
 
 

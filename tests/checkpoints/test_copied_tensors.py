@@ -107,6 +107,15 @@ def test_a_source_that_ends_too_early_is_an_error(
         tensor_sha256(found["e"])
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_strided_slice_is_written(rows: int, tmp_path: Path) -> None:
+    """torch calls a slice of one element contiguous, whatever its stride."""
+    column = torch.arange(2.0 * rows).view(rows, 2)[:, 1]
+    with Writer(tmp_path / "file", [("x", (rows,), torch.float32)]) as writer:
+        writer.write("x", (rows,), ((0, rows),), column)
+    assert torch.equal(load_file(tmp_path / "file")["x"], column)
+
+
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

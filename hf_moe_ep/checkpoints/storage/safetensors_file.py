@@ -377,7 +377,10 @@ class Writer:
         If the bytes of a file are written in order, they are hashed at the same time. Otherwise the
         file is read once more for its hash.
         """
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        values = tensor.detach().contiguous()
+        # A slice of one element is contiguous with any stride, but a view as bytes needs stride 1.
+        flat = values.as_strided((values.numel(),), (1,))
+        data = flat.view(torch.uint8).numpy().data
         position = 0
         for start, length in _byte_ranges(self._tensors[key], view, box):
             self._write_bytes(data[position : position + length], start)
