@@ -76,7 +76,8 @@ class Muon(Optimizer):
             sqrt(out / in).
         split_heads: each head of the projections to queries, keys and values is a matrix.
         adamw_lr: the learning rate of AdamW; None takes `lr`.
-        adamw_betas, adamw_eps: as in torch.optim.AdamW.
+        adamw_betas: the `betas` of torch.optim.AdamW.
+        adamw_eps: the `eps` of torch.optim.AdamW.
         param_groups: the parameters to train, as dicts with "params" and options of their own, as
             in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group; a group
             without it follows the rules above. None trains all parameters that require gradients.
