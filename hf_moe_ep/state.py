@@ -228,7 +228,8 @@ class ModelState:
     # The `RealTokens` (moe/padding.py) of the current forward, which are not padding; None if the
     # experts compute all tokens.
     real_tokens: Any = None
-    # [T], True for the tokens of the current forward that are counted (moe/counting.py), or None.
+    # [T], 1 for the tokens of the current forward that are counted, 0 for others (moe/counting.py);
+    # None if all are counted.
     counted_tokens: Tensor | None = None
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.

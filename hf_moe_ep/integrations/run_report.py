@@ -25,9 +25,9 @@ class RunReport(ExpertLoadCallback):
         tokens_per_second    tokens that all ranks have trained on since the previous log, divided
                              by the seconds of these steps
 
-    A padding token counts only if the experts compute it (`moe/padding.py`). The time between
-    steps, in which the trainer evaluates and saves, does not count. A model with
-    experts_backend="eager" counts no tokens, so nothing is logged.
+    Padding tokens do not count (`moe/counting.py`), nor does the time between steps, in which the
+    trainer evaluates and saves. A model with experts_backend="eager" counts no tokens, so nothing
+    is logged.
     """
 
     reader = "RunReport"

@@ -368,9 +368,9 @@ def _loss_on_last_stage(
             f"num_items_in_batch, which the Trainer has not counted, because batches have no "
             f"labels; use the model's own loss, or leave pp_size at 1"
         )
-    state.caller_loss = CallerLoss(function, labels, num_items)
-    trainer.compute_loss_func = take_loss
     try:
+        state.caller_loss = CallerLoss(function, labels, num_items)
+        trainer.compute_loss_func = take_loss
         yield
     finally:
         state.caller_loss, trainer.compute_loss_func = None, function

@@ -103,9 +103,9 @@ def attach_counting(parts: Parts, state: ModelState) -> None:
 
 
 def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
-    """Return a mask [T] of this rank's tokens that are counted; None if all of them are.
+    """Return [T], int64: 1 for this rank's tokens that are counted, 0 for others.
 
-    `given` are the arguments of the forward by name.
+    The result is None if all tokens are counted. `given` are the arguments of the forward by name.
     """
     part: Slice | None = given.get(SLICE)
     mask = given.get("attention_mask")
@@ -117,7 +117,7 @@ def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
     counted_BS = mask != 0
     if part is not None:
         counted_BS = part.take(counted_BS, 1, fill=False)
-    return counted_BS.flatten()
+    return counted_BS.flatten().long()  # as the counts, to which every layer adds it
 
 
 def count_choice(
@@ -176,7 +176,7 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
 def _add_to_row(
     counts_E: Tensor, expert_ids_TK: Tensor, chooses_none: bool, counted_T: Tensor | None
 ) -> None:
-    """Count the expert ids of the tokens in `counted_T`, or of all tokens.
+    """Count the expert ids of the tokens that are 1 in `counted_T`, or of all tokens.
 
     If `chooses_none`, the number of experts is an id that is not counted.
     """
@@ -185,8 +185,7 @@ def _add_to_row(
     if counted_T is None or len(counted_T) != len(expert_ids_TK):
         ones = torch.ones_like(ids)
     else:
-        counted_T1 = counted_T.to(ids.device, ids.dtype).unsqueeze(1)
-        ones = counted_T1.expand(expert_ids_TK.shape).flatten()
+        ones = counted_T.to(ids.device).unsqueeze(1).expand(expert_ids_TK.shape).flatten()
     if chooses_none:
         ones, ids = ones.masked_fill(ids >= len(counts_E), 0), ids.clamp(max=len(counts_E) - 1)
     counts_E.scatter_add_(0, ids, ones)

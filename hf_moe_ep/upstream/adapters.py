@@ -115,9 +115,9 @@ def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterat
 
     modules: tuple[Any, ...] = (peft, peft_model)
     stock = [module.get_peft_model_state_dict for module in modules]
-    for module in modules:
-        module.get_peft_model_state_dict = saved
     try:
+        for module in modules:
+            module.get_peft_model_state_dict = saved
         yield
     finally:
         for module, function in zip(modules, stock, strict=True):
