@@ -40,7 +40,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.autograd_modes import saved_tensors_are_hooked
-from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache
+from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, given_cache
 
 
 @dataclass
@@ -100,8 +100,7 @@ class FindPadding(Ours):
         self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)
 
     def _outputs_are_unseen(self, model: Any, given: dict[str, Any]) -> bool:
-        name = "output_hidden_states"
-        shows_hidden = given.get(name, getattr(model.config, name, False))
+        shows_hidden = asks_for("output_hidden_states", given, model.config)
         if self.state.stage is not None:
             # All pipeline stages must agree, and the loss is fused on the last one alone.
             reads_logits = self.state.gather_logits or self.state.config.gather_logits

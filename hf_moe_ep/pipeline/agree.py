@@ -25,7 +25,7 @@ from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.same_batch import batch_numbers, check_sizes, find_other_batch
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks
-from hf_moe_ep.upstream.models import find_tokens, given_cache, is_fused_head, text_config
+from hf_moe_ep.upstream.models import asks_for, find_tokens, given_cache, is_fused_head, text_config
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 # What a call computes. All ranks must agree.
@@ -126,7 +126,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
     if state.caller_loss is not None:
         state.caller_loss.check(given, text_config(model.config))
     for name in ("output_hidden_states", "output_attentions"):
-        if given.get(name):
+        if asks_for(name, given, model.config):
             raise ValueError(
                 f"{name}=True asks for tensors of all layers, which lie on the ranks of "
                 f"{size} pipeline stages; leave it out, or run the model with pp_size=1"

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_moe_ep.upstream.models import asks_for
+
 _LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
 
 
@@ -37,7 +39,7 @@ class CallerLoss:
     def check(self, given: dict[str, Any], config: Any) -> None:
         """Raise ValueError, on every rank, if a forward would compute the router's aux loss."""
         name = "output_router_logits"
-        if given.get(name) or (given.get(name) is None and getattr(config, name, False)):
+        if asks_for(name, given, config):
             raise ValueError(
                 f"compute_loss_func with pp_size > 1 gets the outputs of one micro-batch, but the "
                 f"router's aux loss depends on all of them; set {name}=False in the model's "

@@ -36,6 +36,7 @@ from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, z
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
+    asks_for,
     bind_forward,
     find_tokens,
     given_cache,
@@ -76,7 +77,7 @@ class SplitSequence(Ours):
                 f"split; {how_to_keep_all_logits()}"
             )
         name = "output_attentions"
-        if given.get(name, getattr(model.config, name, False)):
+        if asks_for(name, given, model.config):
             raise ValueError(
                 f"{name}=True asks for the attention weights of all heads and tokens, but with "
                 f"{self.state.config.sequence_sizes} a rank computes those of some of them; leave "

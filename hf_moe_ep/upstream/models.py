@@ -159,6 +159,15 @@ def find_tokens(given: dict[str, Any]) -> Tensor | None:
     return given.get("inputs_embeds") if tokens is None else tokens
 
 
+def asks_for(name: str, given: dict[str, Any], config: Any) -> bool:
+    """Return True if a forward is asked for an output such as "output_hidden_states".
+
+    The config decides if the arguments of the call do not, or are None.
+    """
+    value = given.get(name)
+    return bool(getattr(config, name, False) if value is None else value)
+
+
 @functools.cache
 def cache_methods() -> frozenset[str]:
     """Return the names by which a module reads or updates a cache (cache_utils.py)."""

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +82,8 @@ def calls_are_refused(rank: int, world: int) -> None:
     unlabelled = {name: value for name, value in rows.items() if name != "labels"}
     _raises(r"DPO, GRPO.*Pass labels and use outputs.loss", lambda: model(**unlabelled))
     _raises(r"output_hidden_states=True", lambda: model(**rows, output_hidden_states=True))
+    with mock.patch.object(model.config, "output_hidden_states", True):
+        _raises(r"output_hidden_states=True", lambda: model(**rows, output_hidden_states=None))
     _raises(r"return_dict=False", lambda: model(**rows, return_dict=False))
     longer = torch.nn.functional.pad(rows["labels"], (0, 1))
     _raises(r"labels .*\(4, 7\), .*4 rows of 6 tokens", lambda: model(**rows | {"labels": longer}))
