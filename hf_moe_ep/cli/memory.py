@@ -115,6 +115,13 @@ def add_parser(subparsers: Any) -> None:
         help="use TRL's chunked loss, which never holds all logits in memory",
     )
     add(
+        "--mtp-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train N layers of the head for multi-token prediction (patch(model, mtp_layers=N))",
+    )
+    add(
         "--fsdp-double-buffer",
         action="store_true",
         help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
@@ -214,6 +221,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         experts_dtype=settings["experts_dtype"],
         experts_double_quant=settings["double_quant"],
         fsdp_double_buffer=settings["fsdp_double_buffer"],
+        mtp_layers=settings["mtp_layers"],
     )
     return {
         "parallel": parallel,
@@ -270,8 +278,10 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     def peak_of(changed: Mapping[str, Any]) -> int:
         return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
 
-    # TRL's chunked loss needs a causal language model of transformers.
+    # TRL's chunked loss needs a causal language model of transformers, and no head for multi-token
+    # prediction, which needs the labels.
     has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
+    has_head &= not settings["mtp_layers"]
     without = () if has_head else ("fused_head",)
     data_ranks = settings["gpus"] // (settings["sp"] * settings["cp"])
     for change, peak in shrink(settings, limit, peak_of, without=without):

@@ -155,6 +155,12 @@ def add_parser(subparsers: Any) -> None:
         help="compile the decoder layers (patch(model, compile_layers=True))",
     )
     add(
+        "--mtp-layers",
+        type=int,
+        metavar="N",
+        help="train N layers of the head for multi-token prediction (patch(model, mtp_layers=N))",
+    )
+    add(
         "--offload",
         action="store_true",
         help="keep parameters and optimizer state on the host",
@@ -191,6 +197,7 @@ def run(options: argparse.Namespace) -> int:
         options = argparse.Namespace(**(vars(options) | memory))
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     extra |= {"compile_layers": True} if options.compile_layers else {}
+    extra |= {"mtp_layers": options.mtp_layers} if options.mtp_layers else {}
     from hf_moe_ep.planner.search import LayoutRequest, find_layouts
 
     draw = None if options.plot is None else _import_draw_memory()

@@ -101,8 +101,12 @@ class SharedExperts:
         return self._deferred
 
     def run(self) -> None:
-        """Compute the shared experts. The layer calls this while results are sent back."""
-        x, deferred, self._input = self._input, self._deferred, None
+        """Compute the shared experts. The layer calls this while results are sent back.
+
+        The result leads to the layer's autograd graph and its activations, so it is not kept.
+        """
+        x, deferred = self._input, self._deferred
+        self._input = self._deferred = None
         if deferred is not None:
             deferred.value()
         elif x is not None:

@@ -264,10 +264,14 @@ class AddMtpLoss(Ours):
 
     @torch.no_grad()
     def _measure(self, loss: Tensor, labels: Tensor, count: Any, ignored: int) -> None:
-        """Add the loss and the number of labels of one depth to the sums of `mtp_loss`."""
+        """Add the loss and the number of labels of one depth to the sums of `mtp_loss`.
+
+        Without labels, the mean of a loss may be nan. Nothing is added then.
+        """
         state = self.begin_hook.state
-        num_labels = (labels != ignored).sum()
-        sums = torch.stack([loss.detach().double() * count, num_labels.to(loss.device).double()])
+        num_labels = (labels != ignored).sum().to(loss.device).double()
+        total = torch.where(num_labels > 0, loss.detach().double() * count, 0.0)
+        sums = torch.stack([total, num_labels])
         state.mtp_sums = sums if state.mtp_sums is None else state.mtp_sums + sums
 
 

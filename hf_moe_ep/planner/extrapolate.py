@@ -37,8 +37,12 @@ def layers_to_run(request: PlanRequest) -> tuple[int, ...]:
     """Return the numbers of layers to run for plans of a model; they are the same in any layout.
 
     The result is (4, 5) if the model has more layers and all are alike, else its number of layers.
+    The layers of a head for multi-token prediction count, and are never like the others: the output
+    head runs before them.
     """
     layers: int = text_config(request.config).num_hidden_layers
+    if request.mtp_layers:
+        return (layers + request.mtp_layers,)
     return FEW if layers > FEW[-1] and _are_layers_alike(request) else (layers,)
 
 

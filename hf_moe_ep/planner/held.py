@@ -45,8 +45,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.architectures import experts_per_token, find_parts
 from hf_moe_ep.config import ParallelConfig, check_choice
+from hf_moe_ep.mtp.build import build_head, check_no_adapters, check_type
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
 from hf_moe_ep.patch import patch
 from hf_moe_ep.planner.config import attach_lora, find_config, meta_model
@@ -193,6 +194,11 @@ class PlanRequest:
     lora_targets: str
     offload: bool = False
 
+    @property
+    def mtp_layers(self) -> int:
+        """The number of decoder layers of the head for multi-token prediction."""
+        return 0 if self.parallel is None else self.parallel.mtp_layers
+
     def __post_init__(self) -> None:
         check_choice("masters", self.masters, MASTERS)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -225,6 +231,10 @@ class Unsharded:
     def of(cls, request: PlanRequest) -> Unsharded:
         """Build the model as training would."""
         model = meta_model(request.config, request.dtype)
+        if request.mtp_layers:
+            parts = find_parts(model)
+            check_type(parts, request.mtp_layers)
+            build_head(parts, request.mtp_layers)
         patch(model, request.parallel)
         state: ModelState = getattr(model, STATE)
         if request.lora_rank is not None:
@@ -235,6 +245,8 @@ class Unsharded:
                 request.lora_targets,
                 fp32=request.masters == "fp32",
             )
+            if request.mtp_layers:
+                check_no_adapters(model, request.mtp_layers)
         policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
             policy, fp32_masters = default_policy(model)
@@ -377,12 +389,12 @@ class _Sharded:
         def part_bytes(modules: Iterable[nn.Module | None]) -> int:
             return self.gathered_bytes(_dtensors(modules), compute)
 
-        parts = [[layer] for layer in units.layers]
+        parts = [[layer] for layer in units.layers[: units.num_main_layers]]
         if units.embedding is not None and not units.tied:
             parts.insert(0, [units.embedding])
         if not units.tied:
             parts.append(units.tail)
-        parts_of_model = [*units.layers, *units.vision, units.embedding, *units.tail]
+        parts_of_model = [*units.layers, *units.vision, units.mtp, units.embedding, *units.tail]
         always = _without(self.parameters, parts_of_model)
         if units.tied:
             always += _dtensors(units.tail)
@@ -392,6 +404,12 @@ class _Sharded:
             outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
             in_tower = _largest_pair([part_bytes([block]) for block in blocks]) + outside_blocks
             largest_pair = max(largest_pair, in_tower)
+        if units.mtp is not None:
+            blocks = units.layers[units.num_main_layers :]
+            in_mtp = _largest_pair([part_bytes([block]) for block in blocks])
+            in_mtp += self.gathered_bytes(_without(_dtensors([units.mtp]), blocks), compute)
+            tail = 0 if units.tied else part_bytes(units.tail)  # it stays gathered
+            largest_pair = max(largest_pair, in_mtp + tail)
         return self.gathered_bytes(always, compute) + largest_pair + cast
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
@@ -435,6 +453,7 @@ class _Sharded:
         return [
             *(_dtensors([module]) for module in experts),
             *(_without(_dtensors([layer]), experts) for layer in units.layers),
+            _without(_dtensors([units.mtp]), units.layers),
             *(_dtensors([block]) for block in blocks),
             _without(_dtensors(tower), blocks),
             _dtensors(units.tail),

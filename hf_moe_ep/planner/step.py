@@ -86,7 +86,7 @@ class StepPlan:
     Attributes:
         peaks: the peak of each phase, in the order of the step.
         made_of: for each phase, the bytes of each kind at its peak.
-        layers: the number of layers of the model.
+        layers: the number of layers of the model and of its head for multi-token prediction.
         layers_run: the numbers of layers that ran for the plan.
         work: the operators and collectives of the rank.
         host_peak: the peak of the host's memory with `offload`.
@@ -162,7 +162,7 @@ def plan_step(
     request = PlanRequest(
         config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets, offload
     )
-    layers = text_config(config).num_hidden_layers
+    layers = text_config(config).num_hidden_layers + request.mtp_layers
     if all_layers or load is not None:
         few = (layers,)
     elif few is None:
@@ -170,7 +170,10 @@ def plan_step(
     with torch.random.fork_rng(devices=[]):
         counted = [
             _run_fake_step(
-                replace(request, config=with_layers(config, number)), batch, load, like_gpu
+                replace(request, config=with_layers(config, number - request.mtp_layers)),
+                batch,
+                load,
+                like_gpu,
             )
             for number in few
         ]

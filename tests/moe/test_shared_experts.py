@@ -1,5 +1,7 @@
 """Shared experts run between the start and the end of the transfer of results, and equal stock."""
 
+import gc
+import time
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.moe.dispatch import async_exchange
 from hf_moe_ep.moe.shared_experts import Deferred, SharedExperts
+from hf_moe_ep.planner.count import count_tensors
 from hf_moe_ep.state import STATE, MoELayer
 
 # In stock, qwen2_moe calls its shared experts before the routed experts, deepseek_v3 after them.
@@ -76,6 +79,34 @@ def _equals_stock(model_type: str, use_reentrant: bool | None, rank: int, world:
         assert_same_step(f"{model_type}, step {step}", (model, stock), optimizers, seed=10 * step)
 
 
+def _keeps_no_activation(
+    model_type: str, use_reentrant: bool | None, rank: int, world: int
+) -> None:
+    """After a backward, less is alive than one layer's hidden states.
+
+    A kept output of shared experts keeps their layer's whole graph. In the recompute of a
+    checkpointed layer, that is all activations of the layer.
+    """
+    model = build(model_type)
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    apply_ep_fsdp2(model, ep_size=world)
+    inputs = batch(model, 2, 32)
+    num_bytes = 2 * 32 * model.config.hidden_size * model.dtype.itemsize
+    with count_tensors([*model.parameters(), *model.buffers()]) as memory:
+        before = memory.now
+        for _ in range(2):
+            model(**inputs).loss.backward()
+            model.zero_grad()
+        assert memory.peak - before > 4 * num_bytes
+        for _ in range(50):  # gloo's thread keeps the tensors of a finished transfer for a moment
+            gc.collect()
+            if memory.now - before < num_bytes:
+                return
+            time.sleep(0.1)
+        assert memory.now - before < num_bytes, (memory.now - before, num_bytes)
+
+
 def _another_input(rank: int, world: int) -> None:
     """A block that gives its shared experts another tensor gets their result for this tensor."""
     model = build("deepseek_v3", seed=rank)
@@ -98,15 +129,17 @@ def _another_input(rank: int, world: int) -> None:
 
 
 MORE = {
-    f"{name}, {checkpoints}": partial(_equals_stock, name, use_reentrant)
+    f"{name}, {checkpoints}{claim}": partial(check, name, use_reentrant)
     for name in TYPES
     for checkpoints, use_reentrant in {"no checkpoints": None, "reentrant": True}.items()
+    for claim, check in {"": _equals_stock, ", memory": _keeps_no_activation}.items()
 }
 CLAIMS = [
     *on_ranks(
         2,
         {f"{name}, order": partial(_runs_under_the_transfer, name) for name in TYPES},
         {f"{name}, checkpoints": partial(_equals_stock, name, False) for name in TYPES},
+        {f"{name}, memory": partial(_keeps_no_activation, name, False) for name in TYPES},
     ),
     *on_ranks(2, MORE, _another_input, slow=True),
 ]

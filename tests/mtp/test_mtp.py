@@ -293,6 +293,18 @@ def test_it_runs_only_in_training(glm: Path) -> None:
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
+def test_a_batch_without_labels_is_no_part_of_the_measured_loss(glm: Path) -> None:
+    """The loss of such a batch is nan, as that of the main model is."""
+    with FP64():
+        model = load(glm)
+        data = batch(model, 2, 9)
+        model(**data)
+        want = mtp_loss(model, reset=False)
+        assert model(**data | {"labels": torch.full_like(data["labels"], -100)}).loss.isnan()
+        assert mtp_loss(model) == want
+        assert want is not None and want > 0
+
+
 def test_copies_and_unpatched_models(glm: Path) -> None:
     with FP64():
         model = load(glm)

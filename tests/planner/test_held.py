@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.adapters import with_lora
+from support.architectures.models import tiny as tiny_of_type
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny, vision_batch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.cli.main import main
+from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.planner.config import find_config, meta_model
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
 from hf_moe_ep.planner.options import published_configs
@@ -40,7 +42,10 @@ class Case:
     lora: dict[str, Any] | None = None  # arguments of with_lora that give the adapters of `options`
 
     def stock(self) -> nn.Module:
-        return tiny(**({"dtype": self.options.get("dtype", torch.bfloat16)} | self.model))
+        dtype = self.options.get("dtype", torch.bfloat16)
+        if self.parallel.get("mtp_layers"):
+            return tiny_of_type("glm4_moe", dtype=dtype)
+        return tiny(**({"dtype": dtype} | self.model))
 
     def plan(self, world: int) -> MemoryPlan:
         parallel = ParallelConfig(**self.parallel)
@@ -121,6 +126,13 @@ FOUR_RANKS = [
     quantised("6 experts on 4 ranks, padded", "fp8", expert_shard_dim=0, model={"num_experts": 6}),
     quantised("not resharded", "fp8", ep_size=4, reshard_after_forward=False),
     Case("pictures", {"ep_size": 2}, {"name": "qwen3_vl_moe"}),
+    *(
+        Case(name, {"mtp_from_scratch": True, "ep_size": 2} | parallel)
+        for name, parallel in (
+            ("MTP", {"mtp_layers": 1}),
+            ("MTP of 2 layers, fixed buffers", {"mtp_layers": 2, "fsdp_double_buffer": True}),
+        )
+    ),
 ]
 
 
@@ -167,7 +179,8 @@ def most_gathered_bytes(model: Any, case: Case) -> int:
     """Return the most bytes that are gathered at a time.
 
     Two neighbours of the embedding, the layers, and the final norm with the head are gathered at a
-    time; in a vision tower, two neighbouring blocks and the tower's parameters outside of blocks.
+    time; in a vision tower, two neighbouring blocks and the tower's parameters outside of blocks;
+    in a head for multi-token prediction of one or two layers, all of it and the output head.
     """
     cast = 0 if case.options.get("dtype") == torch.float32 else max(map(cast_bytes, _layers(model)))
     inner = model.get_base_model() if case.lora is not None else model
@@ -186,6 +199,11 @@ def most_gathered_bytes(model: Any, case: Case) -> int:
         blocks = [gathered_bytes([block]) for block in tower.blocks]
         outside_blocks = gathered_bytes([tower]) - sum(blocks)
         pairs += [outside_blocks + a + b for a, b in pairwise(blocks)]
+    head = find_head(inner)
+    if head is not None:
+        blocks = [gathered_bytes([block]) for block in head.blocks]
+        outside_blocks = gathered_bytes([head]) - sum(blocks)
+        pairs.append(gathered_bytes(tail) + outside_blocks + sum(blocks))
     return max(pairs) + cast
 
 
@@ -425,6 +443,23 @@ def test_command_takes_sizes_of_experts_and_fixed_buffers(
     assert (printed["buffers"], printed["gathered"]) == (plan.buffers, plan.gathered)
 
 
+def test_command_plans_a_head_for_multi_token_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_of_type("glm4_moe").config
+    config.save_pretrained(tmp_path)
+    arguments = ("--gpus", 2, "--ep", 2, "--json", "--seq", 16)
+    without, with_head = (
+        json.loads(run_command(capsys, tmp_path, *arguments, "--mtp-layers", n)) for n in (0, 1)
+    )
+    model = patch(tiny_of_type("glm4_moe"), mtp_layers=1, mtp_from_scratch=True)
+    assert with_head["total"] == sum(p.numel() for p in model.parameters()) > without["total"]
+    assert with_head["step"]["peak"] > without["step"]["peak"]
+    assert (
+        "layers" in without["step"] and with_head["step"]["layers"] == 1 + config.num_hidden_layers
+    )
+
+
 ERRORS = {
     "no world": (["{}"], "needs --gpus"),
     "batch": (
@@ -445,6 +480,10 @@ ERRORS = {
     "trained bytes": (
         ["{}", "--gpus", "2", "--experts-dtype", "nf4"],
         "nf4 quantises frozen experts.*--lora-rank 16",
+    ),
+    "no head of this type": (
+        ["{}", "--gpus", "2", "--mtp-layers", "1"],
+        "mtp_layers=1: heads for multi-token prediction were tested on .*, not on qwen3_moe",
     ),
     "blocks": (
         ["{}", "--gpus", "2", "--experts-dtype", "nf4", "--lora-rank", "2"],

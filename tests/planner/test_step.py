@@ -14,24 +14,26 @@ import plan as bench
 import pytest
 import torch
 import torch.distributed as dist
+from support.architectures.models import tiny as tiny_of_type
 from support.needs import needs_bf16_attention
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import tiny
 from torch import Tensor
 
-from hf_moe_ep import ParallelConfig
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, mtp_loss, patch
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.planner import fake
 from hf_moe_ep.planner.choices import Choices
-from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.counted import OPTIMIZER, count_step, make_optimizer
 from hf_moe_ep.planner.shrink import CHANGES, Options, shrink
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import HOST_COPY, ON_HOST, PURPOSES, StepWork, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.routing.load import ExpertLoad
-from hf_moe_ep.upstream.models import has_fused_head
+from hf_moe_ep.upstream.models import checkpoint_layers, has_fused_head
 
 SIZES_OF_BENCH = bench.Sizes(
     seq=96, hidden=128, layers=2, experts=8, top_k=2, intermediate=128, vocab=200
@@ -88,6 +90,41 @@ def test_a_plan_for_one_rank_is_exact_to_the_byte(name: str) -> None:
     assert planned.work.launches() == step.work.launches()
     # The plan assumes another dtype for some copies of frozen weights into FSDP2's buffers.
     assert planned.work.nbytes() == pytest.approx(step.work.nbytes(), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: bool) -> None:
+    """On one rank its peaks and its work are those of a real step, to the byte."""
+    model = tiny_of_type("glm4_moe", dtype=torch.float32)
+    options = {"mtp_layers": 2}
+    planned = plan_step(
+        model.config,
+        ParallelConfig(**options),
+        world_size=1,
+        batch=Batch(24, 2, checkpointing),
+        dtype=torch.float32,
+        like_gpu=False,
+    )
+    assert planned.layers == model.config.num_hidden_layers + 2 == planned.layers_run[0]
+    with group_of_one():
+        patch(model, mtp_from_scratch=True, **options)
+        layers = find_parts(model).layers
+        apply_ep_fsdp2(model).train()
+        if checkpointing:
+            checkpoint_layers(model)
+        optimizer = make_optimizer("adamw", model.parameters())
+        ids = torch.randint(model.config.vocab_size, (2, 24))
+        inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        for _ in range(2):
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mtp_loss(model)  # the first forward after this call adds to no sum, as in the plan
+        step = count_step(model, layers, optimizer, inputs)
+    assert planned.peaks == step.peaks()
+    for kind in ("matmul", "grouped", "attention"):
+        assert planned.work.flops(kind) == step.work.flops(kind) > 0, kind
+    assert planned.work.launches() == step.work.launches()
 
 
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
