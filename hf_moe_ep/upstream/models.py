@@ -24,6 +24,8 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
+# The beginning of the keys of a causal LM's output head in checkpoints.
+OUTPUT_HEAD = "lm_head."
 # The argument with which TRL calls a model with its fused head.
 FUSED_HEAD = "fused_lm_head"
 # Names of the argument for the cache of keys and values: since transformers 5.24, and before 5.24.

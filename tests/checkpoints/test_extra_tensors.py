@@ -36,7 +36,7 @@ from support.launched import launched
 from support.ranks import run_ranks
 from support.tiny_models import batch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3NextForSequenceClassification
 
 from hf_moe_ep import (
     apply_ep_fsdp2,
@@ -338,6 +338,22 @@ def test_one_process_saves_them_by_the_method_of_the_model(tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "without", extra_tensors=False)
     assert not extra.keys() & read_files(tmp_path / "without").keys()
     assert not hasattr(find_state(unpatch(model)), "extra")
+
+
+def test_the_output_head_of_a_causal_lm_is_not_in_a_reward_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL lets reward models ignore this head, as other classes ignore what is not theirs."""
+    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+    kind = Qwen3NextForSequenceClassification
+    monkeypatch.setattr(
+        kind, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*", r"^lm_head\."], raising=False
+    )
+    model = patch(kind.from_pretrained(tmp_path / "base", num_labels=2))
+    model.save_pretrained(tmp_path / "saved")
+    saved = read_files(tmp_path / "saved").keys()
+    assert "lm_head.weight" in read_files(tmp_path / "base").keys() - saved
+    assert extra.keys() < saved and "score.weight" in saved
 
 
 def test_a_model_that_was_not_loaded_has_none(tmp_path: Path) -> None:

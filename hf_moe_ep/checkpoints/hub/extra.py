@@ -7,7 +7,8 @@ with these layers cannot use it.
 
 Here a model remembers in which files its extra tensors lie (`storage/references.py`), in
 `ModelState.extra`. Everything that writes a checkpoint copies them from there, byte for byte,
-under their old keys. They are never loaded into the model and do not change.
+under their old keys. They are never loaded into the model and do not change. The output head of a
+causal LM is not one of them: TRL lets reward models ignore it, and no checkpoint of these has it.
 
     loaded by                        extra tensors are
     from_pretrained of this package  what the class ignores or `ignore_unexpected` matches
@@ -49,7 +50,13 @@ from hf_moe_ep.upstream.hub import (
     is_base_model,
     unexpected_keys,
 )
-from hf_moe_ep.upstream.models import is_quantized, persistent_buffers, source_of
+from hf_moe_ep.upstream.models import (
+    OUTPUT_HEAD,
+    is_quantized,
+    output_head,
+    persistent_buffers,
+    source_of,
+)
 
 _logger = logging.getLogger("hf_moe_ep")
 # The number of parameters by which a model is compared with the commits in the hub's cache.
@@ -77,6 +84,8 @@ def refer_to(
     model: nn.Module, folder: Path, tensors: Mapping[str, FileTensor]
 ) -> FileReferences | None:
     """Return references to the extra tensors of a checkpoint; None without any."""
+    if output_head(without_adapters(model)) is None:
+        tensors = {key: t for key, t in tensors.items() if not key.startswith(OUTPUT_HEAD)}
     if not tensors:
         return None
     return FileReferences.of(folder, tensors, source_of(without_adapters(model)))
