@@ -216,7 +216,7 @@ def assert_same_log(got: Sequence[Entry], want: Sequence[Entry]) -> None:
 
 def assert_same_tensors(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     """Compare saved tensors by name."""
-    assert got.keys() == want.keys() and want, (sorted(got.keys() - want.keys())[:6], sorted(want.keys() - got.keys())[:6])
+    assert got.keys() == want.keys() and want, got.keys() ^ want.keys()
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype
         assert_close(name, got[name], tensor, TENSOR_BUDGET)
