@@ -97,8 +97,8 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
             head=head,
         )
 
-    mtp: MtpHead = empty_module(build)
-    _set_dtypes(mtp, stock, norm)
+    mtp: MtpHead = empty_module(build, next(norm.parameters()).dtype)
+    _set_dtypes(mtp, stock)
     for block in mtp.blocks:
         for name in _CHECKPOINTING:
             if hasattr(stock, name):
@@ -152,10 +152,8 @@ def _names_of_weights(parts: Parts) -> tuple[str, str]:
     return embedding, head
 
 
-def _set_dtypes(mtp: MtpHead, stock: nn.Module, norm: nn.Module) -> None:
+def _set_dtypes(mtp: MtpHead, stock: nn.Module) -> None:
     """Give each tensor of the head the dtype of the main model's tensor of the same name."""
-    dtype = next(norm.parameters()).dtype
-    mtp.to(dtype)
     of_layer = {name: tensor.dtype for name, tensor in stock.state_dict(keep_vars=True).items()}
     for block in mtp.blocks:
         for name, tensor in block.state_dict(keep_vars=True).items():
