@@ -166,9 +166,8 @@ def _on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> Non
         assert [e["step"] for e in logged] == [1, 2, 3, 4]
         data_ranks = world // config.get("sp_size", 1)
         rows = 2 * 2 * data_ranks
-        padded = 10 if config.get("sp_size", 1) == 2 else 9
         for load_map in callback._maps:
-            assert load_map.counts.sum(1).tolist() == [rows * padded * 2] * 2
+            assert load_map.counts.sum(1).tolist() == [rows * PAIRS_OF_A_ROW] * 2
     assert picture.exists()
     with launched():
         untrained = patch(tiny(dtype=torch.float32, seed=3), **config)
