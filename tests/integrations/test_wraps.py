@@ -186,7 +186,7 @@ ALLOWED = {
     # install.py: the wraps of the process; state.py: the search for a patched model
     "prepare_objects", "prepare_model", "create_accelerator", "call_model_init", "train",
     "evaluate", "adopt_trainer", "_wrap_cpu_ranks", "launched_with_fsdp",
-    "create_adapters", "inject_adapter", "rotate", "find_state",
+    "create_adapters", "inject_adapter", "rotate", "find_state", "check_is_model",
     "is_specialised", "<genexpr>", "<listcomp>",
 }
 def trace(frame, event, arg):

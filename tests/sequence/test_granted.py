@@ -40,8 +40,9 @@ NOT_REENTRANT = ("mistral_large4",)
 NOT_CHECKPOINTED = ("jetmoe",)
 # Stock scales the queries of a packed document by the numbers of their tokens in the row.
 NUMBERS_TOKENS_OF_ROWS = ("llama4", "llama4_text")
-# Layers have 4 or 6 heads, or 4 or 2, so 2 is the only sp_size > 1 that divides both.
-SP_2_ALONE = ("dots3_note", "dots3_note_text", "laguna", "step3p7")
+# Layers have 4 or 6 heads, or 4 or 2, so 2 is the only sp_size > 1 that divides both. All layers of
+# JetMoE have 6.
+SP_2_ALONE = ("dots3_note", "dots3_note_text", "jetmoe", "laguna", "step3p7")
 
 
 def train_evaluate_generate(model_type: str, rank: int, world: int) -> None:
