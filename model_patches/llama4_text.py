@@ -15,13 +15,14 @@ from hf_moe_ep.plan import MoEBlock, WeightSource
 def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """The forward of Llama4TextMoe, whose experts compute only the tokens that chose them.
 
-    The router returns its scores for all experts, but not its choice. It is computed again from the
-    logits, as the router computes it.
+    The router returns its scores, but not its choice. Both are computed again from the logits, as
+    the router computes them: the sigmoid of all experts' logits, because torch rounds an element
+    of an fp32 tensor otherwise if it is at another place of the tensor.
     """
     tokens = hidden_states.reshape(-1, block.hidden_dim)  # (T, H)
     _, logits = block.router(tokens)
-    chosen_logits, chosen = logits.topk(block.top_k, dim=1)
-    weights = chosen_logits.float().sigmoid().to(logits.dtype)
+    chosen = logits.topk(block.top_k, dim=1).indices
+    weights = logits.float().sigmoid().to(logits.dtype).gather(1, chosen)
     return block.shared_expert(tokens) + block.experts(tokens, chosen, weights), logits
 
 

@@ -74,7 +74,7 @@ def each_byte_is_received_once(rank: int, world: int) -> None:
 def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
     """One rank of each replica computes an element of B A, and factors are received once."""
     sizes: list[int] = []
-    product = Update.of
+    product = Update.compute
 
     def counted(update: Update, part: Any) -> Tensor:
         delta = product(update, part)
@@ -91,7 +91,7 @@ def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
         merged = [p for n, p in named.items() if "lora_" not in n and any(a in n for a in adapted)]
         for max_bytes in (SMALL, 2**30):
             sizes.clear()
-            with mock.patch.object(Update, "of", counted), Received() as received:
+            with mock.patch.object(Update, "compute", counted), Received() as received:
                 for _ in hub_tensors(model, merge_adapters=True, max_bytes=max_bytes):
                     pass
             assert received.bytes == not_here(base) + not_here(factors), (name, max_bytes)
