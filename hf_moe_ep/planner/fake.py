@@ -4,9 +4,10 @@ The model is sharded over torch's fake process group, whose collectives send not
 own forward, backward and optimizer step run. Two results depend on values, which fake tensors do
 not have:
 
-    the router's choice      It is replaced by drawn expert ids (`choices.py`). If checkpointing
-                             computes a layer again, the layer gets the same ids. Integer tensors
-                             are real, so dispatch and experts work on real ids and counts.
+    the router's choice      It is replaced by drawn expert ids (`choices.py`): the result of topk,
+                             or the ids that the experts get. If checkpointing computes a layer
+                             again, the layer gets the same ids. Integer tensors are real, so
+                             dispatch and experts work on real ids and counts.
     counts of other ranks    All other ranks are assumed to be equal to this rank: an all-gather
                              of integers returns copies of this rank's tensor, and an all-to-all
                              copies of the part that this rank sends to itself.
@@ -24,14 +25,14 @@ than the layer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops import quantised, torch_mlp
@@ -39,7 +40,8 @@ from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
-from hf_moe_ep.sequence import context_calls
+from hf_moe_ep.sequence import context_calls, same_batch
+from hf_moe_ep.state import STATE, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
@@ -105,6 +107,32 @@ class DrawnChoicesMode(OperatorMode):
         return on_real_tensors(lambda: drawn.clone().view(shape))
 
 
+class DrawIds(Ours):
+    """Pre-forward hook of an experts module: draws ids if those of the router have no values.
+
+    Routers that choose by topk over all experts get drawn ids already. Others do not: PhiMoE and
+    ZAYA choose in another way, and LongCat-Flash has more columns than experts.
+    """
+
+    def __init__(self, choices: Choices, layer: int) -> None:
+        self._choices, self._layer = choices, layer
+
+    def __call__(self, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        x_TH, ids_TK, *rest = args
+        if not is_fake(ids_TK):
+            return None
+        drawn_TK = on_real_tensors(self._choices.draw, self._layer, len(ids_TK))
+        return (x_TH, drawn_TK, *rest)
+
+
+def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
+    """Register `DrawIds` for the experts of all MoE layers."""
+    for module in model.modules():
+        layer = vars(module).get(STATE)
+        if isinstance(layer, MoELayer):
+            module.register_forward_pre_hook(DrawIds(choices, layer.index))
+
+
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an operator without tensor arguments makes integers."""
     dtype = kwargs.get("dtype")
@@ -164,6 +192,8 @@ def alone_on_fake_tensors(
         stack.enter_context(replace_attribute(*dtensor_shapes()))
         stack.enter_context(replace_attribute(torch, "chunk", _chunk))
         stack.enter_context(replace_attribute(context_calls, "causal_lower_right", _NoMask))
+        checksum = partial(_checksum, vars(same_batch)["_compute_checksum"])
+        stack.enter_context(replace_attribute(same_batch, "_compute_checksum", checksum))
         if like_gpu:
             stack.enter_context(replace_attribute(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), DrawnChoicesMode(choices):
@@ -208,10 +238,18 @@ def split_in_three(
         work.add_for_sizes(operators, block.sizes)
 
 
+def _checksum(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the checksum of a part of the batch; embeddings have no values, and get 0."""
+    if is_fake(x):
+        return on_real_tensors(torch.zeros, (), dtype=torch.int64)
+    return compute(x)
+
+
 def _gather_copies(gather: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
     """All-gather in the fake group, then fill `out` with copies of this rank's tensor."""
     handle = gather(out, x, **options)
-    out.view(-1, x.numel()).copy_(x.view(1, -1))
+    if x.numel():
+        out.view(-1, x.numel()).copy_(x.view(1, -1))
     return handle
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from hf_moe_ep.planner.extrapolate import (
     layers_to_run,
     with_layers,
 )
-from hf_moe_ep.planner.fake import alone_on_fake_tensors
+from hf_moe_ep.planner.fake import alone_on_fake_tensors, draw_missing_ids
 from hf_moe_ep.planner.fused import Fusion, mark_compiled_regions
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
 from hf_moe_ep.planner.kernels import count_kernels
@@ -50,7 +51,13 @@ from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.dispatch_modes import NoValue
-from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_config
+from hf_moe_ep.upstream.models import (
+    add_fused_head,
+    checkpoint_layers,
+    is_causal_lm,
+    takes_images,
+    text_config,
+)
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -157,6 +164,12 @@ def plan_step(
         ValueError: as for `plan_memory`, or the model's forward needs the value of an activation.
     """
     config = find_config(shape)
+    if not (is_causal_lm(config) or takes_images(config)):
+        raise ValueError(
+            f"transformers has no {config.model_type} with a language model head, so a training "
+            f"step has no loss that could be planned; plan what a rank holds between steps "
+            f"(plan_memory, or hf-moe-ep memory without --seq)"
+        )
     if parallel is not None and isinstance(parallel.dispatch_chunks, str):
         parallel = replace(parallel, dispatch_chunks=1)
     request = PlanRequest(
@@ -205,6 +218,7 @@ def _run_marked_step(
     head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
     with fake_group(_planned_rank(choices, state, request), request.world_size):
         meshes = built.shard()
+        draw_missing_ids(model, choices)
         state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
         work = make_counter(model, None if state.config.compile_kwargs is None else fusion)
         runs_kernels = (
@@ -219,7 +233,7 @@ def _run_marked_step(
             optimizer = _make_optimizer_with_state(model, request)
             if batch.accumulates:
                 optimizer.set_zero_grads()
-            ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
+            ids = torch.full((batch.batch, batch.seq), _text_token(request.config))
             inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head_inputs}
             layers = built.units.layers
             try:
@@ -229,6 +243,17 @@ def _run_marked_step(
                     f"the forward of {config.model_type} needs the value of an activation "
                     f"({error}), but a plan has only shapes; measure the step on a small machine"
                 ) from error
+
+
+def _text_token(config: Any) -> int:
+    """Return a token id that stands for no picture, no sound and no padding."""
+    special = [
+        value
+        for part in (config, text_config(config))
+        for name, value in vars(part).items()
+        if name.endswith(("token_id", "token_index"))
+    ]
+    return next(token for token in count() if token not in special)
 
 
 def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) -> Choices:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
@@ -36,8 +37,9 @@ __all__ = [
 
 # A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
-# The exception that torch raises if a program reads the value of a fake tensor, which has no value.
-NoValue = DataDependentOutputException
+# The exceptions that torch raises if a program needs the values of a fake tensor, which has none, as
+# a number or as the shape of a result.
+NoValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
