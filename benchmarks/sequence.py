@@ -85,7 +85,8 @@ def build(sizes: Sizes, sp: int) -> nn.Module:
         num_experts_per_tok=sizes.top_k,
         max_position_embeddings=sizes.seq,
     )
-    return apply_ep_fsdp2(Qwen3MoeForCausalLM(config), sp_size=sp).train()
+    # Every sp_size computes the head and the loss in the same way.
+    return apply_ep_fsdp2(Qwen3MoeForCausalLM(config), sp_size=sp, fused_loss=False).train()
 
 
 def make_batch(sizes: Sizes, sp: int) -> dict[str, Tensor]:

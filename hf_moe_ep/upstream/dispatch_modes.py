@@ -37,8 +37,8 @@ __all__ = [
 
 # A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
-# The exceptions that torch raises if a program needs the values of a fake tensor, which has none, as
-# a number or as the shape of a result.
+# What torch raises if a program needs the values of a fake tensor, which has none: as numbers, or
+# for the shape of a result.
 NoValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 
