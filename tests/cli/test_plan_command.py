@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.architectures.models import tiny as tiny_of_type
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 
@@ -282,6 +283,25 @@ def test_command_for_compiled_layers(folder: Path, capsys: pytest.CaptureFixture
     arguments = ["--gpus", "2", "--gpu", "h100", "--seq", "16", "--batch", "4", "--ep", "2"]
     assert main(["plan", str(folder), *arguments, "--compile-layers"]) == 0
     assert "Best layout: patch(model, ep_size=2, compile_layers=True)" in capsys.readouterr().out
+
+
+def test_command_for_a_head_for_multi_token_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head takes memory, and a type without a tested head is refused as in training."""
+    tiny_of_type("glm4_moe").config.save_pretrained(tmp_path)
+    arguments = ["plan", str(tmp_path), "--gpus", "2", "--gpu-memory", "1", "--seq", "16"]
+    arguments += ["--batch", "2", "--ep", "2"]
+    peaks = []
+    for layers in ("0", "1"):
+        assert main([*arguments, "--mtp-layers", layers, "--json"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["fit"][0]["peak"])
+    assert peaks[0] < peaks[1]
+    assert main([*arguments, "--mtp-layers", "1"]) == 0
+    assert "Best layout: patch(model, ep_size=2, mtp_layers=1)" in capsys.readouterr().out
+    tiny().config.save_pretrained(tmp_path)
+    assert main([*arguments, "--mtp-layers", "1"]) == 2
+    assert "were tested on" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -84,11 +84,10 @@ def refer_to(
     model: nn.Module, folder: Path, tensors: Mapping[str, FileTensor]
 ) -> FileReferences | None:
     """Return references to the extra tensors of a checkpoint; None without any."""
-    if output_head(without_adapters(model)) is None:
+    stock = without_adapters(model)
+    if output_head(stock) is None:
         tensors = {key: t for key, t in tensors.items() if not key.startswith(OUTPUT_HEAD)}
-    if not tensors:
-        return None
-    return FileReferences.of(folder, tensors, source_of(without_adapters(model)))
+    return FileReferences.of(folder, tensors, source_of(stock)) if tensors else None
 
 
 def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
