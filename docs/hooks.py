@@ -5,6 +5,9 @@ api.md             one mkdocstrings entry for each public name of hf_moe_ep
 command-line.md    the help text of every command
 notebooks/         the notebooks of the repository
 results/           the pictures of benchmarks/results/
+
+The pages link to files outside docs/ by their paths in the repository, so the links also work
+there; here they become links to the files above.
 """
 
 import ast
@@ -36,6 +39,12 @@ def on_files(files, config):
     for path in sorted((ROOT / "benchmarks/results").glob("*.png")):
         files.append(_file(ROOT / "benchmarks", path, config))
     return files
+
+
+def on_page_markdown(markdown, **_):
+    """Replace links to files of the repository by links to their copies in the site."""
+    markdown = markdown.replace("](../ARCHITECTURES.md", "](architectures.md")
+    return markdown.replace("](../benchmarks/results/", "](results/")
 
 
 def _file(folder: Path, path: Path, config) -> File:

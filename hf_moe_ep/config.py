@@ -493,6 +493,8 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
         name: getattr(config, name) or _size_from_environment(variable_of(name)) or 1
         for name in _SIZES
     }
+    if config.pp_microbatches is None:
+        sizes["pp_microbatches"] = _size_from_environment(variable_of("pp_microbatches"))
     return replace(config, **sizes)
 
 

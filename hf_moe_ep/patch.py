@@ -80,7 +80,6 @@ from hf_moe_ep.upstream.sharded_models import (
     devices_of_parts,
     is_distributed_by_transformers,
     is_fsdp1,
-    loads_on_one_rank_per_host,
 )
 from hf_moe_ep.vision import attach as vision
 
@@ -293,19 +292,20 @@ def check_unsharded(model: nn.Module) -> None:
 
 
 def _warn_of_whole_model(model: nn.Module) -> None:
-    """Warn on rank 0 if each of several processes has loaded all parameters of a large model.
+    """Warn on one rank if each of several processes has loaded all parameters of a large model.
 
     Parameters on the meta device need no memory, so a model that `hf_moe_ep.from_pretrained` builds
-    causes no warning.
+    causes no warning. If a host has several processes, the second one warns: some loaders read the
+    weights in the first process of each host alone. Stock's from_pretrained is none of these: with
+    Accelerate's `cpu_ram_efficient_loading` as well, every process reads all weights.
     """
     world_size = world_size_of_launch()
-    rank = rank_of_launch()
-    num_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    if world_size == 1 or rank != 0 or num_bytes <= LARGE_MODEL_BYTES:
-        return
-    if loads_on_one_rank_per_host():
-        return
     processes = launched_local_world_size() or world_size
+    num_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    if world_size == 1 or num_bytes <= LARGE_MODEL_BYTES:
+        return
+    if rank_of_launch() != min(1, processes - 1):
+        return
     gib = num_bytes / 2**30
     warnings.warn(
         f"every process holds the whole {type(model).__name__}: {gib:.1f} GiB x {processes} "

@@ -1,6 +1,6 @@
 """The architectures that were tested against stock, by `config.model_type`.
 
-An architecture that is missing here can be patched, sharded and trained without a message. Only
+An architecture that is missing here can be patched, sharded and trained without a message. But
 sp_size > 1 is refused (`sequence/attach.py`), and so is the export of adapters on single experts.
 """
 

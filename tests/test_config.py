@@ -185,10 +185,11 @@ def test_the_environment_fills_settings_that_a_script_does_not_pass(
     assert got.recompute_activations is True
     got = resolve_config(None, {"pp_microbatches": 2, "recompute_activations": False})
     assert (got.pp_microbatches, got.recompute_activations) == (2, False)
-    # A ParallelConfig of the script says all but the sizes.
+    # A ParallelConfig of the script says all but what it leaves at None.
     assert resolve_config(ParallelConfig(), {}) == ParallelConfig(
-        **{**ONES, "pp_size": 2, "ep_size": 1}
+        **{**ONES, "pp_size": 2, "pp_microbatches": 8, "ep_size": 1}
     )
+    assert resolve_config(ParallelConfig(pp_microbatches=2), {}).pp_microbatches == 2
 
 
 def test_a_variable_with_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -600,7 +600,7 @@ def _set_launch_variables(patches: pytest.MonkeyPatch, variables: dict[str, str]
         patches.setenv(name, value)
 
 
-TWO_RANKS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+TWO_RANKS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}
 
 
 def test_patch_warns_of_a_large_model_on_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,12 +616,16 @@ def test_patch_warns_of_a_large_model_on_each_process(monkeypatch: pytest.Monkey
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.warns(UserWarning, match=r"12\.0 GiB x 4 processes on this host = 48\.0 GiB"):
         patch(_build_12_gib_model())
+    _set_launch_variables(monkeypatch, {"LOCAL_WORLD_SIZE": "1", "RANK": "0"})
+    with pytest.warns(UserWarning, match=r"12\.0 GiB x 1 processes on this host = 12\.0 GiB"):
+        patch(_build_12_gib_model())
 
 
 # Environment variables of the launch; True if the large parameter is on the meta device.
 NO_WARNING: dict[str, tuple[dict[str, str], bool]] = {
     "one process": ({}, False),
-    "another rank": (TWO_RANKS | {"RANK": "1"}, False),
+    "first process of a host": (TWO_RANKS | {"RANK": "0"}, False),
+    "another host": (TWO_RANKS | {"RANK": "3"}, False),
     "on meta": (TWO_RANKS, True),
 }
 
@@ -654,17 +658,19 @@ def test_no_warning_of_a_small_model_on_each_process(monkeypatch: pytest.MonkeyP
 
 
 def _collect_load_warnings(rank: int, world: int, folder: str) -> list[list[str]]:
-    """Return the warnings of three ways to load a model, with a limit of 0 bytes.
+    """Return the warnings of four ways to load a model, with a limit of 0 bytes.
 
-    They are stock's `from_pretrained`, ours, and stock's when only rank 0 reads the weights.
+    They are stock's `from_pretrained`, the same with Accelerate's `cpu_ram_efficient_loading`,
+    ours, and a loader that reads weights only on rank 0.
     """
     warnings_by_load = []
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(sys.modules["hf_moe_ep.patch"], "LARGE_MODEL_BYTES", 0)
         for load in (
             lambda: patch(Qwen3MoeForCausalLM.from_pretrained(folder), ep_size=2),
+            lambda: patch(_load_ram_efficiently(patches, folder), ep_size=2),
             lambda: from_pretrained(folder, ep_size=2),
-            lambda: patch(_load_on_one_rank(patches, folder), ep_size=2),
+            lambda: patch(_load_on_rank_0(rank, folder), ep_size=2),
         ):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -675,19 +681,28 @@ def _collect_load_warnings(rank: int, world: int, folder: str) -> list[list[str]
     return warnings_by_load
 
 
-def _load_on_one_rank(patches: pytest.MonkeyPatch, folder: str) -> nn.Module:
-    _set_launch_variables(
-        patches, {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    )
-    return Qwen3MoeForCausalLM.from_pretrained(folder)
+def _load_ram_efficiently(patches: pytest.MonkeyPatch, folder: str) -> nn.Module:
+    with patches.context() as inner:
+        _set_launch_variables(
+            inner, {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+        )
+        return Qwen3MoeForCausalLM.from_pretrained(folder)
 
 
-def test_loads_that_leave_no_whole_model_get_no_warning(tmp_path: Path) -> None:
+def _load_on_rank_0(rank: int, folder: str) -> nn.Module:
+    model = Qwen3MoeForCausalLM.from_pretrained(folder)
+    return model if rank == 0 else model.to("meta")
+
+
+def test_loads_that_leave_whole_models_get_one_warning(tmp_path: Path) -> None:
+    """With Accelerate's `cpu_ram_efficient_loading`, stock reads all weights in each process."""
     tiny().save_pretrained(tmp_path)
     on_rank_0, on_rank_1 = run_ranks(_collect_load_warnings, 2, str(tmp_path))
-    stock, *other_loads = on_rank_0
-    assert len(stock) == 1 and "GiB x 2 processes on this host" in stock[0]
-    assert other_loads == [[], []] and on_rank_1 == [[], [], []]
+    assert on_rank_0 == [[], [], [], []]
+    *stock, ours, on_one_rank = on_rank_1
+    for warned in stock:
+        assert len(warned) == 1 and "GiB x 2 processes on this host" in warned[0]
+    assert (ours, on_one_rank) == ([], [])
 
 
 def test_import_has_no_side_effects() -> None:

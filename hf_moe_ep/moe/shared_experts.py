@@ -86,7 +86,13 @@ class SharedExperts:
         return sum(parameter.numel() for parameter in self._module.parameters())
 
     def begin(self, block_input: Tensor | None) -> None:
-        """Begin a forward of the block. With None, shared experts run where stock runs them."""
+        """Begin a forward of the block. With None, shared experts run where stock runs them.
+
+        So they do under `torch.inference_mode`, whose tensors do not count how often they are
+        written.
+        """
+        if block_input is not None and block_input.is_inference():
+            block_input = None
         self._input, self._deferred, self._computed = block_input, None, None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

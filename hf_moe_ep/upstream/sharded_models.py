@@ -21,7 +21,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
-from transformers.integrations import is_fsdp_enabled
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.modules import remove_hooks
@@ -81,15 +80,6 @@ def devices_of_parts(model: nn.Module) -> list[str]:
     placed = getattr(model, "hf_device_map", None) or {}
     devices = sorted({str(device) for device in placed.values()})
     return devices if len(devices) > 1 or devices == ["disk"] else []
-
-
-def loads_on_one_rank_per_host() -> bool:
-    """Return True if stock's `from_pretrained` reads weights only on the first rank of each host.
-
-    All other ranks then have parameters on meta. This is the effect of Accelerate's FSDP option
-    `cpu_ram_efficient_loading` (transformers/distributed/fsdp.py).
-    """
-    return bool(is_fsdp_enabled())
 
 
 def inside_ddp_forward() -> bool:

@@ -38,7 +38,7 @@ from hf_moe_ep.state import ModelState, Ours, ShardedOnly
 from hf_moe_ep.upstream.graph import reached_parameters, tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.sharded_models import is_gathered, stock_class
-from hf_moe_ep.upstream.towers import is_encoder_input
+from hf_moe_ep.upstream.towers import TOWER_OUTPUTS, is_encoder_input
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
 # A parameter counts 2 on a rank where it gets a gradient, 1 where a checkpoint may use it, else 0.
@@ -195,9 +195,14 @@ def _cast_inputs(state: ModelState, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
-    """Return True if the arguments on any rank have a tensor for an encoder."""
+    """Return True if the arguments on any rank have a tensor for an encoder.
+
+    The outputs of an encoder count, too: `generate` passes them to the forward, where Llama-4
+    projects them.
+    """
     has_input = any(
-        is_encoder_input(name) and bool(tensors_in(value)) for name, value in given.items()
+        (is_encoder_input(name) or name == TOWER_OUTPUTS) and bool(tensors_in(value))
+        for name, value in given.items()
     )
     return sum_on_host(state, [has_input])[0] > 0
 

@@ -66,13 +66,22 @@ def _random_text(model: nn.Module, rank: int, step: int) -> Batch:
 
 
 def _random_pictures(model: nn.Module, rank: int, step: int) -> Batch:
-    """Make two rows of random length, each with a picture of random size."""
+    """Make two rows of random length, each with a picture of random size.
+
+    The shorter row is padded, so each batch has a mask.
+    """
     draw = torch.Generator().manual_seed(2 * step + rank)
     words = torch.randint(5, 30, (4,), generator=draw).tolist()
     sides = (2 * torch.randint(1, 5, (4,), generator=draw)).tolist()
     first: Row = [words[0], (sides[0], sides[1]), words[1]]
-    second: Row = [words[2], (sides[2], sides[3]), words[3], 1]
+    second: Row = [words[2], (sides[2], sides[3]), words[3]]
+    if _num_tokens(first) == _num_tokens(second):
+        second.append(1)
     return vision_batch(model, [first, second], seed=step)
+
+
+def _num_tokens(row: Row) -> int:
+    return sum(item if isinstance(item, int) else item[0] * item[1] // 4 for item in row)
 
 
 STEPS = 200

@@ -9,8 +9,10 @@ from unittest.mock import patch as mock_patch
 
 import pytest
 import torch
+from support.architectures.precision import budget
 from support.architectures.steps import adamw, assert_same_step, build
 from support.checks import Check, Found, on_ranks
+from support.close import assert_close
 from support.tiny_models import batch
 from torch import Tensor, nn
 
@@ -77,6 +79,11 @@ def _equals_stock(model_type: str, use_reentrant: bool | None, rank: int, world:
     optimizers = adamw(model), adamw(stock)
     for step in range(2):
         assert_same_step(f"{model_type}, step {step}", (model, stock), optimizers, seed=10 * step)
+    inputs = batch(stock, 2, 9 + rank)
+    for guard in (torch.no_grad, torch.inference_mode):
+        with guard():
+            losses = model.eval()(**inputs).loss, stock.eval()(**inputs).loss
+        assert_close(f"{model_type}, {guard.__name__}", *losses, budget(model_type))
 
 
 def _keeps_no_activation(

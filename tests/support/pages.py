@@ -87,16 +87,8 @@ def links(page: str) -> Iterator[tuple[str, str]]:
 
 
 def target(page: str, link: str) -> str:
-    """Return the path, relative to the root, of the file that a link of `page` leads to.
-
-    On the built site results/ is benchmarks/results/, and notebooks/ is in the root; pages of docs/
-    use the paths of the site.
-    """
+    """Return the path, relative to the root, of the file that a link of `page` leads to."""
     if not link:
         return page
     path = (ROOT / page).parent / link
-    if page.startswith("docs/") and link.startswith("results/"):
-        path = ROOT / "benchmarks" / link
-    if page.startswith("docs/") and link.startswith("notebooks/"):
-        path = ROOT / link
     return path.resolve().relative_to(ROOT).as_posix()

@@ -28,11 +28,15 @@ from support.architectures.pictures import takes_sound
 from support.architectures.precision import budget
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
+from support.fp64 import FP64
 from support.needs import TOWER_IN_BLOCKS
 from support.parity import assert_same_gradients
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
+
+# Stock's beams do not repeat the pictures of this type. Without TOWER_IN_BLOCKS, of no type.
+NO_BEAMS = {"llama4"}
 
 
 def without_labels(make: Make, model: nn.Module, seed: int) -> Batch:
@@ -55,11 +59,12 @@ def assert_generates(model: Any, stock: Any, inputs: Batch, rank: int, **options
 
 def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
     """generate() is the first call of the model, and the second call uses beams."""
-    model, stock = sharded_and_stock(name, rank)
-    inputs = without_labels((text, image)[rank], stock, 5)
-    assert_generates(model, stock, inputs, rank)
-    if TOWER_IN_BLOCKS:  # before, stock's beams did not repeat the pictures correctly either
-        assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)
+    with FP64():
+        model, stock = sharded_and_stock(name, rank)
+        inputs = without_labels((text, image)[rank], stock, 5)
+        assert_generates(model, stock, inputs, rank)
+        if TOWER_IN_BLOCKS and name not in NO_BEAMS:
+            assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)
 
 
 def without_a_cache(name: str, rank: int, world: int) -> None:
