@@ -5,12 +5,13 @@ WORLD_SIZE is 2 in these tests, but there is one process: nothing is exchanged b
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from support.adapters import ATTENTION, EXPERTS
 from support.hooked import hooked
 from support.tiny_models import batch, tiny
@@ -207,6 +208,44 @@ def test_new_adapters_equal_stocks(
         torch.manual_seed(0)
         adapted.append(get_peft_model(model, LoraConfig(r=3, **ADAPTERS[case])))
     assert on_meta(adapted[1]) and not any("lora_" in name for name in on_meta(adapted[1]))
+    read_whole(adapted[1])
+    assert_same_model(*reversed(adapted))
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("case", ["both", "a trained router"])
+def test_loaded_adapters_equal_stocks(
+    case: str,
+    low_cpu_mem_usage: bool,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two adapters, loaded by PeftModel.from_pretrained and by load_adapter, in bf16.
+
+    Copies of unread modules cannot hold the loaded values, so the whole model is read for them, on
+    every rank of a machine.
+    """
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    base = AutoModelForCausalLM.from_pretrained(folders["text"])
+    trained = get_peft_model(base, LoraConfig(r=3, **ADAPTERS[case]))
+    for name in ("one", "two"):
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter)
+        trained.save_pretrained(tmp_path / name)
+    options = {"is_trainable": True, "low_cpu_mem_usage": low_cpu_mem_usage}
+    adapted = []
+    for load in (AutoModelForCausalLM.from_pretrained, partial(load_lean, monkeypatch=monkeypatch)):
+        model = load(folders["text"], dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(model, tmp_path / "one", **options)
+        model.load_adapter(tmp_path / "two", "two", **options)
+        adapted.append(model)
+    has_copies = case == "a trained router"
+    assert bool(on_meta(adapted[1])) != has_copies
+    said = f"adapter {tmp_path}/one has values of modules_to_save"
+    assert (said in caplog.text) == has_copies
     read_whole(adapted[1])
     assert_same_model(*reversed(adapted))
 

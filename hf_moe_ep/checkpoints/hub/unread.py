@@ -71,6 +71,10 @@ class Unread:
         """A copy of the model reads the same files."""
         return self
 
+    def read_whole(self, model: nn.Module) -> None:
+        """Read all of these parameters of their model, for code that does not know files."""
+        read_whole(model)
+
 
 def find_unread(
     model: nn.Module, folder: str | os.PathLike[str], plan: ModelPlan, names: Iterable[str]
