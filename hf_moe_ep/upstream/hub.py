@@ -31,6 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from torch import nn
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_moe_ep.config import ParallelConfig, suggestion
@@ -331,6 +332,18 @@ def folders_of_loaded(model: Any) -> list[Path]:
             f"the cache of the hub has no {name}: {commits} does not exist or is empty"
         )
     return sorted(found)
+
+
+def save_code(kind: type, config: Any, folder: Path) -> None:
+    """Save the Python files of a model class that was loaded with `trust_remote_code=True`.
+
+    As in stock's save_pretrained, the files that define the class are copied into `folder`, and
+    `auto_map` of the config names the class in them (transformers/dynamic_module_utils.py). For a
+    class of transformers itself, this function does nothing.
+    """
+    if getattr(kind, "_auto_class", None) is not None:
+        # custom_object_save reads only attributes of the class.
+        custom_object_save(kind.__new__(kind), folder, config=config)
 
 
 def base_prefix(model: Any) -> str:
