@@ -83,7 +83,7 @@ class Load:
         module = _list_of_layers(model, parts)
         names = [name for name, _ in model.named_parameters() if name.startswith(f"{module}.")]
         try:
-            self.unread = find_unread(model, weights.files[0].parent, parts.plan, names)
+            self.unread = find_unread(model, weights.files, parts.plan, names)
         except ValueError as error:
             self.why_stock = str(error)
             return None

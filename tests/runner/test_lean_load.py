@@ -5,6 +5,8 @@ WORLD_SIZE is 2 in these tests, but there is one process: nothing is exchanged b
 """
 
 import copy
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,40 @@ def test_why_stock_loads_all_weights(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not on_meta(load_lean(folders["text"], monkeypatch))
     assert "whole model" not in capsys.readouterr().err
+
+
+def write_two(folder: Path, case: str) -> dict[str, Any]:
+    """Write a model in the usual files, and another one in the files that the options choose."""
+    tiny(dtype=torch.float32).save_pretrained(folder)
+    other = tiny(seed=7, dtype=torch.float32)
+    if case.startswith("variant"):
+        size = "100KB" if "files" in case else "5GB"
+        other.save_pretrained(folder, max_shard_size=size, variant="ema")
+        return {"variant": "ema"}
+    other.save_pretrained(folder / "other")
+    if case == "subfolder":
+        return {"subfolder": "other"}
+    shutil.move(folder / "other" / "model.safetensors", folder / "other.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformers_weights"] = "other.safetensors"
+    (folder / "config.json").write_text(json.dumps(config))
+    return {}
+
+
+@pytest.mark.parametrize(
+    "case", ["variant", "variant in files", "subfolder", "named by the config"]
+)
+def test_the_files_that_stock_chooses_are_read(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder can hold several models. Layers come from the files of the embeddings."""
+    options = write_two(tmp_path, case)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert torch.equal(want.lm_head.weight, tiny(seed=7, dtype=torch.float32).lm_head.weight)
+    model = load_lean(tmp_path, monkeypatch, **options)
+    assert len(on_meta(model)) > 15
+    read_whole(model)
+    assert_same_model(unpatch(model), want)
 
 
 def test_a_model_that_is_moved_without_being_sharded(
