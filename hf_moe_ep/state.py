@@ -61,6 +61,7 @@ the row above.
     patch.py | extra | references to the tensors of files that the class ignores
     apply.py | extra | the same
     checkpoints/hub/extra.py | extra | the same, after a save over these files
+    checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
     checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
