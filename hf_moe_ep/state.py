@@ -61,6 +61,7 @@ the row above.
     patch.py | extra | references to the tensors of files that the class ignores
     apply.py | extra | the same
     checkpoints/hub/extra.py | extra | the same, after a save over these files
+    checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
     checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
@@ -162,6 +163,7 @@ the row above.
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
     upstream/adapters.py | _move_adapter_to_device_of_base_layer setattr | of PEFT, for factors
     upstream/adapters.py | get_peft_model_state_dict | PEFT's, while it saves adapters of stages
+    upstream/adapters.py | set_peft_model_state_dict | the same, while an adapter is loaded
     upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group

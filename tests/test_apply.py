@@ -12,15 +12,17 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from support.hub_files import write_hub
+from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import from_pretrained
+from hf_moe_ep import from_pretrained, save_pretrained
 from hf_moe_ep.upstream import hub
 
 
@@ -139,6 +141,54 @@ def test_only_files_that_the_index_names_are_downloaded(
     assert local == tmp_path / COMMIT / subfolder
     assert fake.cached() == {os.path.join(subfolder, name) for name in needed}
     assert [call["revision"] for call in fake.calls] == ["main", COMMIT], "one commit"
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_weights_that_the_config_names(
+    files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in stock, they have precedence over model.safetensors; only they are downloaded."""
+    repository = tmp_path / "repository"
+    size, kind = ("5GB", "") if files == 1 else ("100KB", ".index.json")
+    tiny(dtype=torch.float32, seed=7).save_pretrained(repository, max_shard_size=size)
+    (repository / f"model.safetensors{kind}").rename(repository / f"other.safetensors{kind}")
+    needed = {path.name for path in repository.iterdir()}
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "usual")
+    shutil.copy(tmp_path / "usual" / "model.safetensors", repository)
+    edit_config(repository, transformers_weights=f"other.safetensors{kind}")
+    want = AutoModelForCausalLM.from_pretrained(repository)
+    assert torch.equal(want.lm_head.weight, tiny(seed=7, dtype=torch.float32).lm_head.weight)
+    fake = FakeHub(repository, tmp_path / COMMIT)
+    monkeypatch.setattr(hub, "snapshot_download", fake)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = from_pretrained("owner/model")
+        assert fake.cached() == needed
+        for name, parameter in want.named_parameters():
+            assert torch.equal(full_tensor(model.get_parameter(name)), parameter), name
+        save_pretrained(model, tmp_path / "saved")
+        assert "transformers_weights" not in (tmp_path / "saved" / "config.json").read_text()
+        for option, words in {
+            "variant": "variant: it is neither.*transformers' from_pretrained, and patch",
+            "transformers_weights": "transformers_weights='ema' is not an option.*/config.json",
+        }.items():
+            with pytest.raises(ValueError, match=words):
+                from_pretrained(repository, **{option: "ema"})
+        for name, words in {
+            "../model.safetensors": r"is '../model.safetensors', but must .* file in this folder",
+            "model.bin": "is 'model.bin', but must .* ends with .safetensors or",
+            "gone.safetensors": "repository has no gone.safetensors, which its config.json names",
+        }.items():
+            edit_config(repository, transformers_weights=name)
+            with pytest.raises(ValueError, match=words):
+                from_pretrained(repository)
+    finally:
+        dist.destroy_process_group()
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
 
 
 def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

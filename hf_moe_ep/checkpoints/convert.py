@@ -45,7 +45,6 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     sha256_of,
     whole_folder,
 )
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
@@ -248,6 +247,7 @@ def _read_slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Bo
 
 def describes_model(file: Path) -> bool:
     """Return True for a file that holds neither weights nor the state of a training run."""
-    names = (manifest.MANIFEST, manifest.STARTED, STATE, EXTRA, "trainer_state.json", INDEX)
+    names = (manifest.MANIFEST, manifest.STARTED, STATE, EXTRA, "trainer_state.json")
     is_of_run = file.name in names or file.name.startswith(("random-", "rng_state", "adapter_"))
-    return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run
+    is_index = ".safetensors.index." in file.name
+    return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run and not is_index

@@ -30,6 +30,7 @@ weights are not supported, nor are adapters that are not a product of two factor
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ from hf_moe_ep.upstream.adapters import (
 )
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.named_weights import FIELD
 
 _SLAB_BYTES = 2**28  # the part of a parameter that is merged at a time
 _PICKLED = "adapter_model.bin"
@@ -331,7 +333,12 @@ def _list_small_files(folder: Path) -> list[Path]:
 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+    if source.name == CONFIG and FIELD in (config := read_object(source)):
+        # The files of the merged model are named by their index.
+        del config[FIELD]
+        target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    else:
+        shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
 

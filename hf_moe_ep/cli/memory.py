@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -165,10 +166,10 @@ def _check_options(options: argparse.Namespace) -> None:
         except ValueError as error:
             missing = f"{missing}. There is also an error about the model: {error}"
         raise ValueError(missing)
-    if options.gpu_memory is not None and not options.gpu_memory > 0:
+    if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
         raise ValueError(
-            f"--gpu-memory ({options.gpu_memory:g}) must be more than 0, in GiB per GPU; "
-            f"try --gpu-memory 80"
+            f"--gpu-memory ({options.gpu_memory:g}) must be more than 0 and finite, in GiB per "
+            f"GPU; try --gpu-memory 80"
         )
     if options.lora_rank is None and options.lora_targets != "both":
         raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -248,12 +249,13 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    """Raise an error if a number is not positive, or if options contradict each other."""
+    """Raise an error if a number is not positive and finite, or options contradict each other."""
     for name in _POSITIVE:
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} ({value:g}) must be more than 0")
+            finite = " and finite" if isinstance(value, float) else ""
+            raise ValueError(f"{flag} ({value:g}) must be more than 0{finite}")
     if min(options.pp) < 1:
         raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
     if options.experts_dtype is not None and options.lora_rank is None:

@@ -15,6 +15,7 @@ are saved in PEFT's layout, so stock PEFT can load them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
+from hf_moe_ep.ranks.together import rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
-from hf_moe_ep.upstream.adapters import adapter_layers, parameter_factors
+from hf_moe_ep.upstream.adapters import (
+    adapter_layers,
+    before_loaded_values,
+    factors_on_host,
+    has_copies_on_meta,
+    parameter_factors,
+)
 
+_logger = logging.getLogger("hf_moe_ep.runner")
 Conversion = Callable[[Tensor], Tensor]
 
 
@@ -119,14 +128,37 @@ def check_attachable(state: ModelState) -> None:
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `PeftModel.load_adapter`: raise ValueError if the model is sharded."""
+    """Wrap `PeftModel.load_adapter`: keep the loaded values if the layers are on meta.
+
+    Factors stay on the host. A module in modules_to_save is a copy of a module on meta, which
+    cannot hold loaded values, so all layers are read before.
+
+    Raises:
+        ValueError: the model is sharded.
+    """
     if ranks := _count_sharded_ranks(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
             f"apply_ep_fsdp2 or accelerator.prepare: PeftModel.from_pretrained(base, {model_id!r}, "
             f"is_trainable=True)"
         )
-    return original(self, model_id, *args, **kwargs)
+    state = find_state(self)
+    if state is None or state.unread is None:
+        return original(self, model_id, *args, **kwargs)
+
+    def read_copies() -> None:
+        if state.unread is None or not has_copies_on_meta(self):
+            return
+        if rank_of_launch() == 0:
+            _logger.info(
+                "every process reads the whole model, because the adapter %s has values of "
+                "modules_to_save",
+                model_id,
+            )
+        state.unread.read_whole(self)
+
+    with factors_on_host(), before_loaded_values(read_copies):
+        return original(self, model_id, *args, **kwargs)
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,14 +12,16 @@ if there is a single process, or if this package could not read the layers' tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from hf_moe_ep.architectures import Parts, find_block
+from hf_moe_ep.checkpoints.hub.extra import remember_files
 from hf_moe_ep.checkpoints.hub.unread import Unread, find_unread, finish_loading
 from hf_moe_ep.config import ParallelConfig, RunOptions
 from hf_moe_ep.derive import has_experts
@@ -37,12 +39,14 @@ class Load:
 
     Attributes:
         config, options: the settings of the run.
+        files: the safetensors files of the weights; empty if the weights have another source.
         unread: the parameters that stay on meta; None if stock loads all of them.
         why_stock: why stock loads all of them although there are several processes.
     """
 
     config: ParallelConfig
     options: RunOptions
+    files: Sequence[Path] = ()
     unread: Unread | None = None
     why_stock: str = ""
 
@@ -59,6 +63,8 @@ class Load:
     def patch(self, model: nn.Module) -> ModelState:
         """Patch the model that from_pretrained has returned, and return its state."""
         unread = None if self.unread is None else finish_loading(model, self.unread)
+        if self.files:
+            remember_files(model, self.files)
         patch(model, self.config)
         state = patched_state(model)
         state.adapts_experts = self.options.lora_experts
@@ -73,6 +79,7 @@ class Load:
         if not has_experts(model) and block is None:
             return None
         parts = check_loadable(model, self.config)
+        self.files = weights.safetensors
         if world_size_of_launch() == 1:
             return None
         self.why_stock = "--stock-load" if self.options.stock_load else weights.problem
@@ -83,7 +90,7 @@ class Load:
         module = _list_of_layers(model, parts)
         names = [name for name, _ in model.named_parameters() if name.startswith(f"{module}.")]
         try:
-            self.unread = find_unread(model, weights.files[0].parent, parts.plan, names)
+            self.unread = find_unread(model, weights.files, parts.plan, names)
         except ValueError as error:
             self.why_stock = str(error)
             return None

@@ -28,6 +28,7 @@ folder never decides how a model is trained.
     captured_outputs      transformers' collector of router logits and other outputs
     checkpoint_files      files and planner of torch.distributed.checkpoint
     hub                   folders of the hub, and the model that a config describes
+    named_weights         the weight file that config.json names
     loading               a stop in from_pretrained, before it loads weights
     conversion            conversion of a model's tensors to those of a hub checkpoint
     adapters              PEFT: adapters, their factors, and the tensors that PEFT saves

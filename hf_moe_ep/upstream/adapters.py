@@ -382,18 +382,20 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 @contextmanager
 def factors_on_host() -> Iterator[None]:
-    """Let new factors keep their initial values, inside the block, although their base is on meta.
+    """Let factors keep their values, inside the block, although their base is on meta.
 
-    PEFT initialises factors on the host and then moves them to the device of the base, here to
-    meta. The values are stored before, and restored at the end of the block
-    (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and model.py).
+    PEFT initialises new factors on the host and then moves them to the device of the base, here to
+    meta. With low_cpu_mem_usage=True it does so again when the factors of a file are loaded. The
+    values before the last move are stored, and restored at the end of the block
+    (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and model.py,
+    peft/utils/save_and_load.py).
     """
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     classes: tuple[Any, ...] = (BaseTunerLayer, ParamWrapper)
     stock = {kind: kind._move_adapter_to_device_of_base_layer for kind in classes}
-    stored: list[tuple[nn.Module, str, Tensor]] = []
+    stored: dict[tuple[nn.Module, str], Tensor] = {}
     for kind in classes:
         move = partialmethod(_store_and_move, stored, stock[kind])
         kind._move_adapter_to_device_of_base_layer = move
@@ -402,22 +404,54 @@ def factors_on_host() -> Iterator[None]:
     finally:
         for kind in classes:
             kind._move_adapter_to_device_of_base_layer = stock[kind]
-    for module, name, values in stored:
+    for (module, name), values in stored.items():
         moved = getattr(module, name)
         if moved.is_meta:
             parameter = nn.Parameter(values.to(moved.dtype), requires_grad=moved.requires_grad)
             setattr(module, name, parameter)
 
 
+@contextmanager
+def before_loaded_values(prepare: Callable[[], None]) -> Iterator[None]:
+    """Call `prepare` inside the block, before PEFT writes values of a file into an adapter.
+
+    `PeftModel.load_adapter` attaches the adapter first, and then calls the function that is wrapped
+    here (peft/peft_model.py).
+    """
+    from peft import peft_model
+
+    module: Any = peft_model
+    stock = module.set_peft_model_state_dict
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return stock(*args, **kwargs)
+
+    module.set_peft_model_state_dict = load
+    try:
+        yield
+    finally:
+        module.set_peft_model_state_dict = stock
+
+
+def has_copies_on_meta(model: nn.Module) -> bool:
+    """Return True if modules that adapters train as a whole (modules_to_save) are on meta."""
+    return any(
+        parameter.is_meta
+        for _, layer in adapter_layers(model)
+        for parameter in getattr(layer, "modules_to_save", nn.ModuleDict()).parameters()
+    )
+
+
 def _store_and_move(
     layer: Any,
-    stored: list[tuple[nn.Module, str, Tensor]],
+    stored: dict[tuple[nn.Module, str], Tensor],
     move: Callable[..., None],
     adapter_name: str,
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Store the values of new factors whose base is on meta, in the dtype of the base; then move.
+    """Store the values of factors whose base is on meta, in the dtype of the base; then move them.
 
     PEFT's `_move_adapter_to_device_of_base_layer` is `move`.
     """
@@ -427,7 +461,7 @@ def _store_and_move(
             module = container[adapter_name]
             for name, parameter in module.named_parameters(recurse=False):
                 if not parameter.is_meta:
-                    stored.append((module, name, parameter.detach().to(base.dtype)))
+                    stored[module, name] = parameter.detach().to(base.dtype)
     move(layer, adapter_name, *args, **kwargs)
 
 

@@ -31,17 +31,20 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from torch import nn
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_moe_ep.config import ParallelConfig, suggestion
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.named_weights import FIELD, named_weights
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _SHARDS = "; leave it out: each rank reads only its own shards, to its own device"
 _EXPERTS = "; experts_dtype='nf4' or 'fp8' quantises frozen experts under LoRA"
+_VARIANT = "; load these weights with transformers' from_pretrained, and patch the model"
 # What to do instead of passing an option that only stock's from_pretrained has.
 _ONLY_IN_STOCK = {
     "device_map": _SHARDS,
@@ -51,6 +54,9 @@ _ONLY_IN_STOCK = {
     "tp_plan": _SHARDS,
     "load_in_4bit": _EXPERTS,
     "load_in_8bit": _EXPERTS,
+    "variant": _VARIANT,
+    "use_safetensors": _VARIANT,
+    "gguf_file": _VARIANT,
 }
 _PEFT_PREFIX = "base_model.model."
 # The name of a parameter in our head for multi-token prediction. Files store the head as a layer.
@@ -96,9 +102,9 @@ def local_folder(
     """Return the folder `name_or_dir`, or the cache folder of the hub's model with this name.
 
     Files that are not in the cache are downloaded: the small files of the top folder (configs,
-    tokenizer) and the weights that model.safetensors.index.json names, or model.safetensors if
-    there is no index. The weights in other formats that many repositories also have (original/,
-    consolidated.safetensors) are not downloaded.
+    tokenizer) and the weights that config.json or model.safetensors.index.json names, or
+    model.safetensors without them. The weights in other formats that many repositories also have
+    (original/, consolidated.safetensors) are not downloaded.
 
     Args:
         name_or_dir: a folder, or the name of a model on the hub.
@@ -182,8 +188,14 @@ def why_unreachable(name: str, file: str) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """List the weight files that the index in a folder names, or model.safetensors without one."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    """List the weight files that the config or the index in a folder names.
+
+    Without both, the list has model.safetensors.
+    """
+    named = named_weights(folder)
+    if named is not None and not (named.endswith(".json") and (folder / named).is_file()):
+        return [named]
+    index = folder / (named or SAFE_WEIGHTS_INDEX_NAME)
     if not index.is_file():
         return [SAFE_WEIGHTS_NAME]
     file_of = read_object(index).get("weight_map")
@@ -231,6 +243,11 @@ def empty_model(
             "with that function, attach adapters, and patch the model. In hf_moe_ep, "
             "experts_dtype='nf4' or 'fp8' quantises frozen experts, and all other weights keep "
             "their dtype"
+        )
+    if FIELD in options:
+        raise ValueError(
+            f"transformers_weights={options[FIELD]!r} is not an option of hf_moe_ep: write it into "
+            f"{folder}/config.json"
         )
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     class_options = {
@@ -331,6 +348,18 @@ def folders_of_loaded(model: Any) -> list[Path]:
             f"the cache of the hub has no {name}: {commits} does not exist or is empty"
         )
     return sorted(found)
+
+
+def save_code(kind: Any, config: Any, folder: Path) -> None:
+    """Save the Python files of a model class that was loaded with `trust_remote_code=True`.
+
+    As in stock's save_pretrained, the files that define the class are copied into `folder`, and
+    `auto_map` of the config names the class in them (transformers/dynamic_module_utils.py). For a
+    class of transformers itself, this function does nothing.
+    """
+    if getattr(kind, "_auto_class", None) is not None:
+        # custom_object_save reads only attributes of the class.
+        custom_object_save(kind.__new__(kind), folder, config=config)
 
 
 def base_prefix(model: Any) -> str:

@@ -27,12 +27,18 @@ class WeightFiles:
     """The weights that from_pretrained is about to load.
 
     Attributes:
-        files: the safetensors files.
+        files: the files, in the order in which they are read; empty for a state dict.
         problem: why only stock code can load these weights; empty if other code can load them too.
     """
 
     files: Sequence[Path]
     problem: str = ""
+
+    @property
+    def safetensors(self) -> Sequence[Path]:
+        """The files if all of them are safetensors files; otherwise the result is empty."""
+        is_safe = all(file.suffix == ".safetensors" for file in self.files)
+        return self.files if is_safe else ()
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,9 @@ def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) ->
 def _weight_files(
     state_dict: Mapping[str, Any] | None, checkpoint_files: Sequence[str] | None, load_config: Any
 ) -> WeightFiles:
-    files = [Path(file) for file in checkpoint_files or ()]
+    files = [Path(file) for file in checkpoint_files or ()] if state_dict is None else []
     devices = {str(device) for device in (load_config.device_map or {}).values()}
-    if state_dict is not None or not files:
+    if not files:
         problem = "they do not come from files"
     elif any(file.suffix != ".safetensors" for file in files):
         problem = "the files are not safetensors"

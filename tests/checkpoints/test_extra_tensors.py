@@ -31,6 +31,7 @@ from support.extra_files import (
     read_files,
     write_with_extra,
 )
+from support.hooked import hooked
 from support.killing import kill_later
 from support.launched import launched
 from support.ranks import run_ranks
@@ -373,6 +374,102 @@ def test_a_source_that_cannot_be_found_is_a_warning(
     shutil.move(tmp_path / "base", tmp_path / "moved")
     patch(model)
     assert f"{tmp_path}/base does not exist" in caplog.text
+    assert "saved checkpoints will not have them" in caplog.text
+
+
+def merged(folder: Path, target: Path, source: Path) -> None:
+    """Write the weights of `source` to `target`, with other weights in one kind of matrix.
+
+    So does a fine-tuning whose adapters are merged. `folder` has the other weights.
+    """
+    shutil.copytree(source, target)
+    other = read_files(folder)
+    edit_file(target, {k: other[k] for k in read_files(target) if "shared_expert.up" in k})
+
+
+def test_a_folder_with_several_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The config names the folder only. Values tell which of its weights were loaded."""
+    first, second = tmp_path / "first", tmp_path / "first" / "chat"
+    write_with_extra(tmp_path / "other", "qwen3_next", seed=7)
+    write_with_extra(first, "qwen3_next")
+    merged(tmp_path / "other", second, first)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    model.save_pretrained(first, variant="ema")
+    cases = {"": first, "chat": second}
+    for subfolder, folder in cases.items():
+        model = AutoModelForCausalLM.from_pretrained(first, subfolder=subfolder)
+        assert find_state(patch(model)).extra.folder == folder
+    assert (
+        find_state(patch(AutoModelForCausalLM.from_pretrained(first, variant="ema"))).extra is None
+    )
+    assert not caplog.text, "the files of the variant have no such tensors"
+    # Both models have the same embeddings, and the layers are not read: the files are known.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with hooked(monkeypatch, ep_size=2):
+        for subfolder, folder in cases.items():
+            model = AutoModelForCausalLM.from_pretrained(first, subfolder=subfolder)
+            assert model.model.layers[0].input_layernorm.weight.is_meta
+            assert find_state(model).extra.folder == folder
+    monkeypatch.undo()
+    # Now the first model is as near as the second.
+    model = change_one_kind(AutoModelForCausalLM.from_pretrained(first, subfolder="chat"))
+    assert find_state(patch(model)).extra is None
+    assert "may have been loaded with subfolder= or variant=" in caplog.text
+
+
+def change_one_kind(model: Any) -> Any:
+    """Change one kind of matrix in all layers, and the embeddings."""
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "shared_expert.up" in name:
+                parameter.mul_(2)
+    return model
+
+
+def cast_twice(model: Any) -> Any:
+    return model.to(torch.bfloat16).to(torch.float32)
+
+
+def adapt(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=list(EXPERTS))
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("change", [change_one_kind, cast_twice, adapt])
+def test_a_model_that_was_changed_a_little(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    extra = write_with_extra(tmp_path, "qwen3_next")
+    model = patch(change(AutoModelForCausalLM.from_pretrained(tmp_path)))
+    assert find_state(model).extra.tensors().keys() == extra.keys()
+
+
+def test_quantised_tensors_are_not_compared(tmp_path: Path) -> None:
+    """A model that stock has decoded from FP8 is found by its routers."""
+    extra = write_with_extra(tmp_path, "deepseek_v3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    own = {k: t for k, t in read_files(tmp_path).items() if ".layers." in k and k not in extra}
+    quantised = [k for k in own if k.endswith("_proj.weight")]
+    edit_file(tmp_path, {key: own[key].to(torch.float8_e4m3fn) for key in quantised})
+    assert len(quantised) > 10
+    assert find_state(patch(model)).extra.tensors().keys() == extra.keys()
+
+
+def test_a_folder_that_was_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The embeddings and norms are the same, as in two fine-tunings of one model."""
+    write_with_extra(tmp_path / "base", "qwen3_next")
+    write_with_extra(tmp_path / "other", "qwen3_next", seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    other = read_files(tmp_path / "other")
+    changed = [
+        k for k, t in read_files(tmp_path / "base").items() if ".layers." in k and t.ndim > 1
+    ]
+    edit_file(tmp_path / "base", {key: other[key] for key in changed})
+    assert find_state(patch(model)).extra is None
+    assert f"the weights in {tmp_path}/base are not those of this model" in caplog.text
     assert "saved checkpoints will not have them" in caplog.text
 
 

@@ -22,9 +22,15 @@ from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import QWEN3_VL_MOE, batch, tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
-from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
+from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_checkpoint, save_pretrained
 from hf_moe_ep.checkpoints.hub import gather as hub_gather
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.lora import factors
@@ -355,3 +361,65 @@ def test_one_process_saves_a_patched_model_over_an_older_save(tmp_path: Path) ->
         for name, digest in index["metadata"]["hf_moe_ep_sha256"].items():
             assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest
     assert_equal(hub_state(AutoModelForCausalLM.from_pretrained(tmp_path)), hub_state(model))
+
+
+# A model class in files of a checkpoint, one of which is imported only by another.
+CODE = {
+    "configuration_mine.py": """
+from transformers import Qwen3MoeConfig
+class MyConfig(Qwen3MoeConfig):
+    pass
+""",
+    "modeling_mine.py": """
+from transformers import Qwen3MoeForCausalLM
+from .configuration_mine import MyConfig
+from .names import NAME
+class MyMoE(Qwen3MoeForCausalLM):
+    config_class = MyConfig
+""",
+    "names.py": "NAME = 'mine'\n",
+}
+
+
+def test_the_code_of_a_model_is_saved_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock saves the files of a model of trust_remote_code=True. FSDP2 replaces its class."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(tmp_path / "hf")
+    base = tmp_path / "base"
+    tiny(dtype=torch.float32).save_pretrained(base)
+    for name, text in CODE.items():
+        (base / name).write_text(text)
+    config = json.loads((base / "config.json").read_text())
+    auto_map = {
+        "AutoConfig": "configuration_mine.MyConfig",
+        "AutoModelForCausalLM": "modeling_mine.MyMoE",
+    }
+    config |= {"auto_map": auto_map, "architectures": ["MyMoE"]}
+    (base / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True)
+    want = hub_state(model)
+    patch(model)
+    model.save_pretrained(tmp_path / "patched")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        apply_ep_fsdp2(model)
+        assert type(model).__name__ == "FSDPMyMoE"
+        save_pretrained(model, tmp_path / "sharded")
+        save_checkpoint(tmp_path / "training", model, None)
+    finally:
+        dist.destroy_process_group()
+    for folder in ("patched", "sharded", "training"):
+        saved = tmp_path / folder
+        assert {file.name: file.read_text() for file in saved.glob("*.py")} == CODE
+        assert json.loads((saved / "config.json").read_text())["auto_map"] == auto_map
+        if folder != "training":
+            loaded = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+            assert type(loaded).__name__ == "MyMoE"
+            assert_equal(hub_state(loaded), want)
+    # A save that was killed before its manifest was written can be repeated.
+    (tmp_path / "training" / "manifest.json").unlink()
+    stock = Qwen3MoeForCausalLM.from_pretrained(base)
+    save_checkpoint(tmp_path / "training", patch(stock), None)
+    assert not list((tmp_path / "training").glob("*.py"))

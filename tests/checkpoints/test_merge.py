@@ -256,6 +256,20 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
     ]
 
 
+def test_a_base_whose_config_names_its_weights(inputs: Path, tmp_path: Path) -> None:
+    """The merged model has an index under the usual name, and its config names no weights."""
+    base = tmp_path / BASE
+    shutil.copytree(inputs / BASE, base)
+    named = "other.safetensors.index.json"
+    (base / "model.safetensors.index.json").rename(base / named)
+    _edit(base / "config.json", transformers_weights=named)
+    merge_adapter(base, inputs / ADAPTER, tmp_path / "out")
+    assert_merged(read_all(tmp_path / "out"), read_peft_merge(inputs))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((inputs / BASE / "config.json").read_text())
+    assert not (tmp_path / "out" / named).exists()
+
+
 @pytest.mark.slow
 def test_a_note_names_the_base_of_the_adapter(inputs: Path, tmp_path: Path) -> None:
     """The hub's name and the cache path of a base count as the base. One file gives one file."""

@@ -139,6 +139,11 @@ WRONG = {
     ),
     "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is not a file"),
     "negative": (["--gpu", "h100", "--ep", "-2"], r"--ep (-2) must be more than 0"),
+    "infinite": (["--gpu-memory", "inf"], "--gpu-memory (inf) must be more than 0 and finite"),
+    "infinite tokens": (
+        ["--gpu", "h100", "--train-tokens", "inf"],
+        "--train-tokens (inf) must be more than 0 and finite",
+    ),
 }
 
 

@@ -477,6 +477,10 @@ ERRORS = {
     "heads": (["{}", "--gpus", "8", "--sp", "8"], r"sp_size \(8\)"),
     "rank": (["{}", "--gpus", "2", "--lora-rank", "0"], r"lora_rank \(0\)"),
     "memory": (["{}", "--gpus", "2", "--gpu-memory", "-1"], r"--gpu-memory \(-1\)"),
+    "infinite memory": (
+        ["{}", "--gpus", "2", "--seq", "8", "--gpu-memory", "inf"],
+        r"--gpu-memory \(inf\) must be more than 0 and finite.*try --gpu-memory 80",
+    ),
     "trained bytes": (
         ["{}", "--gpus", "2", "--experts-dtype", "nf4"],
         "nf4 quantises frozen experts.*--lora-rank 16",

@@ -5,12 +5,15 @@ WORLD_SIZE is 2 in these tests, but there is one process: nothing is exchanged b
 """
 
 import copy
+import json
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from support.adapters import ATTENTION, EXPERTS
 from support.hooked import hooked
 from support.tiny_models import batch, tiny
@@ -150,6 +153,40 @@ def test_why_stock_loads_all_weights(
     assert "whole model" not in capsys.readouterr().err
 
 
+def write_two(folder: Path, case: str) -> dict[str, Any]:
+    """Write a model in the usual files, and another one in the files that the options choose."""
+    tiny(dtype=torch.float32).save_pretrained(folder)
+    other = tiny(seed=7, dtype=torch.float32)
+    if case.startswith("variant"):
+        size = "100KB" if "files" in case else "5GB"
+        other.save_pretrained(folder, max_shard_size=size, variant="ema")
+        return {"variant": "ema"}
+    other.save_pretrained(folder / "other")
+    if case == "subfolder":
+        return {"subfolder": "other"}
+    shutil.move(folder / "other" / "model.safetensors", folder / "other.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformers_weights"] = "other.safetensors"
+    (folder / "config.json").write_text(json.dumps(config))
+    return {}
+
+
+@pytest.mark.parametrize(
+    "case", ["variant", "variant in files", "subfolder", "named by the config"]
+)
+def test_the_files_that_stock_chooses_are_read(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder can hold several models. Layers come from the files of the embeddings."""
+    options = write_two(tmp_path, case)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert torch.equal(want.lm_head.weight, tiny(seed=7, dtype=torch.float32).lm_head.weight)
+    model = load_lean(tmp_path, monkeypatch, **options)
+    assert len(on_meta(model)) > 15
+    read_whole(model)
+    assert_same_model(unpatch(model), want)
+
+
 def test_a_model_that_is_moved_without_being_sharded(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +244,44 @@ def test_new_adapters_equal_stocks(
         torch.manual_seed(0)
         adapted.append(get_peft_model(model, LoraConfig(r=3, **ADAPTERS[case])))
     assert on_meta(adapted[1]) and not any("lora_" in name for name in on_meta(adapted[1]))
+    read_whole(adapted[1])
+    assert_same_model(*reversed(adapted))
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("case", ["both", "a trained router"])
+def test_loaded_adapters_equal_stocks(
+    case: str,
+    low_cpu_mem_usage: bool,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two adapters, loaded by PeftModel.from_pretrained and by load_adapter, in bf16.
+
+    Copies of unread modules cannot hold the loaded values, so the whole model is read for them, on
+    every rank of a machine.
+    """
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    base = AutoModelForCausalLM.from_pretrained(folders["text"])
+    trained = get_peft_model(base, LoraConfig(r=3, **ADAPTERS[case]))
+    for name in ("one", "two"):
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter)
+        trained.save_pretrained(tmp_path / name)
+    options = {"is_trainable": True, "low_cpu_mem_usage": low_cpu_mem_usage}
+    adapted = []
+    for load in (AutoModelForCausalLM.from_pretrained, partial(load_lean, monkeypatch=monkeypatch)):
+        model = load(folders["text"], dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(model, tmp_path / "one", **options)
+        model.load_adapter(tmp_path / "two", "two", **options)
+        adapted.append(model)
+    has_copies = case == "a trained router"
+    assert bool(on_meta(adapted[1])) != has_copies
+    said = f"adapter {tmp_path}/one has values of modules_to_save"
+    assert (said in caplog.text) == has_copies
     read_whole(adapted[1])
     assert_same_model(*reversed(adapted))
 

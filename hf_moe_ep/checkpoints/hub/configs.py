@@ -12,6 +12,7 @@ import torch
 
 from hf_moe_ep.checkpoints.hub.switch import settle
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.hub import save_code
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
 
@@ -25,6 +26,7 @@ def save_configs(
 ) -> None:
     """Save config.json, generation_config.json, tokenizers and processors.
 
+    The Python files of a model that was loaded with `trust_remote_code=True` are saved as well.
     Each file is written into a temporary folder and then renamed: if the process is killed, each
     file is either the old or the new one.
 
@@ -69,8 +71,10 @@ def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Ite
     original = model.config.dtype, model.config.architectures
     if dtype is not None:
         model.config.dtype = str(dtype).removeprefix("torch.")
-    model.config.architectures = [stock_class(type(model)).__name__]
+    kind = stock_class(type(model))
+    model.config.architectures = [kind.__name__]
     try:
+        save_code(kind, model.config, folder)
         model.config.save_pretrained(folder)
     finally:
         model.config.dtype, model.config.architectures = original

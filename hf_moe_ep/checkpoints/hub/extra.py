@@ -12,7 +12,8 @@ causal LM is not one of them: TRL lets reward models ignore it, and no checkpoin
 
     loaded by                        extra tensors are
     from_pretrained of this package  what the class ignores or `ignore_unexpected` matches
-    stock's from_pretrained          what the class ignores; `patch` looks for them
+    stock's from_pretrained          what the class ignores; `patch` looks for them in the folder
+                                     that the config names, whose values it compares
 
 Rank 0 writes checkpoints, so only the references of rank 0 are used.
 """
@@ -20,9 +21,11 @@ Rank 0 writes checkpoints, so only the references of rank 0 are used.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,9 +37,13 @@ from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
 from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
+    INDEX,
+    SINGLE,
     FileTensor,
     Reader,
+    read_files,
     read_index,
+    read_weights,
 )
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import StillHere, is_first, rank_of_launch
@@ -59,8 +66,11 @@ from hf_moe_ep.upstream.models import (
 )
 
 _logger = logging.getLogger("hf_moe_ep")
-# The number of parameters by which a model is compared with the commits in the hub's cache.
-_SAMPLES = 32
+_LOADED_FILES = "_hf_moe_ep_loaded_files"
+# The names of weights in one file, and of indexes, with or without a variant.
+_WEIGHTS = re.compile(
+    r"model(\.(?![^.]*-of-)[^.]+)?\.safetensors|model\.safetensors\.index(\.[^.]+)?\.json"
+)
 
 
 def check_patterns(ignore_unexpected: Sequence[str]) -> tuple[str, ...]:
@@ -93,7 +103,8 @@ def refer_to(
 def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     """Find the extra tensors of a model that stock's from_pretrained has loaded.
 
-    Only rank 0 looks for them. A warning says so if it cannot find the checkpoint any more.
+    Only rank 0 looks for them. A warning says so if it cannot find the checkpoint any more, or
+    finds other weights there.
     """
     stock = without_adapters(model)
     if rank_of_launch() != 0:
@@ -131,54 +142,163 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     return refer_to(stock, folder, extra)
 
 
+def remember_files(model: nn.Module, files: Sequence[Path]) -> None:
+    """Store the files from which stock's from_pretrained has loaded a model, for `find_loaded`."""
+    setattr(model, _LOADED_FILES, tuple(files))
+
+
 def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
     """Return the folder from which stock's from_pretrained has loaded a model, and its tensors.
 
-    The result is None if the model was not loaded.
+    The result is None if the model was not loaded. Unless `remember_files` was called, only the
+    name that was passed to from_pretrained is known. A folder of this name may hold other weights
+    as well, which `subfolder=` and `variant=` choose, or may have been overwritten, so values are
+    compared.
 
     Raises:
-        ValueError: the folder does not exist any more, or it is unclear which folder it is.
+        ValueError: the folder does not exist any more; it is unclear which weights the model has.
     """
-    folders = {folder: read_index(folder) for folder in folders_of_loaded(stock)}
-    return _choose_loaded(stock, folders) if folders else None
+    files: tuple[Path, ...] = getattr(stock, _LOADED_FILES, ())
+    if files:
+        return files[0].parent, read_files(files)
+    folders = folders_of_loaded(stock)
+    if len(folders) > 1:
+        return _choose_commit(stock, folders)
+    return _choose_weights(stock, folders[0]) if folders else None
 
 
-def _choose_loaded(
-    model: nn.Module, folders: Mapping[Path, dict[str, FileTensor]]
-) -> tuple[Path, dict[str, FileTensor]]:
-    """Choose the folder whose weights the model has, by samples of some parameters.
+def _choose_commit(model: nn.Module, folders: list[Path]) -> tuple[Path, dict[str, FileTensor]]:
+    """Choose the commit of the hub's cache whose weights the model has.
 
     Raises:
-        ValueError: there are several folders, and none or more than one has the samples.
+        ValueError: none or more than one of the commits has all values that are compared.
     """
-    if len(folders) == 1:
-        return next(iter(folders.items()))
-    fitting = [folder for folder, tensors in folders.items() if _has_values(model, tensors)]
+    read = {folder: read_index(folder) for folder in folders}
+    fitting = [folder for folder, tensors in read.items() if _compare(model, tensors).is_exact]
     if len(fitting) != 1:
         names = ", ".join(map(str, folders))
         raise ValueError(
             f"{len(fitting)} of {len(folders)} folders in the cache have the weights of this "
             f"model: {names}; load the model from a folder, or delete the commits that are not used"
         )
-    return fitting[0], folders[fitting[0]]
+    return fitting[0], read[fitting[0]]
 
 
-def _has_values(model: nn.Module, tensors: Mapping[str, FileTensor]) -> bool:
-    """Compare the first values of some parameters with those of the same name in files."""
+def _choose_weights(model: nn.Module, folder: Path) -> tuple[Path, dict[str, FileTensor]]:
+    """Choose the weights in a folder or its subfolders that the model has.
+
+    The user may have changed some tensors since the model was loaded, for example by merging an
+    adapter. If no weights are equal to those of the model, the nearest are chosen, provided that
+    most of the compared tensors are equal.
+
+    Raises:
+        ValueError: no weights are near to those of the model, or several are.
+    """
+    tensors = read_index(folder)
+    found = _compare(model, tensors)
+    if found.is_exact:
+        return folder, tensors
+    compared = [(found, folder, tensors)]
+    for file in _list_other_weights(folder, tensors):
+        try:
+            others = read_weights(file.parent, file.name)
+        except (ValueError, OSError):
+            continue  # from_pretrained cannot have loaded this file either
+        compared.append((_compare(model, others), file.parent, others))
+    if found.total == 0 and len(compared) == 1:
+        return folder, tensors
+    most = max(same.equal for same, _, _ in compared)
+    nearest = [entry for entry in compared if entry[0].equal == most]
+    best, its_folder, its_tensors = nearest[0]
+    if len(nearest) == 1 and 2 * best.equal > best.total:
+        return its_folder, its_tensors
+    rows = ", ".join(f"{path} ({same.equal} of {same.total})" for same, path, _ in compared)
+    raise ValueError(
+        f"the weights in {folder} are not those of this model, which may have been loaded with "
+        f"subfolder= or variant=, or changed since. Compared tensors that are equal: {rows}. Name "
+        f"the folder of the weights in from_pretrained, and patch the model before its weights "
+        f"are changed"
+    )
+
+
+def _list_other_weights(folder: Path, tensors: Mapping[str, FileTensor]) -> list[Path]:
+    """List the checkpoints that `subfolder=` and `variant=` could choose, files or indexes.
+
+    The checkpoint in the folder that has `tensors` is left out. Subfolders of subfolders are
+    searched, and no deeper folders.
+    """
+    known = {tensor.file for tensor in tensors.values()}
+    found: list[Path] = []
+    for name, subfolders, names in os.walk(folder):
+        path = Path(name)
+        depth = len(path.relative_to(folder).parts)
+        subfolders[:] = sorted(x for x in subfolders if x[0] != ".") if depth < 2 else []
+        # Loaders prefer one file to an index. The index of `folder` is known, or not used.
+        known |= {path / INDEX} if path == folder or SINGLE in names else set()
+        files = [path / file for file in sorted(names) if _WEIGHTS.fullmatch(file)]
+        found += [file for file in files if file not in known]
+    return found
+
+
+class _Compared(NamedTuple):
+    """How many tensors of a model were compared with those of files, and how many are equal."""
+
+    equal: int
+    total: int
+
+    @property
+    def is_exact(self) -> bool:
+        return 0 < self.total == self.equal
+
+
+def _compare(model: nn.Module, tensors: Mapping[str, FileTensor]) -> _Compared:
+    """Compare one row of some parameters with the values of the same key in files.
+
+    Two models of one architecture may share embeddings, and bf16 norms that no training has
+    changed. So the matrices of layers are compared, three of each kind: of the first layer, of the
+    last, and of one in between. Quantised tensors are left out. A model without such matrices is
+    compared by its other tensors.
+    """
     named = [
-        (parameter.detach(), tensors[file_name(name)])
-        for name, parameter in model.named_parameters()
-        if file_name(name) in tensors and not parameter.is_meta and parameter.ndim
+        (key, parameter.detach())
+        for key, parameter in ((file_name(name), p) for name, p in model.named_parameters())
+        if key in tensors and parameter.ndim and not parameter.is_meta
+        if _is_plain(parameter.dtype) and _is_plain(tensors[key].dtype)
     ]
-    step = max(1, len(named) // _SAMPLES)
+    in_layers = [(key, parameter) for key, parameter in named if re.search(r"\.\d+\.", key)]
+    matrices = [(key, parameter) for key, parameter in in_layers if parameter.ndim > 1]
+    kinds: dict[str, list[tuple[str, Tensor]]] = {}
+    for key, parameter in matrices or in_layers or named:
+        kinds.setdefault(re.sub(r"\d+", "N", key), []).append((key, parameter))
+    samples = [
+        same_kind[number]
+        for same_kind in kinds.values()
+        for number in sorted({0, len(same_kind) // 2, len(same_kind) - 1})
+    ]
     with Reader() as reader:
-        for parameter, tensor in named[::step]:
-            rows = ((0, 1), *((0, size) for size in tensor.shape[1:]))
-            if tensor.shape != parameter.shape:
-                return False
-            if not torch.equal(reader.read(tensor, rows).to(parameter.dtype), parameter[:1].cpu()):
-                return False
-    return bool(named)
+        equal = sum(_has_row(parameter, tensors[key], reader) for key, parameter in samples)
+    return _Compared(equal, len(samples))
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Return True for a dtype of values that are not quantised."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _has_row(parameter: Tensor, tensor: FileTensor, reader: Reader) -> bool:
+    """Return True if the first row of a parameter has the values of a tensor in a file.
+
+    The parameter may have been rounded to 16 bits when it was loaded, and cast again since.
+    """
+    if tensor.shape != parameter.shape:
+        return False
+    box = (*((0, 1) for _ in tensor.shape[1:]), (0, tensor.shape[-1]))
+    stored = reader.read(tensor, box).flatten()
+    row = parameter[(0,) * (parameter.ndim - 1)].cpu()
+    return any(
+        torch.equal(stored.to(dtype).to(row.dtype), row)
+        for dtype in (row.dtype, torch.bfloat16, torch.float16)
+    )
 
 
 def _own_keys(layout: Layout, prefix: str) -> set[str]:

@@ -70,7 +70,7 @@ def add_head(
             _initialise(head, parts)
         elif weights is None:
             assert folder is not None
-            _read(head, model, folder, parts.plan)
+            _read(head, model, folder, tensors, parts.plan)
     except BaseException:
         remove_head(model)
         raise
@@ -102,7 +102,7 @@ def _find_source(
     except (ValueError, OSError) as error:
         raise ValueError(
             f"mtp_layers={config.mtp_layers} builds a head from the checkpoint of the model, which "
-            f"cannot be found any more: {error}"
+            f"was not found: {error}"
         ) from error
     if loaded is not None:
         return loaded
@@ -122,11 +122,17 @@ def _initialise(head: MtpHead, parts: Parts) -> None:
     initialise(parts.causal_lm, head)
 
 
-def _read(head: MtpHead, model: nn.Module, folder: Path, plan: ModelPlan) -> None:
-    """Read the whole head from a checkpoint."""
+def _read(
+    head: MtpHead,
+    model: nn.Module,
+    folder: Path,
+    tensors: Mapping[str, FileTensor],
+    plan: ModelPlan,
+) -> None:
+    """Read the whole head from the tensors of a checkpoint."""
     prefix = next(name for name, module in model.named_modules() if module is head)
     names = [f"{prefix}.{name}" for name, _ in head.named_parameters()]
-    stored = match_checkpoint(model, folder, plan, names).stored
+    stored = match_checkpoint(model, folder, plan, names, file_tensors=tensors).stored
     device = next(p.device for p in model.parameters() if not p.is_meta)
     allocate(head, device)
     with Reader() as reader, torch.no_grad():

@@ -161,8 +161,11 @@ def match_checkpoint(
     plan: ModelPlan,
     empty: Iterable[str],
     ignore_unexpected: Sequence[str] = (),
+    file_tensors: Mapping[str, FileTensor] | None = None,
 ) -> Match:
     """Find where a checkpoint stores parameters, on this rank alone; see `find_weights`.
+
+    `file_tensors` are the tensors of the checkpoint in `directory`; None reads them from its files.
 
     Raises:
         ValueError: the folder is no complete checkpoint; tensors are missing or have another shape.
@@ -174,7 +177,7 @@ def match_checkpoint(
             *persistent_buffers(model),
         )
     }
-    file_tensors = read_index(directory)
+    file_tensors = read_index(directory) if file_tensors is None else file_tensors
     layout = hub_layout(model, plan, shapes, copies=False)
     tensors: Mapping[str, FileTensor] = file_tensors
     try:
@@ -204,7 +207,7 @@ def match_checkpoint(
     extra = {key: file_tensors[key_in_file.get(key, key)] for key in others if key in ignored}
     extra |= {key: file_tensors[key] for key in of_others}
     check_extra(extra, layout, stored.values())
-    return Match(stored, sorted(unexpected), extra, file_tensors)
+    return Match(stored, sorted(unexpected), extra, dict(file_tensors))
 
 
 def _find_scaled_extra(

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_moe_ep.checkpoints.hub.read import check_same_weights, load_weights, match_checkpoint
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
-from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, fingerprint
+from hf_moe_ep.checkpoints.storage.safetensors_file import (
+    FileTensor,
+    Reader,
+    fingerprint,
+    read_files,
+)
 from hf_moe_ep.config import launched_local_rank
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import local_tensor, whole_box
@@ -71,18 +77,23 @@ class Unread:
         """A copy of the model reads the same files."""
         return self
 
+    def read_whole(self, model: nn.Module) -> None:
+        """Read all of these parameters of their model, for code that does not know files."""
+        read_whole(model)
+
 
 def find_unread(
-    model: nn.Module, folder: str | os.PathLike[str], plan: ModelPlan, names: Iterable[str]
+    model: nn.Module, files: Sequence[Path], plan: ModelPlan, names: Iterable[str]
 ) -> Unread:
-    """Find the parameters `names` of a model on meta in a checkpoint, and read none of them.
+    """Find the parameters `names` of a model on meta in the files of a checkpoint; read no values.
 
     Raises:
-        ValueError: the folder is no complete checkpoint; tensors are missing or have another shape;
+        ValueError: the files are no complete checkpoint; tensors are missing or have another shape;
             or tensors are quantised, so that they are not read as they are stored.
     """
     names = set(names)
-    found = match_checkpoint(model, folder, plan, names)
+    folder = files[0].parent
+    found = match_checkpoint(model, folder, plan, names, file_tensors=read_files(files))
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
     stored = {file_name(name): found.stored[name] for name in names}
     keys: dict[str, FileTensor] = {}

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.ranks.boxes import Box, box_sizes
+from hf_moe_ep.upstream.named_weights import named_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -118,6 +119,9 @@ class FileTensor:
 def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[str, FileTensor]:
     """Find every tensor of a checkpoint folder, by key.
 
+    As in transformers, the file that config.json names has precedence over model.safetensors
+    (`upstream/named_weights.py`), and model.safetensors over an index.
+
     Args:
         single: the file name of a checkpoint in one file. The index of a checkpoint in several
             files has this name with ".index.json" appended.
@@ -127,30 +131,56 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
             safetensors file; a file lacks a tensor that the index names. The error names the file.
     """
     directory, index = Path(directory), f"{single}.index.json"
-    if (directory / single).is_file():  # this file has precedence over an index, as in transformers
-        return read_header(directory / single)[0]
-    if not (directory / index).is_file():
+    named = named_weights(directory) if single == SINGLE else None
+    if named is not None and not (directory / named).is_file():
+        raise ValueError(
+            f"{directory} has no {named}, which its config.json names as transformers_weights; add "
+            f"the file, or remove the field to load {SINGLE}"
+        )
+    if named is not None:
+        return read_weights(directory, named)
+    if not (directory / single).is_file() and not (directory / index).is_file():
         raise ValueError(
             f"{directory} holds no safetensors checkpoint: neither {single} nor {index} exists"
         )
+    return read_weights(directory, single if (directory / single).is_file() else index)
+
+
+def read_weights(directory: Path, name: str) -> dict[str, FileTensor]:
+    """Find every tensor of the file `name`, or of the files that it names if it is an index.
+
+    Raises:
+        ValueError: as `read_index`.
+    """
+    if not name.endswith(".json"):
+        return read_header(directory / name)[0]
     try:
-        file_of: dict[str, str] = json.loads((directory / index).read_text("utf-8"))["weight_map"]
+        file_of: dict[str, str] = json.loads((directory / name).read_text("utf-8"))["weight_map"]
         names = sorted(set(file_of.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{directory / index} is no index or damaged: {reason}") from error
+        raise ValueError(f"{directory / name} is no index or damaged: {reason}") from error
     tensors: dict[str, FileTensor] = {}
-    for name in names:
-        if not (directory / name).is_file():
-            raise ValueError(f"{directory / name} is missing, but {index} names it")
-        in_file, _ = read_header(directory / name)
-        in_index = {key for key, file in file_of.items() if file == name}
+    for file in names:
+        if not (directory / file).is_file():
+            raise ValueError(f"{directory / file} is missing, but {name} names it")
+        in_file, _ = read_header(directory / file)
+        in_index = {key for key, other in file_of.items() if other == file}
         if missing := sorted(in_index - in_file.keys()):
             raise ValueError(
-                f"{directory / name} has no tensor {missing[0]}, but {index} says that it has"
+                f"{directory / file} has no tensor {missing[0]}, but {name} says that it has"
             )
         tensors.update((key, tensor) for key, tensor in in_file.items() if key in in_index)
     return tensors
+
+
+def read_files(files: Iterable[Path]) -> dict[str, FileTensor]:
+    """Find every tensor of some files, by key; as in transformers, the last file has precedence.
+
+    Raises:
+        ValueError: as `read_header`.
+    """
+    return {key: tensor for file in files for key, tensor in read_header(file)[0].items()}
 
 
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:

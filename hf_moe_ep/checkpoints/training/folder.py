@@ -10,7 +10,8 @@
     extra_tensors.json       where tensors lie that the model's class ignores (`extra.py`)
     quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
-    config.json, ..          the model's config, for `hf-moe-ep convert`
+    config.json, ..          the model's config, for `hf-moe-ep convert`, and the Python files of a
+                             model that was loaded with trust_remote_code=True
 
 No file is a pickle. The manifest gets its name by a rename at the end: a folder without a manifest
 is unfinished, and the checkpoint before it stays the newest.
@@ -93,6 +94,9 @@ def check_free(path: Path) -> None:
 
 def _is_known(name: str) -> bool:
     known = (TENSORS, STATE, BASE, EXTRA, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
+    # Python files are those of a model that was loaded with trust_remote_code=True.
+    if Path(name).suffix == ".py":
+        return True
     return name in known or name.startswith(STAGED) or Path(name).match("random-*.json")
 
 
