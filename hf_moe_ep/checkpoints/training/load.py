@@ -177,26 +177,14 @@ def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFil
             entry.tensor.copy_(entry.in_model_form(targets[f"model.{name}"]))
 
 
-def _ranks_per_batch(layout: dict[str, Any]) -> int:
-    """Return the number of ranks that share a batch; older checkpoints have no cp_size."""
-    size: int = layout["sp_size"] * layout.get("cp_size", 1)
-    return size
-
-
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
-    saved_pp = saved_layout.get("pp_size", 1)  # older files lack it
-    ranks_per_stage = layout["world_size"] // layout["pp_size"]
-    saved_ranks_per_stage = saved_layout["world_size"] // saved_pp
-    saved_per_batch, per_batch = map(_ranks_per_batch, (saved_layout, layout))
-    num_saved, num_now = saved_ranks_per_stage // saved_per_batch, ranks_per_stage // per_batch
-    stage, rank_in_stage = divmod(rank, ranks_per_stage)
-    data_rank, index = divmod(rank_in_stage, per_batch)
+    num_saved, num_now = map(random_state.num_data_ranks, (saved_layout, layout))
+    data_rank = random_state.data_rank_of(layout, rank)
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == state.device.type:
-        first = stage % saved_pp * saved_ranks_per_stage
-        saved_rank = first + data_rank * saved_per_batch + index % saved_per_batch
+        saved_rank = random_state.saved_rank_of(saved_layout, layout, rank)
         rank_state = _read_random(path, saved_rank)
         random_state.restore(rank_state, state.device)
         return
