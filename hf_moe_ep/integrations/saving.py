@@ -252,6 +252,12 @@ def get_state_dict(
     return pack_factors(model, in_stock_shapes(model, state_dict))
 
 
+def state_dict_type(accelerator: Accelerator) -> str:
+    """Return the name of the kind of state dict that Accelerate saves; "" without FSDP."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return getattr(getattr(plugin, "state_dict_type", None), "name", "")
+
+
 def check_state_dict_type(accelerator: Accelerator) -> None:
     """Raise ValueError if Accelerate's checkpoint would not hold the state of the whole model.
 
@@ -260,7 +266,7 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
     shapes that parameters have with this etp_size.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kind = getattr(getattr(plugin, "state_dict_type", None), "name", "")
+    kind = state_dict_type(accelerator)
     for model in prepared_models(accelerator):
         state = find_state(model)
         if state is None or kind == "SHARDED_STATE_DICT":

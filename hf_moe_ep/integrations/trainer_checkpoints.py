@@ -17,9 +17,10 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
 model's own parameter names, but in the layout of the hub experts have other names: stock would
-report the experts as missing and keep their old values. `checkpoints/storage/unpickle.py` checks
-the files of torch.distributed.checkpoint (DCP); the Trainer reads all other files with
-weights_only=True.
+report the experts as missing and keep their old values. With adapters, stock code saves and loads
+the active adapter only. `checkpoints/training/beside_adapters.py` saves and loads all other tensors
+that are trained. `checkpoints/storage/unpickle.py` checks the files of torch.distributed.checkpoint
+(DCP); the Trainer reads all other files with weights_only=True.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from accelerate.utils import is_peft_model
 
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
@@ -46,15 +48,27 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
+from hf_moe_ep.checkpoints.training.beside_adapters import (
+    BESIDE,
+    check_beside,
+    read_beside,
+    write_beside,
+)
 from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
 from hf_moe_ep.etp import names_apart
-from hf_moe_ep.integrations.saving import check_state_dict_type, restore_all_extra, write_extra
+from hf_moe_ep.integrations.saving import (
+    check_state_dict_type,
+    restore_all_extra,
+    state_dict_type,
+    write_extra,
+)
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.adapters import has_adapters
-from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
+from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -87,6 +101,8 @@ def save_checkpoint(
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
             together(f"saving {folder}", lambda: original(self, model, trial))
+            if (names := _names_with_adapters(self)) is not None:
+                write_beside(self.model, folder, names)
     finally:
         del _held_back[os.path.abspath(folder.parent)]
     if state.config.experts_dtype is not None:
@@ -224,11 +240,41 @@ def load_model(
             experts_in_hub_order(self.model, self.optimizer),
             loaded_in_parts(names_apart(self.model)),
         ):
-            return original(self, *args, **kwargs)
-    names = [name for name, _ in model.named_parameters()]
-    weights = find_weights(model, folder, state.plan, names)
+            if (names := _names_with_adapters(self)) is None:
+                return original(self, *args, **kwargs)
+            # PEFT itself restores most of the parameters that compute a prompt.
+            strict = not learns_prompts(model)
+            saved = check_beside(self.model, Path(folder), names, strict=strict)
+            loaded = original(self, *args, **kwargs)
+            read_beside(self.model, Path(folder), saved)
+            return loaded
+    parameters = [name for name, _ in model.named_parameters()]
+    weights = find_weights(model, folder, state.plan, parameters)
     load_weights(model, weights.stored, self.args.device)
     return None
+
+
+def _names_with_adapters(trainer: transformers.Trainer) -> set[str] | None:
+    """Return the names of the tensors that stock code saves of a PeftModel; None: of all models.
+
+    Accelerate saves the active adapter with SHARDED_STATE_DICT, and otherwise all trainable
+    parameters and all buffers (`_get_model_state_dict` in accelerate/utils/fsdp_utils.py). Without
+    FSDP the Trainer saves all adapters.
+    """
+    model: Any = unwrap(trainer.model)
+    if not is_peft_model(model):
+        return None
+    if trainer.is_fsdp_enabled and state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
+        trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
+        return trained | {canonical_name(name) for name, _ in persistent_buffers(model)}
+    if learns_prompts(model):
+        return set()  # PEFT saves the prompts that its encoder computes, not the encoder.
+    tensors = {canonical_name(name): p.detach() for name, p in model.named_parameters()}
+    tensors |= {canonical_name(name): buffer for name, buffer in persistent_buffers(model)}
+    by_adapter = keys_of_adapters(model, tensors, save_embedding_layers=False)
+    if trainer.is_fsdp_enabled:
+        return set(by_adapter.get(model.active_adapter, {}).values())
+    return {name for keys in by_adapter.values() for name in keys.values()}
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
@@ -237,6 +283,6 @@ def _remove_files_of_ranks(folder: Path) -> None:
     Otherwise, if the earlier run had more ranks than this run, a later run with as many ranks
     would resume with outdated random states.
     """
-    for pattern in ("rng_state*.pth", "*/*.distcp"):
+    for pattern in ("rng_state*.pth", "*/*.distcp", f"{BESIDE}/*"):
         for file in folder.glob(pattern):
             file.unlink()

@@ -1,8 +1,10 @@
-"""`model.save_pretrained` of a sharded model works as Accelerate's examples call it.
+"""A sharded model is saved as the examples of Accelerate, PEFT and the Trainer save models.
 
-They call it on every rank, with `is_main_process` and `save_function`, and without a state dict.
+Accelerate's examples call `model.save_pretrained` on every rank, with `is_main_process` and
+`save_function`, and without a state dict.
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from peft import (
+    LoraConfig,
     PeftConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -27,10 +30,14 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
+from support.jobs.trainer import training_rows, whole
 from support.launched import FP32_BUDGET, launched, prepared
 from support.tiny_models import batch, tiny
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
+from hf_moe_ep import patch
+from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.integrations import saving
 
 
@@ -182,12 +189,67 @@ def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: i
                 model.save_pretrained("/nowhere", **option)  # type: ignore[operator]
 
 
+def _trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
+    defaults = {"use_cpu": True, "max_steps": 1, "report_to": [], "disable_tqdm": True}
+    options: Any = defaults | {"save_strategy": "no", "learning_rate": 0.05} | arguments
+    return Trainer(
+        model=patch(model, ep_size=2),
+        args=TrainingArguments(folder, **options),
+        train_dataset=training_rows("uneven")[:16],
+    )
+
+
+def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
+    """Make a model whose active adapter and routers are trained; a second adapter is frozen."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(tiny(dtype=torch.float32, num_hidden_layers=1), config)
+    model.add_adapter("second", config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.requires_grad_(True)
+    return model
+
+
+def what_is_trained_beside_an_adapter_is_resumed(rank: int, world: int, folder: str) -> None:
+    """Stock's checkpoint has the moments of the router, but neither it nor the second adapter."""
+    save = {"save_strategy": "steps", "save_steps": 1}
+    router = "base_model.model.model.layers.0.mlp.gate.weight"
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        out = f"{folder}/{kind}"
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            trainer = _trainer(out, _with_two_adapters_and_a_trained_router(1), **save)
+            before = whole(trainer.model)
+            trainer.train()
+            expected = whole(trainer.model)
+            assert not torch.equal(before[router], expected[router])
+            trainer.accelerator.save_state(f"{out}/state")
+            resumed = _trainer(out, _with_two_adapters_and_a_trained_router(2), **save)
+            resumed.train(resume_from_checkpoint=True)  # no step is left
+            assert_equal(whole(resumed.model), expected)
+            with torch.no_grad():
+                for parameter in resumed.model.parameters():
+                    parameter.fill_(5.0)
+            resumed.accelerator.load_state(f"{out}/state")
+            assert_equal(whole(resumed.model), expected)
+            checkpoint = Path(out, "checkpoint-1")
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(checkpoint / "beside_adapters")
+            dist.barrier()
+            manifest.write(checkpoint, {})
+            lacking = ".*lora_A.second.weight" if kind.startswith("FULL") else f".*{router}"
+            with pytest.raises(ValueError, match=f"has the active adapter, but lacks {lacking}"):
+                resumed.train(resume_from_checkpoint=True)
+
+
 ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
     prompt_encoders_are_trained_saved_and_used_by_generate,
     saving_on_the_main_process_alone_raises_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
+    what_is_trained_beside_an_adapter_is_resumed,
 ]
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.close import assert_close
 from support.jobs.trainer import Case, launch, training_rows
 from support.planted import Shell, plant
@@ -174,8 +175,8 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
-    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+def _trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
+    model = tiny(dtype=torch.float32, num_hidden_layers=1) if model is None else model
     return Trainer(
         model=patch(model) if patched else model,
         args=TrainingArguments(
@@ -263,6 +264,41 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -
             resumed._load_best_model()
         for name, parameter in resumed.model.named_parameters():
             assert torch.equal(parameter, expected[name]), (load, name)
+
+
+def test_tensors_beside_an_adapter_are_resumed_in_one_process(
+    tmp_path: Path, environment: None
+) -> None:
+    """Stock saves only the adapter. A checkpoint of stock is refused if it lacks a parameter.
+
+    If it lacks only buffers, such as a router's correction bias, there is a warning.
+    """
+
+    def make(trained: str) -> Any:
+        base = tiny(dtype=torch.float32, num_hidden_layers=1)
+        base.model.register_buffer("correction_bias", torch.zeros(2))
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        for name, parameter in model.named_parameters():
+            if trained and name.endswith(trained):
+                parameter.requires_grad_(True)
+        return model
+
+    trainer = _trainer(tmp_path, True, make("mlp.gate.weight"), learning_rate=0.05)
+    trainer.model.base_model.model.model.correction_bias.fill_(0.25)
+    trainer.train()
+    expected = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    resumed = _trainer(tmp_path, True, make("mlp.gate.weight"))
+    resumed.train(resume_from_checkpoint=True)
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.rmtree(checkpoint / "beside_adapters")
+    manifest.write(checkpoint, {})
+    with pytest.raises(ValueError, match=r"checkpoint-3 has the active adapter, but lacks .*gate"):
+        resumed.train(resume_from_checkpoint=True)
+    adapter_alone = _trainer(tmp_path, True, make(""))
+    with pytest.warns(UserWarning, match=r"checkpoint-3 lacks .*correction_bias, as checkpoints"):
+        adapter_alone._load_from_checkpoint(str(checkpoint))
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:
