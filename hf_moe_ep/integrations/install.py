@@ -410,6 +410,11 @@ TRAINER_METHODS = (
             trainer_checkpoints.load_optimizer,
             "refuses pickles that contain code, which torch would run",
         ),
+        (
+            "_load_rng_state",
+            trainer_checkpoints.load_random,
+            "seeds random generators anew if other ranks have saved, as load_checkpoint does",
+        ),
     ),
     *_build_rows(
         _TRAINER,

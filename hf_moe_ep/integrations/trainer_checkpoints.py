@@ -28,6 +28,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,7 @@ from hf_moe_ep.checkpoints.training.beside_adapters import (
 )
 from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
 from hf_moe_ep.etp import names_apart
+from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
     restore_all_extra,
@@ -74,6 +76,8 @@ from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # `transformers.trainer` also has this name, but its import takes seconds.
 _TRAINER_STATE = "trainer_state.json"
+# The key in the manifest's layout under which `_rows_per_step` is saved.
+_ROWS = "rows_per_step"
 
 # By output folder of the Trainer: calls that are postponed until the manifest is written.
 _held_back: dict[str, list[Callable[[], None]]] = {}
@@ -110,7 +114,7 @@ def save_checkpoint(
         base = describe_base(self.model)
         on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_extra([self.model], folder)
-    manifest.write(folder, layout_of(state))
+    manifest.write(folder, layout_of(state) | {_ROWS: _rows_per_step(self)})
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
 
@@ -163,6 +167,8 @@ def train(
 ) -> Any:
     """Wrap `Trainer.train`: resume from complete checkpoints only.
 
+    A warning says if the run has another number of rows per optimizer step than the saved run.
+
     Raises:
         ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
             or absent.
@@ -180,7 +186,49 @@ def train(
 
     folder, verifiable = on_first("resuming", choose)
     check_resumable(folder, verifiable)
+    on_first("resuming", lambda: _warn_of_other_rows(self, folder))
     return original(self, os.fspath(folder), *args, **kwargs)
+
+
+def _rows_per_step(trainer: transformers.Trainer) -> int:
+    """Return the number of rows of one optimizer step, on all ranks together."""
+    args = trainer.args
+    if trainer.accelerator.split_batches:  # a batch of the loader is for all ranks
+        return args.train_batch_size * args.gradient_accumulation_steps
+    return trainer.get_total_train_batch_size(args)
+
+
+def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
+    """Warn if the run has other rows per optimizer step than the saved run, and say how to match.
+
+    The Trainer finds its position in the data by the number of optimizer steps, and skips as many
+    steps of this run. With half as many rows per step, for example on half as many ranks, it would
+    train half of the rows of this epoch for a second time.
+    """
+    saved, rows = saved_layout(folder).get(_ROWS), _rows_per_step(trainer)
+    if saved is None or saved == rows:
+        return
+    size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
+    data_ranks = rows // (size * accumulation)
+    rows_per_rank, rest = divmod(saved, data_ranks)
+    if rest:
+        remedy = (
+            f"no batch size of {data_ranks} data ranks gives {saved} rows, so resume on a number "
+            f"of data ranks that divides {saved}"
+        )
+    else:
+        fitting = max(n for n in range(1, size + 1) if rows_per_rank % n == 0)
+        remedy = (
+            f"to continue at the same row, set per_device_train_batch_size={fitting} and "
+            f"gradient_accumulation_steps={rows_per_rank // fitting}"
+        )
+    warnings.warn(
+        f"{folder} was saved with {saved} rows per optimizer step, and this run has {rows} "
+        f"({data_ranks} data ranks, per_device_train_batch_size={size}, "
+        f"gradient_accumulation_steps={accumulation}): the Trainer finds its position in the data "
+        f"by counting optimizer steps, so rows are repeated or left out; {remedy}",
+        stacklevel=2,
+    )
 
 
 def _check_is_of_trainer(folder: Path) -> None:
@@ -216,6 +264,30 @@ def load_optimizer(
         loaded_in_parts(names_apart(self.model)),
     ):
         return original(self, checkpoint, *args, **kwargs)
+
+
+def load_random(
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    checkpoint: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap `Trainer._load_rng_state`: seed random generators anew if other ranks have saved.
+
+    Stock leaves the generators of a rank alone if the checkpoint has no file for it.
+    """
+    state = None if self.model is None else find_state(self.model)
+    if checkpoint is None or state is None:
+        return original(self, checkpoint, *args, **kwargs)
+    if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
+        return original(self, checkpoint, *args, **kwargs)
+    return None
+
+
+def _random_file(rank: int, world: int) -> str:
+    """Return the name of the file of random states of a rank (transformers/trainer.py)."""
+    return f"rng_state_{rank}.pth" if world > 1 else "rng_state.pth"
 
 
 def load_model(

@@ -233,6 +233,7 @@ def what_is_trained_beside_an_adapter_is_resumed(rank: int, world: int, folder: 
             resumed.accelerator.load_state(f"{out}/state")
             assert_equal(whole(resumed.model), expected)
             checkpoint = Path(out, "checkpoint-1")
+            assert manifest.read(checkpoint)["layout"]["rows_per_step"] == 2 * 8
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(checkpoint / "beside_adapters")
