@@ -38,7 +38,7 @@ from hf_moe_ep.etp import in_stock_shapes, names_apart
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first
+from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
 from hf_moe_ep.upstream.adapters import (
@@ -58,21 +58,29 @@ def save_model(
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
-    """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters."""
+    """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters.
+
+    Raises:
+        RuntimeError: on every rank that called this: another rank did not, or a rank failed.
+    """
     state = find_state(self.model)
     sharded = state is not None and state.meshes is not None
     if not sharded or _internal_call or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
+    check_everyone_calls("save_model of the Trainer", alone=ALONE)
     folder = output_dir or self.args.output_dir
     if has_adapters(unwrap(self.model)):
         state_dict = gather_state_dict(self.model)
     else:
         state_dict = _SavedAlready()
         save_pretrained(self.model, folder)
-    if self.args.should_save:
-        save_beside(self, folder, state_dict)
-    self.accelerator.wait_for_everyone()
+
+    def save_other_files() -> None:
+        if self.args.should_save:
+            save_beside(self, folder, state_dict)
+
+    together(f"saving {folder}", save_other_files)
     if self.args.push_to_hub:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

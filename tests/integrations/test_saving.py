@@ -4,6 +4,7 @@ Accelerate's examples call `model.save_pretrained` on every rank, with `is_main_
 `save_function`, and without a state dict.
 """
 
+import errno
 import shutil
 import time
 from collections.abc import Callable
@@ -199,6 +200,35 @@ def _trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
     )
 
 
+def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
+    rank: int, world: int, folder: str
+) -> None:
+    """If only rank 0 saves, or cannot write, an error says so. Otherwise ranks would hang."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        trainer = _trainer(folder, with_lora(tiny(dtype=torch.float32), r=2))
+        trainer.train()
+        if trainer.is_world_process_zero():
+            with (
+                mock.patch.object(saving, "ALONE", timedelta(seconds=1)),
+                pytest.raises(
+                    RuntimeError, match=r"save_model of the Trainer was called on only 1"
+                ),
+            ):
+                trainer.save_model()
+        dist.barrier()
+        with (
+            mock.patch.object(saving, "save_beside", fail),
+            pytest.raises(RuntimeError, match=r"saving .* failed on rank 0: .*No space left"),
+        ):
+            trainer.save_model()
+        trainer.save_model()
+    assert len(load_file(Path(folder, "adapter_model.safetensors"))) > 0
+
+
 def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
     """Make a model whose active adapter and routers are trained; a second adapter is frozen."""
     torch.manual_seed(seed)
@@ -250,6 +280,7 @@ ON_TWO_RANKS = [
     prompt_encoders_are_trained_saved_and_used_by_generate,
     saving_on_the_main_process_alone_raises_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
+    the_trainer_saves_an_adapter_on_every_rank_or_on_none,
     what_is_trained_beside_an_adapter_is_resumed,
 ]
 
