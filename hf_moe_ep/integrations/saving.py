@@ -60,12 +60,16 @@ def save_model(
 ) -> None:
     """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters.
 
+    Internal calls come from a save of a checkpoint, which passes a folder and is left to stock, and
+    from `push_to_hub`, which passes none and needs the files of the model.
+
     Raises:
         RuntimeError: on every rank that called this: another rank did not, or a rank failed.
     """
     state = find_state(self.model)
     sharded = state is not None and state.meshes is not None
-    if not sharded or _internal_call or not self.is_fsdp_enabled:
+    of_checkpoint = _internal_call and output_dir is not None
+    if not sharded or of_checkpoint or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
     check_everyone_calls("save_model of the Trainer", alone=ALONE)
@@ -81,7 +85,7 @@ def save_model(
             save_beside(self, folder, state_dict)
 
     together(f"saving {folder}", save_other_files)
-    if self.args.push_to_hub:
+    if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 

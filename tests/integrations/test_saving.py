@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from peft import (
     LoraConfig,
@@ -229,6 +230,32 @@ def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
     assert len(load_file(Path(folder, "adapter_model.safetensors"))) > 0
 
 
+def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
+    """Stock uploads no weights with SHARDED_STATE_DICT, and fp32 weights with FULL_STATE_DICT."""
+    uploads: list[str] = []
+    hub = mock.Mock(upload_folder=lambda folder_path, **_: uploads.append(folder_path))
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        out = f"{folder}/{kind}"
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            trainer = _trainer(out, tiny(dtype=torch.bfloat16, num_hidden_layers=1), bf16=True)
+            trainer.train()
+            trainer.save_model(f"{out}/saved")
+            trainer.hub_model_id = "nobody/nothing"
+            with (
+                mock.patch.object(transformers.trainer, "hf_api", lambda *_, **__: hub),
+                mock.patch.object(Trainer, "_finish_current_push", lambda self: None),
+            ):
+                trainer.push_to_hub()
+        if rank == 0:
+            assert uploads.pop() == out
+            weights = read_all(Path(out))
+            assert_equal(weights, read_all(Path(out, "saved")))
+            assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+            card = Path(out, "README.md").read_text()
+            assert f"# {kind}" in card and "hf_moe_ep" not in card and "FSDP" not in card, card
+    assert not uploads
+
+
 def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
     """Make a model whose active adapter and routers are trained; a second adapter is frozen."""
     torch.manual_seed(seed)
@@ -281,6 +308,7 @@ ON_TWO_RANKS = [
     saving_on_the_main_process_alone_raises_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
     the_trainer_saves_an_adapter_on_every_rank_or_on_none,
+    push_to_hub_uploads_what_save_model_writes,
     what_is_trained_beside_an_adapter_is_resumed,
 ]
 
