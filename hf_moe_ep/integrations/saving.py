@@ -34,6 +34,7 @@ from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_
 from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
+from hf_moe_ep.config import launched_local_world_size, launched_world_size
 from hf_moe_ep.etp import in_stock_shapes, names_apart
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
@@ -87,6 +88,20 @@ def save_model(
     together(f"saving {folder}", save_other_files)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def check_saves_once(args: transformers.TrainingArguments) -> None:
+    """Raise ValueError if a Trainer would save on each of several nodes.
+
+    Rank 0 alone gets the gathered tensors, so the other nodes would write files without them.
+    """
+    ranks_per_node, world = launched_local_world_size(), launched_world_size()
+    if args.save_on_each_node and ranks_per_node is not None and ranks_per_node < world:
+        raise ValueError(
+            f"save_on_each_node=True on {-(-world // ranks_per_node)} nodes ({world} ranks, "
+            f"{ranks_per_node} per node), but all ranks save a patched model together, once; set "
+            f"save_on_each_node=False, and let output_dir be a folder that all nodes share"
+        )
 
 
 class _SavedAlready(dict[str, Tensor]):

@@ -230,6 +230,17 @@ def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
     assert len(load_file(Path(folder, "adapter_model.safetensors"))) > 0
 
 
+def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -> None:
+    """Without the error the second node writes a model without tensors. One node is no problem."""
+    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with launched(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", **node):  # nothing connects to it
+        with pytest.raises(ValueError, match=r"on 2 nodes \(2 ranks, 1 per node\).*share"):
+            _trainer(folder, model, save_on_each_node=True)
+    with launched():
+        _trainer(folder, model, save_on_each_node=True)
+
+
 def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
     """Stock uploads no weights with SHARDED_STATE_DICT, and fp32 weights with FULL_STATE_DICT."""
     uploads: list[str] = []
@@ -308,6 +319,7 @@ ON_TWO_RANKS = [
     saving_on_the_main_process_alone_raises_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
     the_trainer_saves_an_adapter_on_every_rank_or_on_none,
+    saving_on_each_of_two_nodes_is_refused,
     push_to_hub_uploads_what_save_model_writes,
     what_is_trained_beside_an_adapter_is_resumed,
 ]
