@@ -48,6 +48,7 @@ from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
 from hf_moe_ep.etp import names_apart
+from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_bases,
     check_state_dict_type,
@@ -125,6 +126,11 @@ def load_state(
 ) -> Any:
     """Wrap `Accelerator.load_state`: load complete folders only, and refuse code in DCP's files.
 
+    The number of micro-batches since the last optimizer step becomes that of rank 0 on every rank.
+    Otherwise ranks that did not exist when the state was saved would synchronise gradients in other
+    micro-batches than the other ranks, which would wait for them forever. If other ranks have
+    saved, random generators are seeded anew, with a warning.
+
     Raises:
         ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
             absent; or a file of DCP, which the error names, holds objects other than plain values.
@@ -146,7 +152,16 @@ def load_state(
     with loading_values(folder), _all_experts_in_hub_order(self), loaded_in_parts(apart):
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)
-        return original(self, os.fspath(folder), *args, **kw)
+        loaded = original(self, os.fspath(folder), *args, **kw)
+    # Accelerate reads the step from the file of this rank's random states, and ignores errors.
+    self.step = on_first("load_state", lambda: self.step)
+    reseed_on_other_ranks(folder, _find_states(self)[0], _random_file, "torch_manual_seed")
+    return loaded
+
+
+def _random_file(rank: int, world: int) -> str:
+    """Return the name of the file of random states of a rank (accelerate/checkpointing.py)."""
+    return f"random_states_{rank}.pkl"
 
 
 def _find_states(accelerator: Accelerator) -> list[ModelState]:

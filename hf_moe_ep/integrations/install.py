@@ -167,11 +167,13 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
     """Add our methods to a Trainer that has a patched model, and to its Accelerator.
 
     Raises:
-        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions.
+        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions; or
+            the Trainer would save on each of several nodes.
     """
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
         return
+    saving.check_saves_once(trainer.args)
     prepare.take_over_sizes(getattr(trainer.accelerator, "parallelism_config", None), [model])
     state = find_state(model)
     assert state is not None
@@ -409,6 +411,11 @@ TRAINER_METHODS = (
             "_load_optimizer_and_scheduler",
             trainer_checkpoints.load_optimizer,
             "refuses pickles that contain code, which torch would run",
+        ),
+        (
+            "_load_rng_state",
+            trainer_checkpoints.load_random,
+            "seeds random generators anew if other ranks have saved, as load_checkpoint does",
         ),
     ),
     *_build_rows(

@@ -34,11 +34,12 @@ from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_
 from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
+from hf_moe_ep.config import launched_local_world_size, launched_world_size
 from hf_moe_ep.etp import in_stock_shapes, names_apart
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first
+from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
 from hf_moe_ep.upstream.adapters import (
@@ -58,23 +59,49 @@ def save_model(
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
-    """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters."""
+    """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters.
+
+    Internal calls come from a save of a checkpoint, which passes a folder and is left to stock, and
+    from `push_to_hub`, which passes none and needs the files of the model.
+
+    Raises:
+        RuntimeError: on every rank that called this: another rank did not, or a rank failed.
+    """
     state = find_state(self.model)
     sharded = state is not None and state.meshes is not None
-    if not sharded or _internal_call or not self.is_fsdp_enabled:
+    of_checkpoint = _internal_call and output_dir is not None
+    if not sharded or of_checkpoint or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
+    check_everyone_calls("save_model of the Trainer", alone=ALONE)
     folder = output_dir or self.args.output_dir
     if has_adapters(unwrap(self.model)):
         state_dict = gather_state_dict(self.model)
     else:
         state_dict = _SavedAlready()
         save_pretrained(self.model, folder)
-    if self.args.should_save:
-        save_beside(self, folder, state_dict)
-    self.accelerator.wait_for_everyone()
-    if self.args.push_to_hub:
+
+    def save_other_files() -> None:
+        if self.args.should_save:
+            save_beside(self, folder, state_dict)
+
+    together(f"saving {folder}", save_other_files)
+    if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def check_saves_once(args: transformers.TrainingArguments) -> None:
+    """Raise ValueError if a Trainer would save on each of several nodes.
+
+    Rank 0 alone gets the gathered tensors, so the other nodes would write files without them.
+    """
+    ranks_per_node, world = launched_local_world_size(), launched_world_size()
+    if args.save_on_each_node and ranks_per_node is not None and ranks_per_node < world:
+        raise ValueError(
+            f"save_on_each_node=True on {-(-world // ranks_per_node)} nodes ({world} ranks, "
+            f"{ranks_per_node} per node), but all ranks save a patched model together, once; set "
+            f"save_on_each_node=False, and let output_dir be a folder that all nodes share"
+        )
 
 
 class _SavedAlready(dict[str, Tensor]):
@@ -252,6 +279,12 @@ def get_state_dict(
     return pack_factors(model, in_stock_shapes(model, state_dict))
 
 
+def state_dict_type(accelerator: Accelerator) -> str:
+    """Return the name of the kind of state dict that Accelerate saves; "" without FSDP."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return getattr(getattr(plugin, "state_dict_type", None), "name", "")
+
+
 def check_state_dict_type(accelerator: Accelerator) -> None:
     """Raise ValueError if Accelerate's checkpoint would not hold the state of the whole model.
 
@@ -260,7 +293,7 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
     shapes that parameters have with this etp_size.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kind = getattr(getattr(plugin, "state_dict_type", None), "name", "")
+    kind = state_dict_type(accelerator)
     for model in prepared_models(accelerator):
         state = find_state(model)
         if state is None or kind == "SHARDED_STATE_DICT":

@@ -17,9 +17,10 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
 model's own parameter names, but in the layout of the hub experts have other names: stock would
-report the experts as missing and keep their old values. `checkpoints/storage/unpickle.py` checks
-the files of torch.distributed.checkpoint (DCP); the Trainer reads all other files with
-weights_only=True.
+report the experts as missing and keep their old values. With adapters, stock code saves and loads
+the active adapter only. `checkpoints/training/beside_adapters.py` saves and loads all other tensors
+that are trained. `checkpoints/storage/unpickle.py` checks the files of torch.distributed.checkpoint
+(DCP); the Trainer reads all other files with weights_only=True.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
+from accelerate.utils import is_peft_model
 
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
@@ -46,20 +49,35 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
+from hf_moe_ep.checkpoints.training.beside_adapters import (
+    BESIDE,
+    check_beside,
+    read_beside,
+    write_beside,
+)
 from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
 from hf_moe_ep.etp import names_apart
-from hf_moe_ep.integrations.saving import check_state_dict_type, restore_all_extra, write_extra
+from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
+from hf_moe_ep.integrations.saving import (
+    check_state_dict_type,
+    restore_all_extra,
+    state_dict_type,
+    write_extra,
+)
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.adapters import has_adapters
-from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
+from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # `transformers.trainer` also has this name, but its import takes seconds.
 _TRAINER_STATE = "trainer_state.json"
+# The key in the manifest's layout under which `_rows_per_step` is saved.
+_ROWS = "rows_per_step"
 
 # By output folder of the Trainer: calls that are postponed until the manifest is written.
 _held_back: dict[str, list[Callable[[], None]]] = {}
@@ -87,6 +105,8 @@ def save_checkpoint(
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
             together(f"saving {folder}", lambda: original(self, model, trial))
+            if (names := _names_with_adapters(self)) is not None:
+                write_beside(self.model, folder, names)
     finally:
         del _held_back[os.path.abspath(folder.parent)]
     if state.config.experts_dtype is not None:
@@ -94,7 +114,7 @@ def save_checkpoint(
         base = describe_base(self.model)
         on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_extra([self.model], folder)
-    manifest.write(folder, layout_of(state))
+    manifest.write(folder, layout_of(state) | {_ROWS: _rows_per_step(self)})
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
 
@@ -147,6 +167,8 @@ def train(
 ) -> Any:
     """Wrap `Trainer.train`: resume from complete checkpoints only.
 
+    A warning says if the run has another number of rows per optimizer step than the saved run.
+
     Raises:
         ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
             or absent.
@@ -164,7 +186,49 @@ def train(
 
     folder, verifiable = on_first("resuming", choose)
     check_resumable(folder, verifiable)
+    on_first("resuming", lambda: _warn_of_other_rows(self, folder))
     return original(self, os.fspath(folder), *args, **kwargs)
+
+
+def _rows_per_step(trainer: transformers.Trainer) -> int:
+    """Return the number of rows of one optimizer step, on all ranks together."""
+    args = trainer.args
+    if trainer.accelerator.split_batches:  # a batch of the loader is for all ranks
+        return args.train_batch_size * args.gradient_accumulation_steps
+    return trainer.get_total_train_batch_size(args)
+
+
+def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
+    """Warn if the run has other rows per optimizer step than the saved run, and say how to match.
+
+    The Trainer finds its position in the data by the number of optimizer steps, and skips as many
+    steps of this run. With half as many rows per step, for example on half as many ranks, it would
+    train half of the rows of this epoch for a second time.
+    """
+    saved, rows = saved_layout(folder).get(_ROWS), _rows_per_step(trainer)
+    if saved is None or saved == rows:
+        return
+    size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
+    data_ranks = rows // (size * accumulation)
+    rows_per_rank, rest = divmod(saved, data_ranks)
+    if rest:
+        remedy = (
+            f"no batch size of {data_ranks} data ranks gives {saved} rows, so resume on a number "
+            f"of data ranks that divides {saved}"
+        )
+    else:
+        fitting = max(n for n in range(1, size + 1) if rows_per_rank % n == 0)
+        remedy = (
+            f"to continue at the same row, set per_device_train_batch_size={fitting} and "
+            f"gradient_accumulation_steps={rows_per_rank // fitting}"
+        )
+    warnings.warn(
+        f"{folder} was saved with {saved} rows per optimizer step, and this run has {rows} "
+        f"({data_ranks} data ranks, per_device_train_batch_size={size}, "
+        f"gradient_accumulation_steps={accumulation}): the Trainer finds its position in the data "
+        f"by counting optimizer steps, so rows are repeated or left out; {remedy}",
+        stacklevel=2,
+    )
 
 
 def _check_is_of_trainer(folder: Path) -> None:
@@ -202,6 +266,30 @@ def load_optimizer(
         return original(self, checkpoint, *args, **kwargs)
 
 
+def load_random(
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    checkpoint: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap `Trainer._load_rng_state`: seed random generators anew if other ranks have saved.
+
+    Stock leaves the generators of a rank alone if the checkpoint has no file for it.
+    """
+    state = None if self.model is None else find_state(self.model)
+    if checkpoint is None or state is None:
+        return original(self, checkpoint, *args, **kwargs)
+    if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
+        return original(self, checkpoint, *args, **kwargs)
+    return None
+
+
+def _random_file(rank: int, world: int) -> str:
+    """Return the name of the file of random states of a rank (transformers/trainer.py)."""
+    return f"rng_state_{rank}.pth" if world > 1 else "rng_state.pth"
+
+
 def load_model(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
@@ -224,11 +312,41 @@ def load_model(
             experts_in_hub_order(self.model, self.optimizer),
             loaded_in_parts(names_apart(self.model)),
         ):
-            return original(self, *args, **kwargs)
-    names = [name for name, _ in model.named_parameters()]
-    weights = find_weights(model, folder, state.plan, names)
+            if (names := _names_with_adapters(self)) is None:
+                return original(self, *args, **kwargs)
+            # PEFT itself restores most of the parameters that compute a prompt.
+            strict = not learns_prompts(model)
+            saved = check_beside(self.model, Path(folder), names, strict=strict)
+            loaded = original(self, *args, **kwargs)
+            read_beside(self.model, Path(folder), saved)
+            return loaded
+    parameters = [name for name, _ in model.named_parameters()]
+    weights = find_weights(model, folder, state.plan, parameters)
     load_weights(model, weights.stored, self.args.device)
     return None
+
+
+def _names_with_adapters(trainer: transformers.Trainer) -> set[str] | None:
+    """Return the names of the tensors that stock code saves of a PeftModel; None: of all models.
+
+    Accelerate saves the active adapter with SHARDED_STATE_DICT, and otherwise all trainable
+    parameters and all buffers (`_get_model_state_dict` in accelerate/utils/fsdp_utils.py). Without
+    FSDP the Trainer saves all adapters.
+    """
+    model: Any = unwrap(trainer.model)
+    if not is_peft_model(model):
+        return None
+    if trainer.is_fsdp_enabled and state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
+        trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
+        return trained | {canonical_name(name) for name, _ in persistent_buffers(model)}
+    if learns_prompts(model):
+        return set()  # PEFT saves the prompts that its encoder computes, not the encoder.
+    tensors = {canonical_name(name): p.detach() for name, p in model.named_parameters()}
+    tensors |= {canonical_name(name): buffer for name, buffer in persistent_buffers(model)}
+    by_adapter = keys_of_adapters(model, tensors, save_embedding_layers=False)
+    if trainer.is_fsdp_enabled:
+        return set(by_adapter.get(model.active_adapter, {}).values())
+    return {name for keys in by_adapter.values() for name in keys.values()}
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
@@ -237,6 +355,6 @@ def _remove_files_of_ranks(folder: Path) -> None:
     Otherwise, if the earlier run had more ranks than this run, a later run with as many ranks
     would resume with outdated random states.
     """
-    for pattern in ("rng_state*.pth", "*/*.distcp"):
+    for pattern in ("rng_state*.pth", "*/*.distcp", f"{BESIDE}/*"):
         for file in folder.glob(pattern):
             file.unlink()

@@ -5,6 +5,7 @@ Only complete states are loaded, and loading runs no code from the files.
 
 import errno
 import os
+import random
 import signal
 import time
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch import Tensor
 from hf_moe_ep import newest_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest, unpickle
 from hf_moe_ep.integrations.prepare import fsdp_on_cpu
+from hf_moe_ep.ranks.together import gather
 
 WORLD = 2
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -227,6 +230,42 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
             resumed.accelerator.save_state()
 
 
+def _a_state_of_fewer_ranks_continues_with_one_step_on_all(
+    rank: int, world: int, folder: str
+) -> None:
+    """A rank without random states would synchronise gradients at other times, and hang.
+
+    Each data rank gets generators of its own, the same ones at every load.
+    """
+    state = Path(folder, "state")
+    with launched(**SHARDED):
+        run = _Run(rank)
+        run.accelerator.step = 3
+        run.accelerator.save_state(state)
+        run.accelerator.step = 0  # as in a new process
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.accelerator.load_state(state)  # as many ranks as saved
+        _on_rank_0(rank, (state / "random_states_1.pkl").unlink)
+        layouts = [{}, manifest.read(state)["layout"] | {"world_size": 1, "ep_size": 1}]
+        reasons = ["has no random state of rank 1", "was saved by 1 data ranks on 1 ranks"]
+        draws = []
+        for layout, reason in zip(layouts, reasons, strict=True):
+            manifest.write(state, layout)
+            run.accelerator.step = 0
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run.accelerator.load_state(state)
+            assert run.accelerator.step == 3
+            texts = [str(warning.message) for warning in caught]
+            expected = f"state {reason}, and this run has 2 data ranks on 2 ranks: random gen"
+            assert sum(expected in text for text in texts) == (rank == 0), texts
+            draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
+        assert draws[0] == draws[1]
+        by_rank = gather(draws[0])
+        assert all(mine != others for mine, others in zip(*by_rank, strict=True)), by_rank
+
+
 def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) -> None:
     """No manifest is written or checked, and stock's code unpickles the values."""
     with launched(**SHARDED):
@@ -254,6 +293,7 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
         _files_of_an_earlier_save_are_deleted,
         _a_full_disk_of_one_rank_is_an_error_on_all,
         _automatic_checkpoint_naming,
+        _a_state_of_fewer_ranks_continues_with_one_step_on_all,
         _states_of_an_unpatched_model_are_stock,
     ),
 )

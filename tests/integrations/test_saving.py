@@ -1,8 +1,11 @@
-"""`model.save_pretrained` of a sharded model works as Accelerate's examples call it.
+"""A sharded model is saved as the examples of Accelerate, PEFT and the Trainer save models.
 
-They call it on every rank, with `is_main_process` and `save_function`, and without a state dict.
+Accelerate's examples call `model.save_pretrained` on every rank, with `is_main_process` and
+`save_function`, and without a state dict.
 """
 
+import errno
+import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from peft import (
+    LoraConfig,
     PeftConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -27,10 +32,14 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
+from support.jobs.trainer import training_rows, whole
 from support.launched import FP32_BUDGET, launched, prepared
 from support.tiny_models import batch, tiny
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
+from hf_moe_ep import patch
+from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.integrations import saving
 
 
@@ -182,12 +191,137 @@ def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: i
                 model.save_pretrained("/nowhere", **option)  # type: ignore[operator]
 
 
+def _trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
+    defaults = {"use_cpu": True, "max_steps": 1, "report_to": [], "disable_tqdm": True}
+    options: Any = defaults | {"save_strategy": "no", "learning_rate": 0.05} | arguments
+    return Trainer(
+        model=patch(model, ep_size=2),
+        args=TrainingArguments(folder, **options),
+        train_dataset=training_rows("uneven")[:16],
+    )
+
+
+def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
+    rank: int, world: int, folder: str
+) -> None:
+    """If only rank 0 saves, or cannot write, an error says so. Otherwise ranks would hang."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        trainer = _trainer(folder, with_lora(tiny(dtype=torch.float32), r=2))
+        trainer.train()
+        if trainer.is_world_process_zero():
+            with (
+                mock.patch.object(saving, "ALONE", timedelta(seconds=1)),
+                pytest.raises(
+                    RuntimeError, match=r"save_model of the Trainer was called on only 1"
+                ),
+            ):
+                trainer.save_model()
+        dist.barrier()
+        with (
+            mock.patch.object(saving, "save_beside", fail),
+            pytest.raises(RuntimeError, match=r"saving .* failed on rank 0: .*No space left"),
+        ):
+            trainer.save_model()
+        trainer.save_model()
+    assert len(load_file(Path(folder, "adapter_model.safetensors"))) > 0
+
+
+def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -> None:
+    """Without the error the second node writes a model without tensors. One node is no problem."""
+    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with launched(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", **node):  # nothing connects to it
+        with pytest.raises(ValueError, match=r"on 2 nodes \(2 ranks, 1 per node\).*share"):
+            _trainer(folder, model, save_on_each_node=True)
+    with launched():
+        _trainer(folder, model, save_on_each_node=True)
+
+
+def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
+    """Stock uploads no weights with SHARDED_STATE_DICT, and fp32 weights with FULL_STATE_DICT."""
+    uploads: list[str] = []
+    hub = mock.Mock(upload_folder=lambda folder_path, **_: uploads.append(folder_path))
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        out = f"{folder}/{kind}"
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            trainer = _trainer(out, tiny(dtype=torch.bfloat16, num_hidden_layers=1), bf16=True)
+            trainer.train()
+            trainer.save_model(f"{out}/saved")
+            trainer.hub_model_id = "nobody/nothing"
+            with (
+                mock.patch.object(transformers.trainer, "hf_api", lambda *_, **__: hub),
+                mock.patch.object(Trainer, "_finish_current_push", lambda self: None),
+            ):
+                trainer.push_to_hub()
+        if rank == 0:
+            assert uploads.pop() == out
+            weights = read_all(Path(out))
+            assert_equal(weights, read_all(Path(out, "saved")))
+            assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+            card = Path(out, "README.md").read_text()
+            assert f"# {kind}" in card and "hf_moe_ep" not in card and "FSDP" not in card, card
+    assert not uploads
+
+
+def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
+    """Make a model whose active adapter and routers are trained; a second adapter is frozen."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(tiny(dtype=torch.float32, num_hidden_layers=1), config)
+    model.add_adapter("second", config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.requires_grad_(True)
+    return model
+
+
+def what_is_trained_beside_an_adapter_is_resumed(rank: int, world: int, folder: str) -> None:
+    """Stock's checkpoint has the moments of the router, but neither it nor the second adapter."""
+    save = {"save_strategy": "steps", "save_steps": 1}
+    router = "base_model.model.model.layers.0.mlp.gate.weight"
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        out = f"{folder}/{kind}"
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            trainer = _trainer(out, _with_two_adapters_and_a_trained_router(1), **save)
+            before = whole(trainer.model)
+            trainer.train()
+            expected = whole(trainer.model)
+            assert not torch.equal(before[router], expected[router])
+            trainer.accelerator.save_state(f"{out}/state")
+            resumed = _trainer(out, _with_two_adapters_and_a_trained_router(2), **save)
+            resumed.train(resume_from_checkpoint=True)  # no step is left
+            assert_equal(whole(resumed.model), expected)
+            with torch.no_grad():
+                for parameter in resumed.model.parameters():
+                    parameter.fill_(5.0)
+            resumed.accelerator.load_state(f"{out}/state")
+            assert_equal(whole(resumed.model), expected)
+            checkpoint = Path(out, "checkpoint-1")
+            assert manifest.read(checkpoint)["layout"]["rows_per_step"] == 2 * 8
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(checkpoint / "beside_adapters")
+            dist.barrier()
+            manifest.write(checkpoint, {})
+            lacking = ".*lora_A.second.weight" if kind.startswith("FULL") else f".*{router}"
+            with pytest.raises(ValueError, match=f"has the active adapter, but lacks {lacking}"):
+                resumed.train(resume_from_checkpoint=True)
+
+
 ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
     prompt_encoders_are_trained_saved_and_used_by_generate,
     saving_on_the_main_process_alone_raises_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
+    the_trainer_saves_an_adapter_on_every_rank_or_on_none,
+    saving_on_each_of_two_nodes_is_refused,
+    push_to_hub_uploads_what_save_model_writes,
+    what_is_trained_beside_an_adapter_is_resumed,
 ]
 
 

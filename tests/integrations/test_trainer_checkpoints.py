@@ -7,17 +7,21 @@ loading runs no code from the files.
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.close import assert_close
 from support.jobs.trainer import Case, launch, training_rows
 from support.planted import Shell, plant
@@ -33,6 +37,7 @@ from hf_moe_ep.checkpoints.storage import unpickle as restricted
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+_BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +179,8 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
-    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+def _trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
+    model = tiny(dtype=torch.float32, num_hidden_layers=1) if model is None else model
     return Trainer(
         model=patch(model) if patched else model,
         args=TrainingArguments(
@@ -184,10 +189,9 @@ def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
             max_steps=3,
             save_strategy="steps",
             save_steps=1,
-            save_total_limit=1,
             report_to=[],
             disable_tqdm=True,
-            **arguments,
+            **{"save_total_limit": 1, **arguments},
         ),
         train_dataset=training_rows("uneven")[:8],
     )
@@ -263,6 +267,86 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -
             resumed._load_best_model()
         for name, parameter in resumed.model.named_parameters():
             assert torch.equal(parameter, expected[name]), (load, name)
+
+
+def test_tensors_beside_an_adapter_are_resumed_in_one_process(
+    tmp_path: Path, environment: None
+) -> None:
+    """Stock saves only the adapter. A checkpoint of stock is refused if it lacks a parameter.
+
+    If it lacks only buffers, such as a router's correction bias, there is a warning.
+    """
+
+    def make(trained: str) -> Any:
+        base = tiny(dtype=torch.float32, num_hidden_layers=1)
+        base.model.register_buffer("correction_bias", torch.zeros(2))
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        for name, parameter in model.named_parameters():
+            if trained and name.endswith(trained):
+                parameter.requires_grad_(True)
+        return model
+
+    trainer = _trainer(tmp_path, True, make("mlp.gate.weight"), learning_rate=0.05)
+    trainer.model.base_model.model.model.correction_bias.fill_(0.25)
+    trainer.train()
+    expected = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    resumed = _trainer(tmp_path, True, make("mlp.gate.weight"))
+    resumed.train(resume_from_checkpoint=True)
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.rmtree(checkpoint / "beside_adapters")
+    manifest.write(checkpoint, {})
+    with pytest.raises(ValueError, match=r"checkpoint-3 has the active adapter, but lacks .*gate"):
+        resumed.train(resume_from_checkpoint=True)
+    adapter_alone = _trainer(tmp_path, True, make(""))
+    with pytest.warns(UserWarning, match=r"checkpoint-3 lacks .*correction_bias, as checkpoints"):
+        adapter_alone._load_from_checkpoint(str(checkpoint))
+
+
+def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: None) -> None:
+    """The Trainer skips 1 step of its own size, whatever the size of the saved step was."""
+    _trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()
+    folder = os.fspath(tmp_path / "checkpoint-1")
+    assert manifest.read(folder)["layout"]["rows_per_step"] == 4
+    remedies = {
+        (1, 2): r"has 2 \(1 data ranks, .*size=1, .*steps=2\).*set .*size=1 and .*steps=4$",
+        (3, 1): r"has 3 \(1 data ranks, .*size=3, .*steps=1\).*set .*size=2 and .*steps=2$",
+        (8, 1): r"has 8 \(1 data ranks, .*size=8, .*steps=1\).*set .*size=4 and .*steps=1$",
+    }
+    for (size, accumulation), remedy in remedies.items():
+        batches = dict(zip(_BATCHES, (size, accumulation), strict=True))
+        trainer = _trainer(tmp_path / "other", True, **batches)
+        with pytest.warns(UserWarning, match=f"saved with 4 rows per optimizer step, .*{remedy}"):
+            trainer.train(resume_from_checkpoint=folder)
+    same = dict(zip(_BATCHES, (1, 4), strict=True))
+    trainer = _trainer(tmp_path / "other", True, **same)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=folder)
+    assert not [w for w in caught if "rows per optimizer step" in str(w.message)]
+
+
+def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
+    tmp_path: Path, environment: None
+) -> None:
+    """Stock looks for `rng_state.pth`, does not find it, and keeps the generators as they are."""
+    _trainer(tmp_path, True).train()
+    folder = tmp_path / "checkpoint-3"
+    content = manifest.read(folder)
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    manifest.write(folder, content["layout"] | {"world_size": 4})
+    draws = []
+    for seed in (1, 2):
+        trainer = _trainer(tmp_path / "other", True)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        expected = r"was saved by 4 data ranks on 4 ranks, and this run has 1 data ranks on 1 ranks"
+        with pytest.warns(UserWarning, match=expected):
+            trainer._load_rng_state(os.fspath(folder))
+        draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert draws[0] == draws[1]
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:

@@ -20,7 +20,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.storage import manifest
@@ -33,7 +32,9 @@ from hf_moe_ep.checkpoints.training.same_run import check_model, check_optimizer
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     allocate_moment,
+    fill_model,
     model_state_tensors,
+    model_targets,
     parameter_names,
     restore_optimizer,
 )
@@ -114,7 +115,7 @@ def load_checkpoint(
         return saved, _choose_targets(model, optimizer, saved)
 
     def restore() -> None:
-        _restore_model(model, targets, saved)
+        fill_model(model_state_tensors(model), targets, saved.scalars)
         if optimizer is not None and saved.optimizer is not None:
             restore_optimizer(model, optimizer, saved.optimizer, targets)
         if scheduler is not None:
@@ -138,16 +139,7 @@ def _choose_targets(
 
     The second dict has `StateTensor.apart` of the tensors that have one.
     """
-    targets: dict[str, Tensor] = {}
-    apart: dict[str, int] = {}
-    for name, entry in model_state_tensors(model).items():
-        if entry.apart is not None:
-            apart[f"model.{name}"] = entry.apart
-        if entry.tensor.ndim:
-            is_packed = entry.to_file is not None
-            targets[f"model.{name}"] = (
-                entry.in_file_form(entry.tensor) if is_packed else entry.tensor
-            )
+    targets, apart = model_targets(model_state_tensors(model))
     if optimizer is None or saved.optimizer is None:
         return targets, apart
     _, trained = parameter_names(model, optimizer)
@@ -167,36 +159,14 @@ def _choose_targets(
     return targets, apart
 
 
-@torch.no_grad()
-def _restore_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFile) -> None:
-    """Fill the tensors of the model that `read_tensors` could not fill."""
-    for name, entry in model_state_tensors(model).items():
-        if not entry.tensor.ndim:
-            entry.tensor.copy_(saved.scalars[name])
-        elif entry.from_file is not None:
-            entry.tensor.copy_(entry.in_model_form(targets[f"model.{name}"]))
-
-
-def _ranks_per_batch(layout: dict[str, Any]) -> int:
-    """Return the number of ranks that share a batch; older checkpoints have no cp_size."""
-    size: int = layout["sp_size"] * layout.get("cp_size", 1)
-    return size
-
-
 def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
-    saved_pp = saved_layout.get("pp_size", 1)  # older files lack it
-    ranks_per_stage = layout["world_size"] // layout["pp_size"]
-    saved_ranks_per_stage = saved_layout["world_size"] // saved_pp
-    saved_per_batch, per_batch = map(_ranks_per_batch, (saved_layout, layout))
-    num_saved, num_now = saved_ranks_per_stage // saved_per_batch, ranks_per_stage // per_batch
-    stage, rank_in_stage = divmod(rank, ranks_per_stage)
-    data_rank, index = divmod(rank_in_stage, per_batch)
+    num_saved, num_now = map(random_state.num_data_ranks, (saved_layout, layout))
+    data_rank = random_state.data_rank_of(layout, rank)
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == state.device.type:
-        first = stage % saved_pp * saved_ranks_per_stage
-        saved_rank = first + data_rank * saved_per_batch + index % saved_per_batch
+        saved_rank = random_state.saved_rank_of(saved_layout, layout, rank)
         rank_state = _read_random(path, saved_rank)
         random_state.restore(rank_state, state.device)
         return

@@ -51,6 +51,42 @@ def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
     torch.manual_seed(seed)  # seeds all devices, too
 
 
+def num_data_ranks(layout: dict[str, Any]) -> int:
+    """Return the number of data ranks of a layout that `folder.layout_of` has described."""
+    return _ranks_per_stage(layout) // ranks_per_batch(layout)
+
+
+def data_rank_of(layout: dict[str, Any], rank: int) -> int:
+    """Return the number of the data rank to which a rank of a layout belongs."""
+    return rank % _ranks_per_stage(layout) // ranks_per_batch(layout)
+
+
+def saved_rank_of(saved: dict[str, Any], layout: dict[str, Any], rank: int) -> int:
+    """Return the rank of the layout `saved` whose generators a rank of `layout` restores.
+
+    Both layouts have the same number of data ranks. The result is the rank of the same data rank in
+    the same pipeline stage, if there are as many stages and ranks per batch as there were.
+    """
+    stage, index = rank // _ranks_per_stage(layout), rank % ranks_per_batch(layout)
+    return (
+        stage % saved.get("pp_size", 1) * _ranks_per_stage(saved)
+        + data_rank_of(layout, rank) * ranks_per_batch(saved)
+        + index % ranks_per_batch(saved)
+    )
+
+
+def ranks_per_batch(layout: dict[str, Any]) -> int:
+    """Return the number of ranks that share a batch; layouts of older files have no cp_size."""
+    size: int = layout["sp_size"] * layout.get("cp_size", 1)
+    return size
+
+
+def _ranks_per_stage(layout: dict[str, Any]) -> int:
+    """Return the number of ranks of a pipeline stage; layouts of older files have no pp_size."""
+    size: int = layout["world_size"] // layout.get("pp_size", 1)
+    return size
+
+
 def _to_bytes(state: torch.Tensor) -> bytes:
     return bytes(state.cpu().numpy().tobytes())
 

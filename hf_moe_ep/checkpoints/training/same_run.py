@@ -6,7 +6,7 @@ If only a part of a checkpoint were loaded, training would continue with a mixtu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +30,13 @@ _SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_mo
 _SHOWN = 5  # an error lists at most this many names
 
 
-def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
-    """Raise ValueError if parameters and buffers differ from those of the checkpoint."""
+def check_model(
+    model: nn.Module, saved: StateFile, where: str, needed: Collection[str] | None = None
+) -> None:
+    """Raise ValueError if parameters and buffers differ from those of the checkpoint.
+
+    `needed` names the tensors that the checkpoint must have; None stands for all of the model.
+    """
     state_tensors = model_state_tensors(model)
     forms = {
         name.removeprefix(_MODEL_PREFIX): form
@@ -40,12 +45,12 @@ def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     }
     names = forms.keys() | saved.scalars.keys()
     problems = []
-    if missing := state_tensors.keys() - names:
-        problems.append(f"it lacks {_list_some(missing)}")
+    if missing := (state_tensors.keys() if needed is None else set(needed)) - names:
+        problems.append(f"it lacks {list_some(missing)}")
     state = find_state(model)
     in_other_stages = set() if state is None or state.stage is None else state.stage.tensors.keys()
     if unexpected := names - state_tensors.keys() - in_other_stages:
-        problems.append(f"the model lacks {_list_some(unexpected)}")
+        problems.append(f"the model lacks {list_some(unexpected)}")
     differences: list[str] = []
     for name in sorted(state_tensors.keys() & names):
         is_scalar = not state_tensors[name].tensor.ndim
@@ -95,8 +100,8 @@ def check_optimizer(
         if group != saved_group:
             raise ValueError(
                 f"{where} was saved with another group {index} of parameters: only the saved group "
-                f"has {_list_some(saved_group - group)}, only the group of this optimizer has "
-                f"{_list_some(group - saved_group)}"
+                f"has {list_some(saved_group - group)}, only the group of this optimizer has "
+                f"{list_some(group - saved_group)}"
             )
 
 
@@ -116,11 +121,11 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
     if others := (options ^ saved_options) - _NO_OPTIONS - _SCHEDULER_OPTIONS:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, and only one of them "
-            f"has the options {_list_some(others)}; load into {saved_kind}, then create {kind}"
+            f"has the options {list_some(others)}; load into {saved_kind}, then create {kind}"
         )
 
 
-def _list_some(names: Iterable[str]) -> str:
+def list_some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:_SHOWN]) + _count_others(ordered) if ordered else "none"
 

@@ -16,7 +16,7 @@ first step would then resume with another bias correction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,41 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     }
     buffers = persistent_buffers(inner)
     return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
+
+
+def model_targets(
+    entries: Mapping[str, StateTensor],
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return the tensors to read into, by their names in the files.
+
+    They are the model's own tensors, or new ones if the files have another form. The second dict
+    has `StateTensor.apart` of the tensors that have one.
+    """
+    targets: dict[str, Tensor] = {}
+    apart: dict[str, int] = {}
+    for name, entry in entries.items():
+        if entry.apart is not None:
+            apart[f"model.{name}"] = entry.apart
+        if entry.tensor.ndim:
+            is_packed = entry.to_file is not None
+            targets[f"model.{name}"] = (
+                entry.in_file_form(entry.tensor) if is_packed else entry.tensor
+            )
+    return targets, apart
+
+
+@torch.no_grad()
+def fill_model(
+    entries: Mapping[str, StateTensor],
+    targets: Mapping[str, Tensor],
+    scalars: Mapping[str, Tensor],
+) -> None:
+    """Fill the tensors of the model that reading into `model_targets` could not fill."""
+    for name, entry in entries.items():
+        if not entry.tensor.ndim:
+            entry.tensor.copy_(scalars[name])
+        elif entry.from_file is not None:
+            entry.tensor.copy_(entry.in_model_form(targets[f"model.{name}"]))
 
 
 def _whole_name(model: nn.Module, name: str) -> str:

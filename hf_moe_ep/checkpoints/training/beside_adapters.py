@@ -1,0 +1,151 @@
+"""Save the tensors of a training state that a framework's file of adapters leaves out.
+
+The Trainer saves a model with adapters as PEFT does: the active adapter, without the base model. If
+the user also trains a router or a norm of the base, or a second adapter, a checkpoint of the
+Trainer therefore has their moments but not their values. `write_beside` saves such tensors in a
+folder of the checkpoint, in the format of `save_checkpoint`:
+
+    beside_adapters/tensors.json    names, shapes, shardings, 0-dim tensors (`state_file.py`)
+    beside_adapters/shard-*         the shards of each rank (`part_files.py`)
+
+Without such tensors nothing is written. `check_beside` finds out before a load whether a checkpoint
+has what the model needs, and `read_beside` reads the tensors at any other layout of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from hf_moe_ep.checkpoints.storage.part_files import (
+    Shards,
+    nearest_first,
+    read_parts,
+    write_parts,
+)
+from hf_moe_ep.checkpoints.training import state_file
+from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
+from hf_moe_ep.checkpoints.training.same_run import check_model, list_some
+from hf_moe_ep.checkpoints.training.stages import join_stages
+from hf_moe_ep.checkpoints.training.state_file import StateFile
+from hf_moe_ep.checkpoints.training.tensors import (
+    collect,
+    fill_model,
+    model_state_tensors,
+    model_targets,
+)
+from hf_moe_ep.etp import stock_parts
+from hf_moe_ep.ranks.together import gather, is_first, on_first, this_rank, together, world_size
+from hf_moe_ep.sharding.units import reshard
+from hf_moe_ep.state import patched_state
+from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+
+BESIDE = "beside_adapters"
+_TENSORS = "tensors.json"
+_FILE_BYTES = 1 << 30
+
+
+def write_beside(model: nn.Module, folder: Path, saved_elsewhere: Collection[str]) -> None:
+    """Save the tensors of `model_state_tensors` except `saved_elsewhere`; every rank calls this.
+
+    Experts must be in hub order. `saved_elsewhere` names tensors of this rank's pipeline stage.
+    """
+    state = patched_state(model)
+    reshard(model)
+    what = f"saving {folder / BESIDE}"
+
+    def select() -> tuple[StateFile, list[Shards]]:
+        named = collect(model, None)
+        left = {name for name in model_state_tensors(model) if name not in saved_elsewhere}
+        in_files = {f"model.{name}" for name in left}
+        selected = replace(
+            named,
+            tensors={name: x for name, x in named.tensors.items() if name in in_files},
+            scalars={name: x for name, x in named.scalars.items() if name in left},
+        )
+        forms = selected.forms()
+        content = StateFile(layout_of(state), tensors=forms, scalars=selected.scalars)
+        return content, selected.files(forms, _FILE_BYTES)
+
+    own, files = together(what, select)
+    content = join_stages(own, state)
+    if not content.tensors and not content.scalars:
+        return
+    on_first(what, lambda: (folder / BESIDE).mkdir(parents=True, exist_ok=True))
+    together(what, lambda: write_parts(folder / BESIDE, this_rank(), files))
+    on_first(what, lambda: write_json(folder / BESIDE / _TENSORS, content.to_json()))
+
+
+def check_beside(
+    model: nn.Module, folder: Path, saved_elsewhere: Collection[str], *, strict: bool = True
+) -> StateFile:
+    """Check that a checkpoint has what `write_beside` would save; every rank calls this.
+
+    Checkpoints of stock code and of older versions have no such tensors. If only buffers are
+    missing, or if `strict` is False, the model keeps its values, with a warning.
+
+    Returns:
+        The description of the saved tensors, for `read_beside`.
+
+    Raises:
+        ValueError: on every rank: the checkpoint lacks a parameter, or was saved with tensors that
+            this model does not have.
+    """
+    what, file = f"reading {folder / BESIDE}", folder / BESIDE / _TENSORS
+
+    def compare() -> tuple[StateFile, list[str]]:
+        saved = state_file.read(file) if file.is_file() else StateFile(layout={})
+        check_model(model, saved, str(folder / BESIDE), needed=())
+        needed = model_state_tensors(model).keys() - set(saved_elsewhere)
+        lacking = sorted(needed - _names(saved))
+        buffers = {canonical_name(name) for name, _ in persistent_buffers(unwrap(model))}
+        if strict and (parameters := [name for name in lacking if name not in buffers]):
+            raise ValueError(
+                f"{folder} has the active adapter, but lacks {list_some(parameters)}, which this "
+                f"run trains as well; resume from a checkpoint of a run that trained the same "
+                f"parameters and was saved by this version of hf_moe_ep"
+            )
+        return saved, lacking
+
+    saved, lacking = together(what, compare)
+    missing = sorted({name for names in gather(lacking) for name in names})
+    if missing and is_first():
+        warnings.warn(
+            f"{folder} lacks {list_some(missing)}, as checkpoints of stock code and of older "
+            f"versions do; these tensors keep the values that they have in the model",
+            stacklevel=2,
+        )
+    return saved
+
+
+def read_beside(model: nn.Module, folder: Path, saved: StateFile) -> None:
+    """Read the tensors that `check_beside` has found into a model; every rank calls this.
+
+    Experts must be in hub order.
+
+    Raises:
+        ValueError: on every rank: a file is damaged.
+    """
+    path, known = folder / BESIDE, _names(saved)
+    reshard(model)
+
+    def read() -> None:
+        entries = {n: entry for n, entry in model_state_tensors(model).items() if n in known}
+        targets, apart = model_targets(entries)
+        parts = {name: stock_parts(tensor, apart.get(name)) for name, tensor in targets.items()}
+        names = [file.name for file in path.glob("shard-*.safetensors")]
+        ordered = nearest_first(names, this_rank(), world_size())
+        read_parts((path / name for name in ordered), parts)
+        fill_model(entries, targets, saved.scalars)
+
+    together(f"reading {path}", read)
+
+
+def _names(saved: StateFile) -> set[str]:
+    """Return the names of all tensors of a model in a state file."""
+    return {name.removeprefix("model.") for name in saved.tensors} | saved.scalars.keys()
