@@ -21,6 +21,7 @@ from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.lora import computed
 from hf_moe_ep.moe.stacked import check_adapters
 from hf_moe_ep.ranks.together import rank_of_launch
+from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapter_files import why_values_are_needed
 from hf_moe_ep.upstream.adapters import factors_on_host
@@ -39,14 +40,15 @@ def inject_adapter(
     """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers.
 
     Raises:
-        ValueError: the model is sharded; or --lora-experts is set, and the adapter cannot be one of
-            experts.
+        ValueError: the model is sharded; the biases of its routers are updated (bias_update_rate);
+            or --lora-experts is set, and the adapter cannot be one of experts.
     """
     state = find_state(model)
     if state is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
     computed.check_attachable(state)
+    refuse_adapters(state)
     config = self.peft_config[adapter_name]
     if state.adapts_experts:
         _target_experts(config, state)
