@@ -40,7 +40,12 @@ from hf_moe_ep.model_patches.standard import (
 )
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
-from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
+from hf_moe_ep.upstream.adapters import (
+    copied_experts_error,
+    parts_of_wrapper,
+    without_adapters,
+    wraps_for_adapters,
+)
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     input_embedding,
@@ -48,7 +53,7 @@ from hf_moe_ep.upstream.models import (
     text_config,
     token_classifier,
 )
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.module_names import stock_name, without_copies
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 
@@ -241,9 +246,10 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
 
     Raises:
         ValueError: the plan cannot be derived; the number of layers differs from the config; a
-            module of the `given` plan does not exist.
+            module of the `given` plan does not exist; PEFT trains a copy of experts.
     """
     named = _Named(model)
+    _check_not_copied(named, find_block(model, given))
     model_config = getattr(model, "config", None)
     config = None if model_config is None else text_config(model_config)
     plan = find_plan(model, named) if given is None else given
@@ -274,6 +280,17 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         encoders=_find_encoders(model, named, plan),
     )
     return parts if (mtp := find_head(model)) is None else _add_head(parts, mtp)
+
+
+def _check_not_copied(named: _Named, block: MoEBlock | None) -> None:
+    """Raise ValueError if PEFT trains copies of experts, or of MoE blocks that a plan describes."""
+    described = () if block is None else (block.name, f"{block.name}.{block.experts}")
+    for name, module in named.stock.items():
+        original = without_copies(name)
+        if original != name and (
+            is_experts_module(module) or any(matches(pattern, original) for pattern in described)
+        ):
+            raise copied_experts_error(original)
 
 
 def _add_head(parts: Parts, mtp: MtpHead) -> Parts:

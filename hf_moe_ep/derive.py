@@ -7,7 +7,8 @@
     mixers       the modules in a layer that take positions, masks or caches but do not call that
                  interface, and the modules that contain a convolution
     router       a module beside the experts (in the same parent module) that calls topk; if none
-                 calls topk, a module beside the experts whose weight has one row per expert
+                 calls topk, a module beside the experts whose weight has one row per expert.
+                 PEFT's trained copies of a router (modules_to_save) have the router's name
     final norm   the norm that follows the list of layers
     aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
                  names the attribute that holds its coefficient
@@ -45,6 +46,7 @@ from hf_moe_ep.upstream.models import (
     output_head,
     text_config,
 )
+from hf_moe_ep.upstream.module_names import without_copies
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
 
@@ -288,10 +290,12 @@ class _Derivation:
         # If the parent of the experts is the decoder layer itself, it contains attention as well.
         candidates = {n: m for n, m in candidates.items() if not _takes_a_sequence(m)}
         with_topk = dict.fromkeys(
-            as_pattern(name) for name, module in candidates.items() if uses_name(module, "topk")
+            as_pattern(without_copies(name))
+            for name, module in candidates.items()
+            if uses_name(module, "topk")
         )
         with_rows = dict.fromkeys(
-            as_pattern(name)
+            as_pattern(without_copies(name))
             for name, module in candidates.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         )

@@ -11,7 +11,7 @@ Two settings of `hf-moe-ep run` change what PEFT does then:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,9 +21,10 @@ from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.lora import computed
 from hf_moe_ep.moe.stacked import check_adapters
 from hf_moe_ep.ranks.together import rank_of_launch
+from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapter_files import why_values_are_needed
-from hf_moe_ep.upstream.adapters import factors_on_host
+from hf_moe_ep.upstream.adapters import copied_experts_error, factors_on_host
 
 _logger = logging.getLogger("hf_moe_ep.runner")
 
@@ -39,15 +40,18 @@ def inject_adapter(
     """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers.
 
     Raises:
-        ValueError: the model is sharded; or --lora-experts is set, and the adapter cannot be one of
-            experts.
+        ValueError: the model is sharded; the biases of its routers are updated (bias_update_rate);
+            modules_to_save contains experts; or --lora-experts is set, and the adapter cannot be
+            one of experts.
     """
     state = find_state(model)
     if state is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
     computed.check_attachable(state)
+    refuse_adapters(state)
     config = self.peft_config[adapter_name]
+    _check_modules_to_save(model, getattr(config, "modules_to_save", None))
     if state.adapts_experts:
         _target_experts(config, state)
     check_adapters(model, getattr(config, "target_parameters", None))
@@ -57,6 +61,16 @@ def inject_adapter(
         read_whole(model)
     with factors_on_host() if state.unread is not None else nullcontext():
         original(self, model, adapter_name, *args, **kwargs)
+
+
+def _check_modules_to_save(model: nn.Module, targets: Iterable[str] | None) -> None:
+    """Raise ValueError if PEFT would copy experts: a copy of a MoE layer copies its whole model.
+
+    PEFT copies the modules whose names end with one of the targets (peft/utils/other.py).
+    """
+    for name, module in model.named_modules():
+        if any(name.endswith(target) for target in targets or ()) and find_state(module):
+            raise copied_experts_error(name)
 
 
 def _target_experts(config: Any, state: ModelState) -> None:

@@ -262,7 +262,7 @@ def attach_aux_loss(parts: Parts, state: ModelState) -> None:
         return
     routers_alone = None
     if state.config.aux_loss_per_layer:
-        routers_alone = RoutersAlone()
+        routers_alone = RoutersAlone(model)
         for router in find_routers(parts):
             router.register_forward_hook(routers_alone, with_kwargs=True)
     aux_loss = GlobalAuxLoss(model, state, routers_alone)

@@ -12,6 +12,9 @@ them.
 The second run costs one product, [T, H] by [H, E]. It runs in a forward hook of the router, where
 the router's parameters are still gathered; a recompute of a checkpointed layer also runs the router
 twice. Modes that replace the router's choice (`chosen_topk.py`) do not see the second run.
+
+PEFT trains a copy of a router that is in modules_to_save. The hook of a copy that PEFT makes after
+`patch` is the same object as that of the original router.
 """
 
 from __future__ import annotations
@@ -24,20 +27,31 @@ from torch import Tensor, nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import Ours
+from hf_moe_ep.upstream.adapters import returns_output_of_child
 from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.module_names import stock_name, without_copies
 
 
 class RoutersAlone(Ours):
     """Forward hook of every router: records the second logits between `begin` and `end`."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        # The causal LM whose forward calls `begin` and `end`.
+        self._model = model
         # {id(first_output): (first_output, second_output)}, the outputs of a router's two runs.
         self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out recorded logits: in a copy of the model no forward is running."""
-        return {"_recorded": None}
+        return vars(self) | {"_recorded": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutersAlone:
+        """Return this hook for a copy of a router in this model, and a new one with a new model."""
+        if id(self._model) not in memo:
+            return self
+        copy = RoutersAlone(memo[id(self._model)])
+        memo[id(self)] = copy
+        return copy
 
     def begin(self) -> None:
         """Record the logits of the forward that begins."""
@@ -99,10 +113,18 @@ class RoutersAlone(Ours):
 
 
 def find_routers(parts: Parts) -> list[nn.Module]:
-    """Return the routers of a model, or an empty list if they are not separate modules."""
+    """Return the routers of a model, or an empty list if they are not separate modules.
+
+    Copies of routers that PEFT trains are included. PEFT's wrappers that return what the router in
+    them returns are left out: their second run would be a first run of that router.
+    """
     pattern = parts.plan.router
-    named = parts.root.named_modules()
-    return [module for name, module in named if pattern and matches(pattern, stock_name(name))]
+    return [
+        module
+        for name, module in parts.root.named_modules()
+        if pattern and matches(pattern, without_copies(stock_name(name)))
+        if not returns_output_of_child(module)
+    ]
 
 
 def _detach(value: Any) -> Any:

@@ -126,6 +126,8 @@ class Layouts:
     Attributes:
         of_matrices: the layouts of the parameters that Muon trains.
         unknown: the parameters that no rule covers, with their names.
+
+    Frozen parameters are included, because training may unfreeze them later.
     """
 
     of_matrices: dict[nn.Parameter, MatrixLayout]
@@ -133,7 +135,7 @@ class Layouts:
 
 
 def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
-    """Apply the rules to the parameters of a patched model that require gradients.
+    """Apply the rules to all parameters of a patched model.
 
     Args:
         model: patched; if it is sharded, it must be resharded.
@@ -154,7 +156,7 @@ def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
             continue
         for own_name, parameter in module.named_parameters(recurse=False):
             is_matrix = sum(size > 1 for size in parameter.shape) >= 2
-            if not parameter.requires_grad or not is_matrix or id(parameter) in of_adapters:
+            if not is_matrix or id(parameter) in of_adapters:
                 continue
             if own_name.endswith("_bias") and is_experts_module(module):
                 continue

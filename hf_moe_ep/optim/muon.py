@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
@@ -35,7 +36,7 @@ from hf_moe_ep.optim.owners import (
 )
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
-from hf_moe_ep.ranks.together import check_alike
+from hf_moe_ep.ranks.together import check_alike, check_everyone_calls
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import patched_state
 
@@ -130,14 +131,19 @@ class Muon(Optimizer):
         if param_groups is None:
             trained = [p for p in model.parameters() if p.requires_grad]
             param_groups = [{"params": trained}]
-        self._layouts = self._find_layouts()
         super().__init__([dict(group) for group in param_groups], {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the ones that are trained, as in torch.optim.
 
-        A group without "use_muon" becomes two groups, if the rules choose both algorithms.
+            for parameter in model.model.layers[0].parameters():
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": model.model.layers[0].parameters()})
+
+        A group without "use_muon" becomes two groups, if the rules choose both algorithms. Frozen
+        parameters may be given as well: they are trained once they get gradients.
         """
+        self._layouts = self._find_layouts()
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
@@ -186,11 +192,18 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients. Every rank calls this.
 
+        A parameter without a gradient, such as a frozen one, and its state stay as they are. The
+        same parameters must have gradients on all ranks.
+
         Args:
             closure: computes the loss again, as in torch.optim.
 
         Returns:
             The result of `closure`, or None.
+
+        Raises:
+            RuntimeError: on this rank other matrices have gradients than in the step before, and
+                another rank did not notice such a change within five minutes.
         """
         loss = None
         if closure is not None:
@@ -298,9 +311,11 @@ class Muon(Optimizer):
             matrices.append(_describe(names[parameter], parameter, layout, update))
         # Pipeline stages have different matrices.
         meshes = patched_state(self.model).meshes
+        group = None if meshes is None else meshes.world_group
+        _check_others_assign(group)
         check_alike(
             "Muon.step",
-            None if meshes is None else meshes.world_group,
+            group,
             matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
         )
         self._assignment = _Assignment(
@@ -310,6 +325,21 @@ class Muon(Optimizer):
             assign_owners(matrices, self._bucket_bytes),
         )
         return self._assignment
+
+
+def _check_others_assign(group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks assign matrices in this step, before a collective would hang.
+
+    Each rank decides by its own gradients whether it assigns the matrices anew.
+    """
+    try:
+        check_everyone_calls("assigning matrices in Muon.step", group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Muon.step: on this rank other matrices have gradients than in the step before, but "
+            f"not on all ranks; freeze, unfreeze and add parameters on all ranks in the same step "
+            f"({error})"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
 from hf_moe_ep.ranks.together import check_alike
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.upstream.adapters import wraps_for_adapters
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,14 @@ def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
         layer = vars(module).get(STATE)
         if not isinstance(layer, MoELayer):
             continue
-        # PEFT wraps the experts module, and the adapters of its wrappers are in its FSDP2 unit.
-        unit = path
-        while not isinstance(modules[unit], FSDPModule):
-            unit = unit.rpartition(".")[0]
+        # PEFT's wrappers of the experts module contain its adapters. The decoder layer may contain
+        # other experts modules as well, so the search must not go further up.
+        outermost = path
+        while wraps_for_adapters(modules[outermost.rpartition(".")[0]]):
+            outermost = outermost.rpartition(".")[0]
         parameters = {
-            f"{unit}.{name}": parameter
-            for name, parameter in modules[unit].named_parameters()
+            f"{outermost}.{name}": parameter
+            for name, parameter in modules[outermost].named_parameters()
             if isinstance(parameter, DTensor) and EP in (parameter.device_mesh.mesh_dim_names or ())
         }
         tensors.append(ExpertTensors(layer, path, parameters))

@@ -59,14 +59,18 @@ Value = TypeVar("Value")
 
 
 def check_everyone_calls(
-    what: str, patience: timedelta | None = None, alone: timedelta | None = None
+    what: str,
+    patience: timedelta | None = None,
+    alone: timedelta | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Check that all ranks call the function `what`.
+    """Check that all ranks of `group` call the function `what`.
 
     Args:
         what: the name of the function.
         patience: how long ranks wait for each other. None: PATIENCE.
         alone: how long rank 0 waits for the first other rank. None: `patience`.
+        group: the ranks; groups with the same first rank must have the same ranks. None: all ranks.
 
     Raises:
         RuntimeError: on each rank that called the function, if any other rank did not, for example
@@ -75,8 +79,10 @@ def check_everyone_calls(
     if not is_distributed():
         return
     patience = patience or PATIENCE
-    store, world = default_store(), dist.get_world_size()
+    store, world = default_store(), dist.get_world_size(group)
     calls = f"hf_moe_ep/{what}"
+    if group is not None:
+        calls = f"{calls}/from rank {dist.get_global_rank(group, 0)}"
     call_number = store.add(calls, 1)
     all_called = f"{calls}/{(call_number - 1) // world}"
     if call_number % world == 0:

@@ -45,10 +45,7 @@ def check(parts: Parts, state: ModelState) -> None:
         return
     check_counts(state, f"bias_update_rate={rate}")
     if any(map(wraps_for_adapters, parts.root.modules())):
-        raise ValueError(
-            f"bias_update_rate={rate}: this model has adapters, which are saved without the "
-            f"model's own tensors, so the updated biases would be lost; leave bias_update_rate out"
-        )
+        refuse_adapters(state)
     biases = _find_biases(parts)
     if not biases:
         raise ValueError(
@@ -59,6 +56,16 @@ def check(parts: Parts, state: ModelState) -> None:
         )
     for experts, candidates in biases.items():
         _check_bias(experts, candidates, parts.num_experts, rate)
+
+
+def refuse_adapters(state: ModelState) -> None:
+    """Raise ValueError if the biases of a model that gets adapters are updated."""
+    rate = state.config.bias_update_rate
+    if rate is not None:
+        raise ValueError(
+            f"bias_update_rate={rate}: this model has adapters, which are saved without the "
+            f"model's own tensors, so the updated biases would be lost; leave bias_update_rate out"
+        )
 
 
 def attach(parts: Parts, state: ModelState) -> None:
@@ -96,6 +103,10 @@ def update_router_bias(model: nn.Module) -> None:
     and layer, without a host sync. Without new tokens no bias changes, so a second call does no
     harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update, and
     drop the counts of a step that a gradient scaler skips. This function never drops counts.
+
+    Nothing checks that every rank calls this, because the check would need a host sync. If only
+    some ranks call it, for example inside `if is_main_process:`, they wait for the others in the
+    all-reduce until the process group's timeout, or receive the numbers of another collective.
 
     Raises:
         ValueError: the model is not patched, or was patched without bias_update_rate.

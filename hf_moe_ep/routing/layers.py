@@ -23,7 +23,7 @@ from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.models import text_config
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.module_names import stock_name, without_copies
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def _modules_by_stock_name(root: nn.Module) -> dict[str, nn.Module]:
     """
     head = find_head(root)
     modules_of_head = set() if head is None else set(head.modules())
-    # A wrapper and the module in it have the same stock name. named_modules yields the module after
-    # its wrapper, so this dict contains the module.
+    # A wrapper and the module in it have the same name. named_modules yields the module after its
+    # wrapper, so this dict contains the module; of a router in modules_to_save, a trained copy.
     return {
-        stock_name(name): module
+        without_copies(stock_name(name)): module
         for name, module in root.named_modules()
         if module not in modules_of_head
     }

@@ -30,6 +30,15 @@ def parts_of_wrapper(wrapper: nn.Module) -> set[str]:
     return {name for name, _ in wrapper.named_children() if name != "base_layer"}
 
 
+def returns_output_of_child(module: nn.Module) -> bool:
+    """Return True for PEFT's wrappers whose output is that of the module in them.
+
+    They are ParamWrapper (peft/tuners/lora/layer.py), which changes a parameter while the module
+    runs, and ModulesToSaveWrapper (peft/utils/other.py), which calls one of its copies.
+    """
+    return bool(getattr(module, "parameter_name", None)) or hasattr(module, "original_module")
+
+
 def without_adapters(model: Any) -> Any:
     """Return the model inside a PeftModel, or any other model itself (peft/peft_model.py)."""
     is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -350,6 +359,15 @@ def unattachable_error(kind: str) -> ValueError:
         f"init_lora_weights True, False or 'gaussian'. For other adapters, load the model with "
         f"AutoModelForCausalLM.from_pretrained, call get_peft_model(model, peft_config), and patch "
         f"the model"
+    )
+
+
+def copied_experts_error(name: str) -> ValueError:
+    """Return the error for the module `name` with experts in an adapter's modules_to_save."""
+    return ValueError(
+        f"modules_to_save of the adapter contains {name}: PEFT would train a copy of this module, "
+        f"with all of its experts, and the experts of a copy cannot be sharded; add LoRA to the "
+        f"experts by target_parameters, or train the model without adapters"
     )
 
 

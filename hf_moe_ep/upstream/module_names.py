@@ -1,7 +1,8 @@
 """Module and parameter names without the components that wrappers add.
 
 The wrappers are those of torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, of FSDP1
-(torch/distributed/fsdp/), of torch/_dynamo/eval_frame.py and of peft/tuners/tuners_utils.py.
+(torch/distributed/fsdp/), of torch/_dynamo/eval_frame.py and of peft/tuners/tuners_utils.py. PEFT's
+ModulesToSaveWrapper (peft/utils/other.py) holds a module of modules_to_save and its trained copies.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+_COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 
 
@@ -20,6 +22,11 @@ def canonical_name(name: str) -> str:
 def stock_name(module_name: str) -> str:
     """Return the name that a module had before it was wrapped, by PEFT or by the other wrappers."""
     return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
+
+
+def without_copies(module_name: str) -> str:
+    """Give a module of modules_to_save and its trained copies the name of their wrapper."""
+    return _COPIES.sub("", module_name)
 
 
 def unwrap(model: Any) -> Any:

@@ -28,7 +28,7 @@ from support.words import text, tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, hub_tensors, patch
+from hf_moe_ep import Muon, apply_ep_fsdp2, describe, expert_load, hub_tensors, patch
 
 BLOCKS = {
     (block.page, block.number): block
@@ -219,6 +219,15 @@ def group_parameters(page: str, number: int, rank: int, world: int, folder: str)
     assert decays == [(False, 0.0), (True, 0.1), (False, 0.1)]
 
 
+def unfreeze_a_layer(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    model = patch(tiny())
+    model.model.layers[0].requires_grad_(False)
+    optimizer = Muon(model, 1e-3)
+    _run(page, number, model=model, optimizer=optimizer)
+    groups = [group["use_muon"] for group in optimizer.param_groups]
+    assert groups == [True, False, True, False]
+
+
 def print_expert_load(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs, mock.patch("builtins.print") as printed:
         model, _ = _shard_and_step(inputs)
@@ -331,6 +340,7 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/muon.md", 0): create_muon,
     ("docs/muon.md", 1): train_by_muon,
     ("docs/muon.md", 2): group_parameters,
+    ("docs/muon.md", 3): unfreeze_a_layer,
     ("docs/balance.md", 0): print_expert_load,
     ("docs/balance.md", 1): balance_load,
     ("docs/trainers.md", 0): load_in_transformers_sharding,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import checks, parity
 from support.adapters import EXPERTS, TARGETS, with_lora
+from support.architectures import tiny as tiny_of
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.modalities import modality_by_step
@@ -202,6 +203,28 @@ def reference_pass_before_a_step(rank: int, world: int) -> None:
     tensors = {name: parity.full_tensor(p.detach()) for name, p in model.named_parameters()}
     for name, tensor in pack_factors(model, tensors).items():
         assert_close(name, tensor, stock.get_parameter(name), FP64_MODEL)
+
+
+@pytest.mark.parametrize("module", ["experts", "mlp"])
+def test_copies_of_experts_are_refused(module: str) -> None:
+    """PEFT would copy the whole model with each MoE layer, which leads to the model's state."""
+    model = patch(tiny())
+    stock = with_lora(tiny(), parameters=(), modules_to_save=[module])
+    before = [name for name, _ in model.named_parameters()]
+    refused = r"modules_to_save of the adapter contains \S*layers.0.mlp\S*: .*target_parameters"
+    with pytest.raises(ValueError, match=refused):
+        with_lora(model, modules_to_save=[module])
+    assert [name for name, _ in model.named_parameters()] == before
+    with pytest.raises(ValueError, match=refused):
+        patch(stock)
+    described = "experts" if module == "experts" else "ffn"
+    config = peft.LoraConfig(r=3, target_modules=["Wqkv"], modules_to_save=[described])
+    with pytest.raises(ValueError, match=r"contains \S*blocks.0.ffn\S*: .*target_parameters"):
+        patch(peft.get_peft_model(tiny_of("dbrx"), config))
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=[module])
+    adapted = with_lora(model, modules_to_save=["gate"])
+    with pytest.raises(ValueError, match=refused):
+        adapted.add_adapter("second", config)
 
 
 def test_an_inactive_adapter_is_in_the_checkpoint(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ The gradient of that loss ends at the routers: the reference detaches the input 
 computes the logits from it.
 """
 
+import copy
 import gc
 import sys
 from functools import partial
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft.utils import ModulesToSaveWrapper
+from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.parity import checkpointing
@@ -28,7 +31,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, global_token_count, patch, unpatch
+from hf_moe_ep import (
+    RoutingReplay,
+    apply_ep_fsdp2,
+    expert_load,
+    global_token_count,
+    patch,
+    unpatch,
+)
 from hf_moe_ep.moe import aux_loss as module
 from hf_moe_ep.moe.aux_loss import global_aux_loss
 from hf_moe_ep.state import find_state
@@ -67,6 +77,8 @@ def _logits(reference: nn.Module, inputs: Batch, per_layer: bool) -> tuple[Any, 
     """
     inputs_of_gates: list[tuple[nn.Module, Tensor]] = []
     gates = [layer.mlp.gate for layer in reference.model.layers]
+    if isinstance(gates[0], ModulesToSaveWrapper):
+        gates = [gate.modules_to_save["default"] for gate in gates]
     hooks = [
         gate.register_forward_pre_hook(lambda gate, x: inputs_of_gates.append((gate, x[0])))
         for gate in gates
@@ -175,7 +187,9 @@ def _assert_same_grads(name: str, model: nn.Module, reference: nn.Module) -> Non
     wanted = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         grad = parameter.grad
-        assert grad is not None, key
+        assert (grad is not None) == parameter.requires_grad, key
+        if grad is None:
+            continue
         if dist.is_initialized():
             assert isinstance(grad, DTensor), key
             grad = grad.full_tensor()
@@ -246,22 +260,104 @@ def test_global_aux_loss(world: int, layouts: list[dict[str, Any]]) -> None:
     run_ranks(_table, world, layouts)
 
 
-def _tuple_job(rank: int, world: int) -> None:
+def _in_a_tuple(rank: int, world: int) -> None:
     _check_tuple(_sharded(ep_size=2))
 
 
-def test_global_aux_loss_in_a_tuple() -> None:
-    run_ranks(_tuple_job, 2)
-
-
-def _padding_job(rank: int, world: int) -> None:
+def _a_rank_with_only_padding_adds_nothing(rank: int, world: int) -> None:
+    """The mean over the zero tokens of that rank would be NaN; the mean over all ranks is not."""
     model = _sharded(ep_size=2)
     _check_training("all padding", model, "one rank all padding", True, positional=False)
 
 
-def test_a_rank_with_only_padding_adds_nothing() -> None:
-    """The mean over the zero tokens of that rank would be NaN; the mean over all ranks is not."""
-    run_ranks(_padding_job, 2)
+def _routers_that_peft_trains(rank: int, world: int) -> None:
+    """The copies of the routers are made after `patch`, and before it."""
+    options = {"ep_size": 2, "aux_loss_per_layer": True}
+    _check_trained_routers(apply_ep_fsdp2(_train_routers(patch(tiny(**MODEL), **options))))
+    _check_trained_routers(apply_ep_fsdp2(_train_routers(tiny(**MODEL)), **options))
+
+
+def _train_routers(model: nn.Module) -> nn.Module:
+    """Let PEFT train a copy of every router; the copies differ from the original routers."""
+    options = {"parameters": (), "modules": ("q_proj",), "modules_to_save": ["gate"]}
+    adapted = with_lora(model, seed=1, fp32=False, **options)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "modules_to_save" in name:
+                parameter += torch.randn_like(parameter)
+    return adapted
+
+
+def _check_trained_routers(model: nn.Module) -> None:
+    """Check loss and gradients against stock PEFT, with the batches of all ranks in one process."""
+    distributed = dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    reference = _train_routers(tiny(**MODEL))
+    stock = reference.get_base_model()
+    batches = [_batch(stock, other, "padded") for other in range(world)]
+    out = model(**batches[rank])
+    assert len(out.router_logits) == len(stock.model.layers)
+    out.loss.backward()
+    if not _per_layer(model):
+        want = reference(**batches[0]).loss
+    else:
+        outputs, logits = zip(*(_logits(stock, b, True) for b in batches), strict=True)
+        masks: list[Tensor | None] = [b["attention_mask"] for b in batches]
+        aux = _reference_aux(list(logits), masks, per_layer=True)
+        assert_close("aux_loss", out.aux_loss, aux, 1e-10)
+        pairs = zip(outputs, batches, strict=True)
+        losses = [stock.loss_function(o.logits, b["labels"], 97) for o, b in pairs]
+        want = sum(losses) / world + COEFFICIENT * aux
+        own = losses[rank] + COEFFICIENT * aux
+        assert_close("loss", out.loss, own, FP32)
+    want.backward()
+    _assert_same_grads("trained routers", model, reference)
+    assert any(p.grad is not None and "gate" in n for n, p in reference.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(2, _in_a_tuple, _a_rank_with_only_padding_adds_nothing, _routers_that_peft_trains),
+)
+def test_global_aux_loss_of(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("peft_first", [False, True])
+def test_routers_that_peft_trains(peft_first: bool, per_layer: bool) -> None:
+    """PEFT keeps the original router beside the trained copy; only one of them runs and counts."""
+    if peft_first:
+        model = patch(_train_routers(tiny(**MODEL)), aux_loss_per_layer=per_layer)
+    else:
+        model = _train_routers(patch(tiny(**MODEL), aux_loss_per_layer=per_layer))
+    _check_trained_routers(model)
+    inputs = _batch(model, 1, "padded")
+    expert_load(model)
+    out, twin = model(**inputs), copy.deepcopy(model)
+    num_tokens = int(inputs["attention_mask"].sum())
+    assert expert_load(model).counts.sum(1).tolist() == [2 * num_tokens] * len(out.router_logits)
+    assert torch.equal(twin(**inputs).loss, out.loss)
+    replay = RoutingReplay(model)
+    with replay.record() as recorded:
+        model(**inputs)
+    for layer, logits in enumerate(out.router_logits):
+        chosen = logits.topk(2).indices.sort().values
+        assert torch.equal(recorded.ids[:, :, layer].flatten(0, 1).sort().values.long(), chosen)
+    with replay.replay(recorded):
+        assert torch.equal(model(**inputs).loss, out.loss)
+    assert replay.last.agreement == 1
+
+
+def test_lora_on_routers_before_patch() -> None:
+    """PEFT's wrapper around the router would call the router, and record its logits, twice."""
+    options = {"parameters": ("mlp.gate.weight",), "modules": ("q_proj",)}
+    first = patch(with_lora(tiny(**MODEL), seed=1, fp32=False, **options), aux_loss_per_layer=True)
+    second = with_lora(patch(tiny(**MODEL), aux_loss_per_layer=True), seed=1, fp32=False, **options)
+    inputs = _batch(first, 1, "padded")
+    out = first(**inputs)
+    assert len(out.router_logits) == 2
+    assert torch.equal(out.loss, second(**inputs).loss)
 
 
 def _every_kind(layout: dict[str, Any], rank: int, world: int) -> None:

@@ -1,9 +1,11 @@
 """The head for multi-token prediction on two ranks, against one process."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +175,19 @@ def biases_of_the_head_are_updated(rank: int, world: int, folder: str) -> None:
     want = before + 0.25 * (counts.double().mean() - counts).sign().to(before.device)
     assert torch.equal(gate.e_score_correction_bias, want.to(before.dtype))
     assert not torch.equal(gate.e_score_correction_bias, before)
+    _rank_0_alone_gets_an_error(model, rank)
+
+
+def _rank_0_alone_gets_an_error(model: Any, rank: int) -> None:
+    """The failed call is not counted, and keeps the loss for the call of all ranks."""
+    if rank == 0:
+        with (
+            mock.patch("hf_moe_ep.mtp.attach.ALONE", timedelta(seconds=1)),
+            pytest.raises(RuntimeError, match=r"mtp_loss was called on only 1 of 2 ranks within"),
+        ):
+            mtp_loss(model)
+    dist.barrier()
+    assert mtp_loss(model) is not None
 
 
 def with_the_trainer(rank: int, world: int, folder: str) -> None:

@@ -29,7 +29,10 @@ LR = 1e-2
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a layout of ranks and options of Muon. `bucket` is the size of a bucket in bytes."""
+    """A model, a layout of ranks and options of Muon. `bucket` is the size of a bucket in bytes.
+
+    With `unfreezes`, layer 0 is frozen in the first step, and layer 1 in the last one.
+    """
 
     name: str
     world: int
@@ -38,6 +41,7 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     muon: dict[str, Any] = field(default_factory=dict)
     bucket: int = 4096
+    unfreezes: bool = False
     slow: bool = False
 
 
@@ -46,6 +50,8 @@ CASES = [
     Case("ep 1, rows of experts", 2, layout={"expert_shard_dim": 1}, slow=True),
     Case("ep 2, rows of experts", 4, layout={"ep_size": 2, "expert_shard_dim": 1}),
     Case("ep 4", 4, layout={"ep_size": 4}, slow=True),
+    Case("ep 2, unfrozen later", 2, layout={"ep_size": 2}, unfreezes=True, slow=True),
+    Case("ep 1, unfrozen later", 2, layout={"expert_shard_dim": 1}, unfreezes=True, slow=True),
     Case(
         "3 experts over ep_fsdp",
         4,
@@ -111,11 +117,14 @@ def _batches(case: Case, model: nn.Module, rank: int, world: int, step: int) -> 
 
 def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
     model, reference = _build(case, rank), _build(case, 0)
+    kind = "gpt_oss" if case.model == "gpt_oss" else "halves"
+    stock = ByMatrix(reference, LR, kind=kind, **case.muon)
+    if case.unfreezes:
+        for it in (model, reference):
+            it.model.layers[0].requires_grad_(False)
     apply_ep_fsdp2(model, **case.layout)
     optimizer = Muon(model, LR, **case.muon)
     optimizer._bucket_bytes = case.bucket
-    kind = "gpt_oss" if case.model == "gpt_oss" else "halves"
-    stock = ByMatrix(reference, LR, kind=kind, **case.muon)
     data_rank, data_world = data_parallel_rank(model), data_parallel_size(model)
     for step in range(3):
         by_rank = [
@@ -133,9 +142,22 @@ def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
         stock.step()
+        if case.unfreezes:
+            _change_what_is_frozen(step, model, reference)
+            if step == 0:
+                optimizer.add_param_group({"params": model.model.layers[0].parameters()})
     want = dict(reference.named_parameters())
     for name, parameter in whole_parameters(model).items():
         assert_close(f"{case.name}: {name}", parameter, want[name], FP64_MODEL)
+
+
+def _change_what_is_frozen(step: int, *models: nn.Module) -> None:
+    for model in models:
+        layers = model.model.layers
+        if step == 0:
+            layers[0].requires_grad_(True)
+        if step == 1:
+            layers[1].requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -168,3 +190,42 @@ def test_a_patched_model_in_one_process(name: str) -> None:
     want = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert_close(key, parameter.detach(), want[key], FP64_MODEL)
+
+
+def test_parameters_that_are_unfrozen_later() -> None:
+    """Muon trains the matrices of a layer, whenever they are unfrozen and given to it.
+
+    A parameter that is frozen after backward has a gradient, and is trained once more, as in torch.
+    """
+    model, given_frozen, reference = tiny(), tiny(), tiny()
+    stock = ByMatrix(reference, LR)
+    for it in (model, given_frozen, reference):
+        it.model.layers[0].requires_grad_(False)
+    optimizer = Muon(patch(model), LR)
+    everything = [{"params": patch(given_frozen).parameters()}]
+    other_optimizer = Muon(given_frozen, LR, param_groups=everything)
+    pairs = (model, optimizer), (given_frozen, other_optimizer), (reference, stock)
+    for step in range(3):
+        inputs = uneven_batches(reference, 0, 1, step)[0]
+        for it, _ in pairs:
+            it(**inputs).loss.backward()
+            _change_what_is_frozen(step, it)
+        for _, its_optimizer in pairs:
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+        if step == 0:
+            optimizer.add_param_group({"params": model.model.layers[0].parameters()})
+    experts = model.model.layers[0].mlp.experts.down_proj
+    assert optimizer.state[experts].keys() == {"momentum_buffer"}
+    want = dict(reference.named_parameters())
+    for it in (model, given_frozen):
+        for name, parameter in it.named_parameters():
+            assert_close(name, parameter.detach(), want[name].detach(), FP64_MODEL)
+
+
+def test_muon_on_request_for_frozen_experts() -> None:
+    model = patch(tiny())
+    experts = model.model.layers[0].mlp.experts
+    experts.requires_grad_(False)
+    group = {"params": [experts.down_proj], "use_muon": True}
+    assert Muon(model, LR, param_groups=[group]).param_groups[0]["use_muon"]

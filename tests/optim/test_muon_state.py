@@ -1,9 +1,11 @@
 """Muon's state: checkpoints at other layouts, moved experts, Accelerate; and what Muon refuses."""
 
 import re
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from support.close import FP64_MODEL, assert_close
 from support.launched import launched
 from support.needs import SINCE_5_23
 from support.parity import full_tensor, whole_parameters
+from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 
@@ -157,6 +160,18 @@ def factors_of_adapters_on_request(rank: int, world: int) -> None:
             assert_close(name, _packed(name, got), wanted[name].detach(), FP64_MODEL)
 
 
+def only_one_rank_has_other_gradients(rank: int, world: int) -> None:
+    """The other rank would wait in an exchange that this rank never starts."""
+    model, optimizer = _start(ep_size=2)
+    _run(model, optimizer, range(1))
+    inputs = batch(model, 1, 9, seed=rank)
+    model(**inputs).loss.backward()
+    if rank == 1:
+        model.model.layers[0].self_attn.q_proj.weight.grad = None
+    with mock.patch("hf_moe_ep.ranks.together.PATIENCE", timedelta(seconds=1)):
+        optimizer.step()
+
+
 def _packed(name: str, factor: Tensor) -> Tensor:
     if factor.ndim == 2:
         return factor
@@ -253,3 +268,11 @@ def test_heads_are_split() -> None:
         head.step()
     got = model.model.layers[0].self_attn.k_proj.weight.detach()[8:16]
     assert_close("head 1 of k_proj", got, copy.detach(), FP64_MODEL)
+
+
+@pytest.mark.slow
+def test_a_rank_with_other_gradients_raises() -> None:
+    outcomes = run_ranks(only_one_rank_has_other_gradients, 2, expect_errors=True)
+    assert [outcome[0] for outcome in outcomes] == ["error", "error"]
+    assert outcomes[1][1] == "RuntimeError"
+    assert "on this rank other matrices have gradients than in the step before" in outcomes[1][2]

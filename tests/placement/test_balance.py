@@ -21,6 +21,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from support import parity
 from support.adapters import with_lora
+from support.architectures import batch as inputs_of
+from support.architectures import loss_of
 from support.architectures import tiny as tiny_of
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
@@ -90,6 +92,7 @@ CASES = [
     Case("two replicas", 4, {"ep_size": 2, "dp_replicate_size": 2}),
     Case("sequence parallel", 4, {"ep_size": 2, "sp_size": 2}),
     Case("biases of experts, transposed", 2, {"ep_size": 2}, "gpt_oss"),
+    Case("two experts modules in a layer", 2, {"ep_size": 2}, "ernie4_5_vl_moe"),
     Case("a correction bias", 2, {"ep_size": 2, "bias_update_rate": 0.01}, "glm4_moe"),
     Case("LoRA", 2, {"ep_size": 2}, wrap=with_lora),
     Case("LoRA, ep_fsdp 2", 4, {"ep_size": 2}, wrap=with_lora),
@@ -496,6 +499,19 @@ def arguments_of_a_wrong_type_or_value_raise(rank: int, world: int) -> None:
         balance_experts(model, torch.optim.lr_scheduler.ConstantLR(optimizer), load)
 
 
+def _experts_modules_of_a_layer_move_apart(rank: int, world: int) -> None:
+    """Layers of ERNIE-4.5-VL have two experts modules, each with its own order of experts."""
+    model = tiny_of("ernie4_5_vl_moe", seed=0)
+    inputs = inputs_of(model, 2, 8, seed=3 + rank)
+    apply_ep_fsdp2(model, ep_size=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = _in_slot_order(model, optimizer)
+    loss = loss_of(model, inputs)
+    _balance(model, optimizer, FIRST_SEED)
+    assert_equal(_in_hub_order(model, optimizer), before)
+    assert_close("loss", loss_of(model, inputs), loss, FP64_MODEL)
+
+
 REFUSED: list[Any] = [
     *on_ranks(2, balancing_between_micro_batches_is_an_error),
     *on_ranks(
@@ -514,6 +530,11 @@ REFUSED: list[Any] = [
 @pytest.mark.parametrize("claim", REFUSED)
 def test_misuse_never_mixes_experts_up(found: Found, claim: Check) -> None:
     """The checks run on 2 ranks with ep 2. If a call raises, it raises on both ranks."""
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, _experts_modules_of_a_layer_move_apart))
+def test_layers_may_have_several_experts_modules(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 

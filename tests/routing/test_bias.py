@@ -207,6 +207,10 @@ def test_models_without_a_bias_to_update_are_refused() -> None:
     adapted = get_peft_model(tiny(KIND), LoraConfig(r=2, target_modules=["o_proj"]))
     with pytest.raises(ValueError, match=r"has adapters, which are saved without"):
         patch(adapted, bias_update_rate=RATE)
+    adapted_later = patch(tiny(KIND), bias_update_rate=RATE)
+    with pytest.raises(ValueError, match=r"has adapters, which are saved without"):
+        get_peft_model(adapted_later, LoraConfig(r=2, target_modules=["o_proj"]))
+    assert not any("lora_" in name for name, _ in adapted_later.named_parameters())
     with pytest.raises(ValueError, match=r"patched without bias_update_rate"):
         update_router_bias(patch(tiny(KIND)))
     with pytest.raises(ValueError, match=r"not patched"):

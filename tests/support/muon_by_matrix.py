@@ -1,8 +1,10 @@
 """The reference of `hf_moe_ep.Muon`: torch.optim.Muon on every matrix by itself, and torch's AdamW.
 
 `ByMatrix` trains a stock model. It copies each matrix of a parameter into a parameter of its own,
-which torch.optim.Muon trains, and copies the matrices back. Which parameters are matrices, and how
-gate and up are stored, is written down here per model and not asked of the package.
+which torch.optim.Muon trains, and copies the matrices back. Parameters that are frozen when it is
+created are never trained, and a step does not change parameters without gradients. Which parameters
+are matrices, and how gate and up are stored, is written down here per model and not asked of the
+package.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +61,7 @@ class ByMatrix(torch.optim.Optimizer):
         **muon: Any,
     ) -> None:
         super().__init__(model.parameters(), {"lr": lr})
-        self._views: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._views: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
         self._copies: list[nn.Parameter] = []
         rest = []
         for name, parameter in model.named_parameters():
@@ -71,7 +73,9 @@ class ByMatrix(torch.optim.Optimizer):
                 rest.append(parameter)
             for number, view in enumerate(views):
 
-                def grad(name=name, parameter=parameter, number=number) -> Tensor:
+                def grad(name=name, parameter=parameter, number=number) -> Tensor | None:
+                    if parameter.grad is None:
+                        return None
                     grads = matrices_of(name, parameter.grad, kind)
                     return [part for view in grads for part in split(name, view)][number]
 
@@ -87,7 +91,7 @@ class ByMatrix(torch.optim.Optimizer):
         for group in (*self.muon.param_groups, *self.adamw.param_groups):
             group["lr"] = self.param_groups[0]["lr"]
         for copy, (_, grad) in zip(self._copies, self._views, strict=True):
-            copy.grad = grad().clone()
+            copy.grad = None if (own_grad := grad()) is None else own_grad.clone()
         with newton_schulz_in_fp64():
             self.muon.step()
         self.adamw.step()
