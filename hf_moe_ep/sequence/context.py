@@ -71,9 +71,17 @@ def attend(
         attention_mask: that of the whole sequence.
         gather: False if keys and values are those of all tokens (latent_cache.py).
         kwargs: other arguments of `stock`; `position_ids` are those of the whole sequence.
+
+    Raises:
+        ValueError: FlexAttention was asked for dropout, which it does not have.
     """
     by_rank = plan_calls(module, attention_mask, context, kwargs, len(query), query.device)
     if gather and uses_flex_attention(module) and isinstance(attention_mask, BlockMask):
+        if kwargs.get("dropout"):
+            raise ValueError(
+                f"FlexAttention has no dropout, and attention_dropout is {kwargs['dropout']}; set "
+                f"config.attention_dropout = 0, or load the model with attn_implementation='sdpa'"
+            )
         needed = [_pieces_of(calls, context.piece) for calls in by_rank]
         if _needs_everything(needed, context):
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
