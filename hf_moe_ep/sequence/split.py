@@ -274,8 +274,8 @@ def split_loss(
     part: Slice | None = kw.pop(SLICE, None)
     if part is None or part.size == 1:
         return stock(logits, labels, *args, **kw)
-    shifted, count = kw.pop("shift_labels", None), kw.pop("num_items_in_batch", None)
-    ignored = kw.get("ignore_index", IGNORED_LABEL)
+    shifted, ignored = kw.pop("shift_labels", None), kw.get("ignore_index", IGNORED_LABEL)
+    count = _pop_count(kw)
     if count is None:
         counted = labels[:, 1:] if shifted is None else shifted
         count = (counted != ignored).sum()
@@ -301,11 +301,21 @@ def split_token_loss(
     if part is None or part.size == 1:
         return stock(logits, labels, *args, **kw)
     ignored = kw.get("ignore_index", IGNORED_LABEL)
-    count = kw.pop("num_items_in_batch", None)
+    count = _pop_count(kw)
     if count is None:
         count = (labels != ignored).sum()
     own_labels = part.take(labels, 1, fill=ignored).contiguous()
     return sum_slices(stock(logits, own_labels, *args, num_items_in_batch=count, **kw), part)
+
+
+def _pop_count(kw: dict[str, Any]) -> Tensor | int | None:
+    """Take the number of labels from the arguments of a loss.
+
+    Callers also pass a tensor [1]. The loss of a slice would then have this shape, and no scalar
+    could be its gradient.
+    """
+    count: Tensor | int | None = kw.pop("num_items_in_batch", None)
+    return count.squeeze() if isinstance(count, Tensor) else count
 
 
 def _slice_next_labels(

@@ -1,11 +1,17 @@
-"""Slices of sequences in zigzag order, by hand."""
+"""Slices of sequences in zigzag order, by hand, and the losses of slices."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.gather import LayerSlice
+from hf_moe_ep.sequence.slices import SLICE, Slice, zigzag_order
+from hf_moe_ep.sequence.split import split_loss, split_token_loss
 
 NO_GROUP = cast(Any, None)
 
@@ -54,3 +60,23 @@ def test_every_cp_rank_has_the_same_number_of_visible_keys() -> None:
     """In causal attention a query sees the keys up to its own: one more for each later token."""
     work = [sum(range(1, 65)[t] for a, b in p.spans for t in range(a, b)) for p in slices(4, 1, 64)]
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_number_of_labels_may_be_a_tensor_of_one_element(is_causal: bool) -> None:
+    """Both ranks have the same four logits here, so the loss is twice that of a slice."""
+    part, labels = Slice(NO_GROUP, 0, 2, 8), torch.arange(8).unsqueeze(0) % 3
+    options = {"vocab_size": 3} if is_causal else {"config": SimpleNamespace(num_labels=3)}
+    loss_of = partial(split_loss, ForCausalLMLoss, **{SLICE: part})
+    if not is_causal:
+        loss_of = partial(split_token_loss, ForTokenClassification, LayerSlice(part))
+    of_shape = []
+    for count in (torch.tensor(7), torch.tensor([7])):
+        logits = torch.zeros(1, 4, 3, requires_grad=True)
+        with mock.patch("hf_moe_ep.sequence.slices.all_gather", lambda x, _: torch.stack([x, x])):
+            loss = loss_of(logits, labels, num_items_in_batch=count, **options)
+            loss.backward()
+        of_shape.append((loss.detach(), logits.grad))
+    (loss, grad), (other_loss, other_grad) = of_shape
+    assert loss.ndim == 0 and torch.equal(loss, other_loss) and torch.equal(grad, other_grad)
+    torch.testing.assert_close(loss, torch.tensor(3.0).log() * 2 * 4 / 7)
