@@ -26,7 +26,8 @@ applies to a model with sp_size=1, where nothing is gathered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -43,16 +44,89 @@ from hf_moe_ep.upstream.attention_interface import uses_flash_attention
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
 from hf_moe_ep.upstream.recurrences import convolution_width
 
+# The function with which transformers checkpoints a layer (modeling_layers.py).
+_CHECKPOINT = "_gradient_checkpointing_func"
+
 
 @dataclass
 class LayerSlice:
     """The slice that a decoder layer computes, for the hooks of the mixers in this layer.
 
-    A layer does not pass its keyword arguments on to all its children. `TakeSlice` therefore sets
-    `part` in each forward of the layer, and again when the layer is recomputed in backward.
+    A layer does not pass its keyword arguments on to all its children. A pre-forward hook of the
+    layer therefore calls `begin`, and `EndLayer` calls `end`, because a slice refers to masks of
+    the whole sequence. Newer transformers checkpoint the forward of a layer without its hooks. The
+    checkpointed function then sets the slice of its own forward in each recompute.
+
+    Attributes:
+        part: the slice, while the layer runs.
+        given: the arguments of the layer before they were sliced. They keep whole tensors alive,
+            for mixers that get whole sequences.
+        other_documents: the calls of a mixer for all documents of packed rows but the first.
     """
 
     part: Slice | None = None
+    given: Call | None = None
+    other_documents: list[Call] = field(default_factory=list)
+
+    def begin(self, layer: nn.Module, part: Slice | None, given: Call | None = None) -> None:
+        """Set the slice of this forward, also for its recompute in backward."""
+        self.part, self.given = part, given
+        checkpoint = vars(layer).get(_CHECKPOINT)
+        if part is None or checkpoint is None or torch.compiler.is_compiling():
+            return
+        if _own_checkpoint(layer) is None:
+            setattr(layer, _CHECKPOINT, partial(_checkpoint_slice, self, checkpoint))
+
+    def end(self, layer: nn.Module) -> None:
+        """Forget the slice, and restore the function that checkpoints the layer."""
+        self.part, self.given, self.other_documents = None, None, []
+        own = _own_checkpoint(layer)
+        if own is not None:
+            setattr(layer, _CHECKPOINT, own.args[1])
+
+
+def _own_checkpoint(layer: nn.Module) -> partial[Any] | None:
+    """Return the function of `begin` that checkpoints a layer, or None."""
+    checkpoint = vars(layer).get(_CHECKPOINT)
+    is_own = isinstance(checkpoint, partial) and checkpoint.func is _checkpoint_slice
+    return checkpoint if is_own else None
+
+
+def _checkpoint_slice(
+    layer: LayerSlice,
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the checkpointing function `checkpoint`, whose recompute gets the slice of this call."""
+    return checkpoint(_WithSlice(layer, function), *args, **kwargs)
+
+
+class _WithSlice:
+    """Wraps a checkpointed function: each call runs with the slice of the first one."""
+
+    def __init__(self, layer: LayerSlice, function: Callable[..., Any]) -> None:
+        self._layer, self._function, self._part = layer, function, layer.part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        outer, layer.part = layer.part, self._part
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            layer.part, layer.other_documents = outer, []
+
+
+class EndLayer(Ours):
+    """Forward hook of a decoder layer, also after an error: forgets the slice of the layer."""
+
+    def __init__(self, layer: LayerSlice) -> None:
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.layer.end(module)
 
 
 class Split(Enum):
@@ -85,7 +159,6 @@ class GatherArguments(Ours):
     def __init__(self, layer: LayerSlice, arguments: MixerArguments, split: Split) -> None:
         self.layer, self.arguments, self.split = layer, arguments, split
         self.now = Split.NOT
-        self.other_documents: list[Call] = []
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -110,7 +183,8 @@ class GatherArguments(Ours):
             for row, bounds in enumerate(part.documents)
             for start, stop in bounds
         ]
-        first, *self.other_documents = [self.arguments.of_document(call, d) for d in documents]
+        first, *others = [self.arguments.of_document(call, d) for d in documents]
+        self.layer.other_documents = others
         return first
 
     def _choose_split(self, module: nn.Module, part: Slice, kwargs: dict[str, Any]) -> Split:
@@ -173,7 +247,8 @@ class SliceOutput(Ours):
         if part is None or self.gather.now != Split.NOT:
             return None
         if part.documents is not None:
-            calls, self.gather.other_documents = self.gather.other_documents, []
+            layer = self.gather.layer
+            calls, layer.other_documents = layer.other_documents, []
             outputs = [output, *(module.forward(*args, **kwargs) for args, kwargs in calls)]
             output = _join_documents(outputs, part.documents)
         if part.size == 1:

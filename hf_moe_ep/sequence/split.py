@@ -22,7 +22,7 @@ loss, so a layer that is recomputed in backward gets the slice of its own forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,17 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 from hf_moe_ep.upstream.trainers import how_to_keep_all_logits
 
 
+@dataclass
+class RunningSlice:
+    """The slice of the forward that runs, for modules outside of the decoder layers.
+
+    Attributes:
+        part: None outside of a forward that is split.
+    """
+
+    part: Slice | None = None
+
+
 class SplitSequence(Ours):
     """Pre-forward hook of the causal LM: splits a forward in training mode or with labels.
 
@@ -53,8 +64,16 @@ class SplitSequence(Ours):
     forwards of `generate` are therefore not split.
     """
 
-    def __init__(self, state: ModelState, *, has_mixers: bool, zigzag: bool = False) -> None:
-        self.state, self.has_mixers, self.zigzag = state, has_mixers, zigzag
+    def __init__(
+        self,
+        state: ModelState,
+        running: RunningSlice,
+        *,
+        has_mixers: bool,
+        zigzag: bool = False,
+    ) -> None:
+        self.state, self.running = state, running
+        self.has_mixers, self.zigzag = has_mixers, zigzag
 
     @torch.compiler.disable
     def __call__(
@@ -114,7 +133,18 @@ class SplitSequence(Ours):
         given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
         if self.has_mixers and given["attention_mask"] is None:
             part.documents = find_documents(positions, len(tokens))
+        self.running.part = part
         return (), given
+
+
+class EndForward(Ours):
+    """Forward hook of the causal LM, also after an error: forgets the slice of its forward."""
+
+    def __init__(self, running: RunningSlice) -> None:
+        self.running = running
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.running.part = None
 
 
 class FindDocuments(Ours):
@@ -157,7 +187,7 @@ class PassDocuments(Ours):
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.layer.part = kwargs.get(SLICE)
+        self.layer.begin(layer, kwargs.get(SLICE))
         return args, {name: value for name, value in kwargs.items() if name != SLICE}
 
 
@@ -221,7 +251,7 @@ class TakeSlice(Ours):
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         part: Slice | None = kwargs.get(SLICE)
-        self.layer.part = part
+        self.layer.begin(layer, part, (args, kwargs))
         if part is None:
             return None
         if not args:
@@ -255,11 +285,11 @@ class GatherOutput(Ours):
 class SliceNorm(Ours):
     """Forward hook of the final norm of a model that keeps inputs of layers: slices its output."""
 
-    def __init__(self, last_layer: LayerSlice) -> None:
-        self.last_layer = last_layer
+    def __init__(self, running: RunningSlice) -> None:
+        self.running = running
 
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        part = self.last_layer.part
+        part = self.running.part
         return None if part is None else part.take(output, 1)
 
 
@@ -286,7 +316,7 @@ def split_loss(
 
 def split_token_loss(
     stock: Callable[..., Tensor],
-    last_layer: LayerSlice,
+    running: RunningSlice,
     logits: Tensor,
     labels: Tensor,
     *args: Any,
@@ -295,10 +325,10 @@ def split_token_loss(
     """Return the loss of a token classifier for the whole sequence, as `split_loss` does.
 
     Labels are not shifted. The classifier passes no arguments of its forward on to its loss, so the
-    slice is that of the last layer.
+    slice is that of the forward that runs.
     """
-    part = last_layer.part
-    if part is None or part.size == 1:
+    part = running.part
+    if part is None:
         return stock(logits, labels, *args, **kw)
     ignored = kw.get("ignore_index", IGNORED_LABEL)
     count = _pop_count(kw)

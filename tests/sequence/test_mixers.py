@@ -4,10 +4,12 @@
 documents in these modules, so here each document is compared with stock's run of it alone.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,7 @@ from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
 from hf_moe_ep.sequence.mixer_arguments import Document, mixer_arguments
+from hf_moe_ep.sequence.slices import Slice
 
 Batch = dict[str, Tensor]
 # The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
@@ -97,6 +100,14 @@ def assert_documents_are_alone(
         total += want.detach()
     assert_close(f"{where}: loss", loss, total, FP64_MODEL)
     assert_same_grads(where, model, stock, FP64_MODEL)
+    del loss
+    assert_no_slice_is_alive()
+
+
+def assert_no_slice_is_alive() -> None:
+    """A slice refers to masks of the whole sequence, so it must not outlive the graph."""
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is Slice]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +122,41 @@ def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str
         for masked in (False, True):
             model, stock = patch(build(model_type)), build(model_type)
             assert_documents_are_alone(model_type, model, stock, masked=masked)
+
+
+# Rows of 7 and 12 tokens, whose second documents begin at token 4 and at token 5.
+POSITIONS = (torch.tensor([[*range(4), *range(3)]]), torch.tensor([[*range(5), *range(7)]]))
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_forwards_before_one_backward_keep_their_documents(use_reentrant: bool | None) -> None:
+    """Recomputed layers get the documents of their own forward, and nothing is alive afterwards."""
+    model, stock = build("qwen3_next"), build("qwen3_next")
+    for trained in (model, stock):
+        if use_reentrant is not None:
+            checkpointing(trained, use_reentrant)
+    patch(model)
+    inputs = [batch(stock, 1, positions.shape[1])["input_ids"] for positions in POSITIONS]
+    with FP64():
+        losses = [
+            model(input_ids=x, labels=x, position_ids=p, num_items_in_batch=1, use_cache=False).loss
+            for x, p in zip(inputs, POSITIONS, strict=True)
+        ]
+        torch.stack(losses).sum().backward()
+        for x, starts in zip(inputs, ((0, 4, 7), (0, 5, 12)), strict=True):
+            for start, stop in pairwise(starts):
+                # The label of a document's last token is the first token of the next one.
+                labels = torch.cat([x, x[:, -1:] * 0 - 100], 1)[:, start + 1 : stop + 1]
+                stock(
+                    input_ids=x[:, start:stop],
+                    labels=labels,
+                    shift_labels=labels,
+                    num_items_in_batch=1,
+                    use_cache=False,
+                ).loss.backward()
+    assert_same_grads("two forwards", model, stock, FP64_MODEL)
+    del losses
+    assert_no_slice_is_alive()
 
 
 def _packed_on_ranks(
