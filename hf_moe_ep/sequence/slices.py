@@ -199,6 +199,8 @@ def gather_slices(x: Tensor, part: Slice) -> Tensor:
 
     Every rank sends N - 1 tensors of the size of `x` in forward, and as many in backward.
     """
+    if part.size == 1:  # packed rows that are not split (split.py); there is no group
+        return x
     whole: Tensor = _Gather.apply(x, part)
     return whole
 
