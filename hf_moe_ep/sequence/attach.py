@@ -3,7 +3,8 @@
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 token classifier      the same
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token; if the
-                      model keeps inputs of layers, a hook that joins the outputs, too
+                      model keeps inputs of layers, a hook that joins the outputs, too; a hook that
+                      forgets the slice
 attention modules     a copy of the config, which selects `split_attention` (ulysses.py: heads;
                       context.py: keys and values of other ranks, with cp_size > 1); for latent
                       attention, a hook that passes a cache, which gathers latents
@@ -17,7 +18,8 @@ mixers                hooks that gather the slices, and slice the output (gather
 If sequences are not split, a model with mixers gets hooks that run packed documents one by one:
 
 causal LM             a pre-forward hook that finds the documents; a loss that ignores them
-every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers
+every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers, and
+                      a hook that forgets them
 mixers                the hooks of sp_size > 1, which gather nothing
 """
 

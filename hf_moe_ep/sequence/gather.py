@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from hf_moe_ep.sequence.gathering_cache import GatheringCache
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, describes_packing
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
-from hf_moe_ep.upstream.attention_interface import uses_flash_attention
+from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
 from hf_moe_ep.upstream.recurrences import convolution_width
 
@@ -284,7 +285,19 @@ class SeparateDocuments(Ours):
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
 
         def separate(name: str, value: Any) -> Any:
-            return _separate(value, part, hidden.device) if name == "attention_mask" else value
+            if name != "attention_mask":
+                return value
+            if isinstance(value, Tensor) and value.dtype == torch.bool and is_eager(module):
+                raise ValueError(
+                    f"position_ids restart within a row, which means packed documents, and "
+                    f"{self.arguments.name} got an attention_mask of booleans, which eager "
+                    f"attention adds to its scores, so it would mix the documents; pass a mask of "
+                    f"numbers, or leave the mask out"
+                )
+            separate_in = _separate_blocks if isinstance(value, BlockMask) else _separate
+            if id(value) not in part.separated:
+                part.separated[id(value)] = value, separate_in(value, part, hidden.device)
+            return part.separated[id(value)][1]
 
         return self.arguments.change((args, kwargs), separate)
 
@@ -294,22 +307,38 @@ def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
 
     A mask of None is that of causal attention in scaled_dot_product_attention.
     """
+    numbers = _number_documents(part).to(device)
+    same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
+    if mask is None:
+        return same.tril()
+    if mask.dtype != torch.bool:
+        return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+    separated = mask & same
+    # In a mask of the caller padding may see other documents alone. It then sees every token,
+    # because the output of a query that sees no token is NaN.
+    return separated | ~separated.any(-1, keepdim=True)
+
+
+def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> BlockMask:
+    """Return a mask of FlexAttention that also hides all tokens of other documents."""
+    numbers = _number_documents(part).to(device)
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = numbers[row, query] == numbers[row, key]
+        return same & mask.mask_mod(row, head, query, key)
+
+    sizes = len(numbers), mask.shape[1], part.length, part.length
+    return create_block_mask(mask_mod, *sizes, device=device, BLOCK_SIZE=mask.BLOCK_SIZE)
+
+
+def _number_documents(part: Slice) -> Tensor:
+    """Return the number of the document of each token, (B, S)."""
     assert part.documents is not None
-    if id(mask) not in part.separated:
-        numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
-        for row, bounds in enumerate(part.documents):
-            for number, (start, stop) in enumerate(bounds):
-                numbers[row, start:stop] = number
-        numbers = numbers.to(device)
-        same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
-        if mask is None:
-            separated = same.tril()
-        elif mask.dtype == torch.bool:
-            separated = mask & same
-        else:
-            separated = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
-        part.separated[id(mask)] = mask, separated
-    return part.separated[id(mask)][1]
+    numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
+    for row, bounds in enumerate(part.documents):
+        for number, (start, stop) in enumerate(bounds):
+            numbers[row, start:stop] = number
+    return numbers
 
 
 def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
@@ -344,6 +373,17 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1) if missing else x
 
 
+def text_positions(positions: Tensor) -> Tensor | None:
+    """Return the positions (B or 1, S) of the text, or None if there are only those of pictures.
+
+    Positions with axes have the text in front, (4, B or 1, S), or only the time, row and column of
+    each token, (3, B, S).
+    """
+    if positions.ndim < 3:
+        return positions
+    return positions[0] if positions.shape[0] == 4 else None
+
+
 def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, int]]] | None:
     """Return the bounds of the documents in every row, or None if each row is one document.
 
@@ -355,9 +395,9 @@ def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, 
             the shape (3, B, S) do not describe packed documents.
         rows: the number of rows B.
     """
-    if positions is None or (positions.ndim == 3 and positions.shape[0] != 4):
+    positions = None if positions is None else text_positions(positions)
+    if positions is None:
         return None
-    positions = positions[0] if positions.ndim == 3 else positions
     is_start = functional.pad(positions.diff() != 1, (1, 0))
     starts: list[list[int]] = [[] for _ in range(len(positions))]
     for row, start in is_start.nonzero().tolist():

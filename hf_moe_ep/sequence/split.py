@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_moe_ep.sequence.gather import LayerSlice, find_documents
+from hf_moe_ep.sequence.gather import LayerSlice, find_documents, text_positions
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
@@ -61,7 +61,8 @@ class SplitSequence(Ours):
     """Pre-forward hook of the causal LM: splits a forward in training mode or with labels.
 
     Any other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
-    forwards of `generate` are therefore not split.
+    forwards of `generate` are therefore not split. In a forward that is not split, a model with
+    mixers gets the documents of packed rows, as with sp_size=1.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class SplitSequence(Ours):
         selects_positions = isinstance(keep, Tensor) or bool(keep)
         always_split = model.training or given.get("labels") is not None
         split = always_split or (given.get("use_cache") is False and not selects_positions)
-        if given_cache(given) is not None or not split:
+        if given_cache(given) is not None:
             return None
+        if not split:
+            return _with_documents(given) if self.has_mixers else None
         if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with "
@@ -131,8 +134,8 @@ class SplitSequence(Ours):
         given["use_cache"] = False
         positions = given.get("position_ids")
         given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
-        if self.has_mixers and given["attention_mask"] is None:
-            part.documents = find_documents(positions, len(tokens))
+        if self.has_mixers:
+            part.documents = _documents_beside(given["attention_mask"], positions, len(tokens))
         self.running.part = part
         return (), given
 
@@ -165,17 +168,43 @@ class FindDocuments(Ours):
 
 @torch.compiler.disable
 def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a forward with packed rows, or None if the rows are not packed."""
-    positions = given["position_ids"]
-    mask, tokens = _choose_mask(positions, given.get("attention_mask")), find_tokens(given)
-    if mask is not None or tokens is None:
+    """Return the arguments of a forward with packed rows, or None if the rows are not packed.
+
+    Such a forward has no cache, because a mixer would begin each document with the state that the
+    cache has from the previous one.
+    """
+    positions, tokens = given.get("position_ids"), find_tokens(given)
+    if tokens is None:
         return None
-    documents = find_documents(positions, len(tokens))
+    mask = _choose_mask(positions, given.get("attention_mask"))
+    documents = _documents_beside(mask, positions, len(tokens))
     if documents is None:
         return None
     part = Slice(None, 0, 1, length=tokens.shape[1])
     part.documents = documents
-    return (), given | {"attention_mask": mask, SLICE: part}
+    return (), given | {"attention_mask": mask, "use_cache": False, SLICE: part}
+
+
+def _documents_beside(
+    mask: Any, positions: Tensor | None, rows: int
+) -> list[list[tuple[int, int]]] | None:
+    """Return the documents of packed rows, or None; `mask` is what `_choose_mask` has returned.
+
+    A mask (B, S) says that the rows are padded and not packed. Any other mask of the caller, such
+    as one of queries and keys, may separate documents in attention, but not in mixers. Beside such
+    a mask, positions that skip tokens begin no document.
+    """
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return None
+    if mask is not None and not _restarts(positions):
+        return None
+    return find_documents(positions, rows)
+
+
+def _restarts(positions: Tensor | None) -> bool:
+    """Return True if positions do not ascend within a row. This is a host sync."""
+    text = None if positions is None else text_positions(positions)
+    return text is not None and bool((text.diff() <= 0).any())
 
 
 class PassDocuments(Ours):
@@ -202,7 +231,7 @@ class JoinLogits(Ours):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         part: Slice | None = kwargs.get(SLICE)
-        if part is None:
+        if part is None or part.size == 1:
             return None
         if is_fused_head(kwargs):
             stock_length = part.length if kwargs.get("labels") is None else part.length - 1
@@ -254,6 +283,8 @@ class TakeSlice(Ours):
         self.layer.begin(layer, part, (args, kwargs))
         if part is None:
             return None
+        if part.size == 1:  # packed rows of a forward that is not split
+            return args, {name: value for name, value in kwargs.items() if name != SLICE}
         if not args:
             raise ValueError(
                 f"{part.size} ranks slice the first argument of {type(layer).__name__}, but the "
@@ -380,21 +411,18 @@ def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
     return whole.to(x.dtype, copy=True)
 
 
-def _choose_mask(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Return the mask, or None if the positions restart within a row.
+def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
+    """Return the mask; None for a mask (B, S) if the positions restart within a row.
 
     If several documents are packed into one row, the positions restart at each document. With a
     mask, transformers would ignore the positions, and the documents would silently attend to each
     other (masking_utils.py, _preprocess_mask_arguments).
     """
-    if positions is None or mask is None or mask.ndim != 2:
+    text = None if positions is None else text_positions(positions)
+    if text is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
-    if positions.ndim == 3:
-        if positions.shape[0] != 4:  # only (time, row, column), without positions of the text
-            return mask
-        positions = positions[0]
     both_visible = (mask[:, 1:] * mask[:, :-1]).bool()
-    is_restart = both_visible & (positions.diff() <= 0)
+    is_restart = both_visible & (text.diff() <= 0)
     restarts, all_visible = torch.stack([is_restart.any(), mask.all()]).tolist()
     if restarts and not all_visible:
         raise ValueError(
