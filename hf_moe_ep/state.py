@@ -78,7 +78,9 @@ the row above.
     pipeline/run.py | grad | of a tied weight: the sum of the gradients of two stages
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
-    sequence/split.py | documents part | in a slice, and the slice of a layer, for its mixers
+    sequence/split.py | documents part | in a slice, and the slice that runs outside of layers
+    sequence/gather.py | part given | the slice of a layer and its arguments, while it runs
+    sequence/gather.py | _gradient_checkpointing_func | of a layer, wrapped while it runs
     sequence/mask_rows.py | part | the slice, during a forward that builds masks
     sequence/mask_rows.py | has_mask_rows | in a slice: if masks have only the rows of this rank
     sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents

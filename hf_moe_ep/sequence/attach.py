@@ -3,7 +3,8 @@
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 token classifier      the same
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token; if the
-                      model keeps inputs of layers, a hook that joins the outputs, too
+                      model keeps inputs of layers, a hook that joins the outputs, too; a hook that
+                      forgets the slice
 attention modules     a copy of the config, which selects `split_attention` (ulysses.py: heads;
                       context.py: keys and values of other ranks, with cp_size > 1); for latent
                       attention, a hook that passes a cache, which gathers latents
@@ -17,7 +18,8 @@ mixers                hooks that gather the slices, and slice the output (gather
 If sequences are not split, a model with mixers gets hooks that run packed documents one by one:
 
 causal LM             a pre-forward hook that finds the documents; a loss that ignores them
-every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers
+every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers, and
+                      a hook that forgets them
 mixers                the hooks of sp_size > 1, which gather nothing
 """
 
@@ -34,6 +36,7 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.gather import (
+    EndLayer,
     GatherArguments,
     LayerSlice,
     SeparateDocuments,
@@ -46,10 +49,12 @@ from hf_moe_ep.sequence.mask_rows import attach_mask_rows
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
 from hf_moe_ep.sequence.recurrences import run_slice
 from hf_moe_ep.sequence.split import (
+    EndForward,
     FindDocuments,
     GatherOutput,
     JoinLogits,
     PassDocuments,
+    RunningSlice,
     SliceNorm,
     SplitSequence,
     TakeSlice,
@@ -212,12 +217,14 @@ def attach(parts: Parts, state: ModelState) -> None:
     if state.config.ranks_per_batch == 1:
         if any(parts.mixers):
             _attach_documents(parts, state, layer_slices)
+            _end_layers(parts, layer_slices)
         return
     zigzag = (state.config.cp_size or 1) > 1 and takes_zigzag_order(parts)
     if (state.config.cp_size or 1) > 1:
         _attach_context(parts, state, zigzag)
     state.mixers = {split.value: names for split, names in splits.items()}
     select_attention(attention_by_heads(parts), state, wrap_attention)
+    running = RunningSlice()
     for index, layer in enumerate(parts.layers):
         layer_arguments = arguments_of(layer, state.config.sequence_sizes)
         gets_whole = index == 0 or layer_arguments.model_keeps_inputs
@@ -226,12 +233,20 @@ def attach(parts: Parts, state: ModelState) -> None:
         if layer_arguments.model_keeps_inputs:
             layer.register_forward_hook(GatherOutput(layer_slices[index]))
             if index == len(parts.main_layers) - 1:
-                parts.final_norm[0].register_forward_hook(SliceNorm(layer_slices[index]))
+                parts.final_norm[0].register_forward_hook(SliceNorm(running))
+    _end_layers(parts, layer_slices)
     owner = _owner_of_loss(parts)
-    split_sequence = SplitSequence(state, has_mixers=any(parts.mixers), zigzag=zigzag)
+    split_sequence = SplitSequence(state, running, has_mixers=any(parts.mixers), zigzag=zigzag)
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
-    _replace_loss(parts, state, layer_slices[len(parts.main_layers) - 1])
+    owner.register_forward_hook(EndForward(running), always_call=True)
+    _replace_loss(parts, state, running)
+
+
+def _end_layers(parts: Parts, layer_slices: list[LayerSlice]) -> None:
+    """Make the layers forget their slices, after all other hooks of theirs that read them."""
+    for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
+        layer.register_forward_hook(EndLayer(layer_slice), always_call=True)
 
 
 def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
@@ -264,8 +279,8 @@ def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerS
     owner = _owner_of_loss(parts)
     first = parts.root if owner is None else owner
     first.register_forward_pre_hook(FindDocuments(), with_kwargs=True)
-    if owner is not None:
-        _replace_loss(parts, state, layer_slices[-1])
+    if parts.causal_lm is not None:
+        _replace_loss(parts, state, RunningSlice())
 
 
 def _owner_of_loss(parts: Parts) -> Any:
@@ -273,11 +288,11 @@ def _owner_of_loss(parts: Parts) -> Any:
     return parts.classifier if parts.causal_lm is None else parts.causal_lm
 
 
-def _replace_loss(parts: Parts, state: ModelState, last_layer: LayerSlice) -> None:
+def _replace_loss(parts: Parts, state: ModelState, running: RunningSlice) -> None:
     owner = _owner_of_loss(parts)
     loss = partial(split_loss, owner.loss_function)
     if parts.causal_lm is None:
-        loss = partial(split_token_loss, owner.loss_function, last_layer)
+        loss = partial(split_token_loss, owner.loss_function, running)
     # Before this call, the attribute exists only if the user has set a loss (modeling_utils.py).
     state.replace(owner, "_loss_function", loss)
 

@@ -71,9 +71,17 @@ def attend(
         attention_mask: that of the whole sequence.
         gather: False if keys and values are those of all tokens (latent_cache.py).
         kwargs: other arguments of `stock`; `position_ids` are those of the whole sequence.
+
+    Raises:
+        ValueError: FlexAttention was asked for dropout, which it does not have.
     """
     by_rank = plan_calls(module, attention_mask, context, kwargs, len(query), query.device)
     if gather and uses_flex_attention(module) and isinstance(attention_mask, BlockMask):
+        if kwargs.get("dropout"):
+            raise ValueError(
+                f"FlexAttention has no dropout, and attention_dropout is {kwargs['dropout']}; set "
+                f"config.attention_dropout = 0, or load the model with attn_implementation='sdpa'"
+            )
         needed = [_pieces_of(calls, context.piece) for calls in by_rank]
         if _needs_everything(needed, context):
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
@@ -190,7 +198,7 @@ class _FetchPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Slice, needed: list[list[int]]) -> Tensor:
-        exchange = ctx.exchange = _PieceExchange(context, needed)
+        exchange = ctx.exchange = _PieceExchange(context, needed, x.device)
         pieces = x.unflatten(1, (-1, context.piece)).movedim(1, 0)
         received = exchange.send(pieces[exchange.sent])
         return received[exchange.ascending].movedim(0, 1).flatten(1, 2)
@@ -210,6 +218,10 @@ class _FetchPieces(torch.autograd.Function):
 class _PieceExchange:
     """The all-to-all of `_FetchPieces`: which pieces go to which rank.
 
+    Args:
+        needed: the numbers of the pieces that each rank needs, in ascending order.
+        device: where `sent` and `ascending` are; an index on a CPU does not fit tensors of a GPU.
+
     Attributes:
         sent: the positions, among the pieces of this rank, of those that it sends to all ranks in
             turn.
@@ -218,7 +230,7 @@ class _PieceExchange:
         send_counts, recv_counts: the numbers of pieces that each rank gets, or sends.
     """
 
-    def __init__(self, context: Slice, needed: list[list[int]]) -> None:
+    def __init__(self, context: Slice, needed: list[list[int]], device: torch.device) -> None:
         self.context = context
         own, wanted = list(context.pieces), needed[context.rank]
         by_rank = [[own.index(n) for n in pieces if n in own] for pieces in needed]
@@ -227,8 +239,9 @@ class _PieceExchange:
         from_rank = [[n for n in wanted if n in pieces] for pieces in owners]
         received = [n for pieces in from_rank for n in pieces]
         sent = [place for places in by_rank for place in places]
-        self.sent = torch.tensor(sent, dtype=torch.int64)
-        self.ascending = torch.tensor([received.index(n) for n in wanted], dtype=torch.int64)
+        ascending = [received.index(n) for n in wanted]
+        self.sent = torch.tensor(sent, dtype=torch.int64, device=device)
+        self.ascending = torch.tensor(ascending, dtype=torch.int64, device=device)
         self.send_counts, self.recv_counts = [*map(len, by_rank)], [*map(len, from_rank)]
 
     def send(self, pieces: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ applies to a model with sp_size=1, where nothing is gathered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -34,25 +35,99 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from hf_moe_ep.sequence.gathering_cache import GatheringCache
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, describes_packing
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
-from hf_moe_ep.upstream.attention_interface import uses_flash_attention
+from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
 from hf_moe_ep.upstream.recurrences import convolution_width
+
+# The function with which transformers checkpoints a layer (modeling_layers.py).
+_CHECKPOINT = "_gradient_checkpointing_func"
 
 
 @dataclass
 class LayerSlice:
     """The slice that a decoder layer computes, for the hooks of the mixers in this layer.
 
-    A layer does not pass its keyword arguments on to all its children. `TakeSlice` therefore sets
-    `part` in each forward of the layer, and again when the layer is recomputed in backward.
+    A layer does not pass its keyword arguments on to all its children. A pre-forward hook of the
+    layer therefore calls `begin`, and `EndLayer` calls `end`, because a slice refers to masks of
+    the whole sequence. Newer transformers checkpoint the forward of a layer without its hooks. The
+    checkpointed function then sets the slice of its own forward in each recompute.
+
+    Attributes:
+        part: the slice, while the layer runs.
+        given: the arguments of the layer before they were sliced. They keep whole tensors alive,
+            for mixers that get whole sequences.
+        other_documents: the calls of a mixer for all documents of packed rows but the first.
     """
 
     part: Slice | None = None
+    given: Call | None = None
+    other_documents: list[Call] = field(default_factory=list)
+
+    def begin(self, layer: nn.Module, part: Slice | None, given: Call | None = None) -> None:
+        """Set the slice of this forward, also for its recompute in backward."""
+        self.part, self.given = part, given
+        checkpoint = vars(layer).get(_CHECKPOINT)
+        if part is None or checkpoint is None or torch.compiler.is_compiling():
+            return
+        if _own_checkpoint(layer) is None:
+            setattr(layer, _CHECKPOINT, partial(_checkpoint_slice, self, checkpoint))
+
+    def end(self, layer: nn.Module) -> None:
+        """Forget the slice, and restore the function that checkpoints the layer."""
+        self.part, self.given, self.other_documents = None, None, []
+        own = _own_checkpoint(layer)
+        if own is not None:
+            setattr(layer, _CHECKPOINT, own.args[1])
+
+
+def _own_checkpoint(layer: nn.Module) -> partial[Any] | None:
+    """Return the function of `begin` that checkpoints a layer, or None."""
+    checkpoint = vars(layer).get(_CHECKPOINT)
+    is_own = isinstance(checkpoint, partial) and checkpoint.func is _checkpoint_slice
+    return checkpoint if is_own else None
+
+
+def _checkpoint_slice(
+    layer: LayerSlice,
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the checkpointing function `checkpoint`, whose recompute gets the slice of this call."""
+    return checkpoint(_WithSlice(layer, function), *args, **kwargs)
+
+
+class _WithSlice:
+    """Wraps a checkpointed function: each call runs with the slice of the first one."""
+
+    def __init__(self, layer: LayerSlice, function: Callable[..., Any]) -> None:
+        self._layer, self._function, self._part = layer, function, layer.part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        outer, layer.part = layer.part, self._part
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            layer.part, layer.other_documents = outer, []
+
+
+class EndLayer(Ours):
+    """Forward hook of a decoder layer, also after an error: forgets the slice of the layer."""
+
+    def __init__(self, layer: LayerSlice) -> None:
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.layer.end(module)
 
 
 class Split(Enum):
@@ -85,7 +160,6 @@ class GatherArguments(Ours):
     def __init__(self, layer: LayerSlice, arguments: MixerArguments, split: Split) -> None:
         self.layer, self.arguments, self.split = layer, arguments, split
         self.now = Split.NOT
-        self.other_documents: list[Call] = []
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -110,7 +184,8 @@ class GatherArguments(Ours):
             for row, bounds in enumerate(part.documents)
             for start, stop in bounds
         ]
-        first, *self.other_documents = [self.arguments.of_document(call, d) for d in documents]
+        first, *others = [self.arguments.of_document(call, d) for d in documents]
+        self.layer.other_documents = others
         return first
 
     def _choose_split(self, module: nn.Module, part: Slice, kwargs: dict[str, Any]) -> Split:
@@ -173,7 +248,8 @@ class SliceOutput(Ours):
         if part is None or self.gather.now != Split.NOT:
             return None
         if part.documents is not None:
-            calls, self.gather.other_documents = self.gather.other_documents, []
+            layer = self.gather.layer
+            calls, layer.other_documents = layer.other_documents, []
             outputs = [output, *(module.forward(*args, **kwargs) for args, kwargs in calls)]
             output = _join_documents(outputs, part.documents)
         if part.size == 1:
@@ -209,7 +285,19 @@ class SeparateDocuments(Ours):
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
 
         def separate(name: str, value: Any) -> Any:
-            return _separate(value, part, hidden.device) if name == "attention_mask" else value
+            if name != "attention_mask":
+                return value
+            if isinstance(value, Tensor) and value.dtype == torch.bool and is_eager(module):
+                raise ValueError(
+                    f"position_ids restart within a row, which means packed documents, and "
+                    f"{self.arguments.name} got an attention_mask of booleans, which eager "
+                    f"attention adds to its scores, so it would mix the documents; pass a mask of "
+                    f"numbers, or leave the mask out"
+                )
+            separate_in = _separate_blocks if isinstance(value, BlockMask) else _separate
+            if id(value) not in part.separated:
+                part.separated[id(value)] = value, separate_in(value, part, hidden.device)
+            return part.separated[id(value)][1]
 
         return self.arguments.change((args, kwargs), separate)
 
@@ -219,22 +307,38 @@ def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
 
     A mask of None is that of causal attention in scaled_dot_product_attention.
     """
+    numbers = _number_documents(part).to(device)
+    same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
+    if mask is None:
+        return same.tril()
+    if mask.dtype != torch.bool:
+        return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+    separated = mask & same
+    # In a mask of the caller padding may see other documents alone. It then sees every token,
+    # because the output of a query that sees no token is NaN.
+    return separated | ~separated.any(-1, keepdim=True)
+
+
+def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> BlockMask:
+    """Return a mask of FlexAttention that also hides all tokens of other documents."""
+    numbers = _number_documents(part).to(device)
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = numbers[row, query] == numbers[row, key]
+        return same & mask.mask_mod(row, head, query, key)
+
+    sizes = len(numbers), mask.shape[1], part.length, part.length
+    return create_block_mask(mask_mod, *sizes, device=device, BLOCK_SIZE=mask.BLOCK_SIZE)
+
+
+def _number_documents(part: Slice) -> Tensor:
+    """Return the number of the document of each token, (B, S)."""
     assert part.documents is not None
-    if id(mask) not in part.separated:
-        numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
-        for row, bounds in enumerate(part.documents):
-            for number, (start, stop) in enumerate(bounds):
-                numbers[row, start:stop] = number
-        numbers = numbers.to(device)
-        same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
-        if mask is None:
-            separated = same.tril()
-        elif mask.dtype == torch.bool:
-            separated = mask & same
-        else:
-            separated = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
-        part.separated[id(mask)] = mask, separated
-    return part.separated[id(mask)][1]
+    numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
+    for row, bounds in enumerate(part.documents):
+        for number, (start, stop) in enumerate(bounds):
+            numbers[row, start:stop] = number
+    return numbers
 
 
 def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
@@ -269,6 +373,17 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1) if missing else x
 
 
+def text_positions(positions: Tensor) -> Tensor | None:
+    """Return the positions (B or 1, S) of the text, or None if there are only those of pictures.
+
+    Positions with axes have the text in front, (4, B or 1, S), or only the time, row and column of
+    each token, (3, B, S).
+    """
+    if positions.ndim < 3:
+        return positions
+    return positions[0] if positions.shape[0] == 4 else None
+
+
 def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, int]]] | None:
     """Return the bounds of the documents in every row, or None if each row is one document.
 
@@ -280,9 +395,9 @@ def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, 
             the shape (3, B, S) do not describe packed documents.
         rows: the number of rows B.
     """
-    if positions is None or (positions.ndim == 3 and positions.shape[0] != 4):
+    positions = None if positions is None else text_positions(positions)
+    if positions is None:
         return None
-    positions = positions[0] if positions.ndim == 3 else positions
     is_start = functional.pad(positions.diff() != 1, (1, 0))
     starts: list[list[int]] = [[] for _ in range(len(positions))]
     for row, start in is_start.nonzero().tolist():

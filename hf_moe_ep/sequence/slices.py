@@ -21,6 +21,7 @@ one. The exchanges of attention are in `ulysses.py` (heads) and `context.py` (ke
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,13 +77,14 @@ class Slice:
         # packed. Only set for a model with mixers (sequence/gather.py).
         self.documents: list[list[tuple[int, int]]] | None = None
         # For packed rows: id of a mask -> (mask, mask that separates the documents).
-        self.separated: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.separated: dict[int, tuple[Any, Any]] = {}
         # True if masks have only the rows of this rank (sequence/mask_rows.py).
         self.has_mask_rows = False
         # Results computed from a mask or from positions, which layers share (sequence/context.py).
         self.computed: dict[Any, Any] = {}
-        # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
-        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+        # For tensors that all layers receive: id of the whole tensor -> (reference to it, slice).
+        # FSDP2 may cast an argument anew for each layer, so whole tensors are not kept alive.
+        self._shared: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         # For each device: the positions of all tokens in the order of ranks, and the reverse.
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -148,13 +150,16 @@ class Slice:
         """Return the slice of a tensor that all layers receive, and reuse it if possible."""
         if whole.requires_grad:  # each recompute in backward needs a graph of its own
             return self.take(whole, dim, fill=fill)
-        if id(whole) not in self._shared:
-            self._shared[id(whole)] = whole, self.take(whole, dim, fill=fill)
-        return self._shared[id(whole)][1]
+        known = self._shared.get(id(whole))
+        if known is None or known[0]() is not whole:
+            alive = {key: entry for key, entry in self._shared.items() if entry[0]() is not None}
+            known = weakref.ref(whole), self.take(whole, dim, fill=fill)
+            self._shared = {**alive, id(whole): known}
+        return known[1]
 
     def find_whole(self, x: Tensor) -> Tensor | None:
-        """Return the whole tensor that `take_shared` has sliced to `x`, or None."""
-        return next((whole for whole, part in self._shared.values() if part is x), None)
+        """Return the whole tensor that `take_shared` has sliced to `x`; None if it is not alive."""
+        return next((whole() for whole, part in self._shared.values() if part is x), None)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """Return the whole of a tensor that has the slices of all ranks in turn along `dim`."""
@@ -194,6 +199,8 @@ def gather_slices(x: Tensor, part: Slice) -> Tensor:
 
     Every rank sends N - 1 tensors of the size of `x` in forward, and as many in backward.
     """
+    if part.size == 1:  # packed rows that are not split (split.py); there is no group
+        return x
     whole: Tensor = _Gather.apply(x, part)
     return whole
 

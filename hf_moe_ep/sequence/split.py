@@ -22,14 +22,14 @@ loss, so a layer that is recomputed in backward gets the slice of its own forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_moe_ep.sequence.gather import LayerSlice, find_documents
+from hf_moe_ep.sequence.gather import LayerSlice, find_documents, text_positions
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
@@ -46,15 +46,35 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 from hf_moe_ep.upstream.trainers import how_to_keep_all_logits
 
 
+@dataclass
+class RunningSlice:
+    """The slice of the forward that runs, for modules outside of the decoder layers.
+
+    Attributes:
+        part: None outside of a forward that is split.
+    """
+
+    part: Slice | None = None
+
+
 class SplitSequence(Ours):
     """Pre-forward hook of the causal LM: splits a forward in training mode or with labels.
 
     Any other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
-    forwards of `generate` are therefore not split.
+    forwards of `generate` are therefore not split. In a forward that is not split, a model with
+    mixers gets the documents of packed rows, as with sp_size=1.
     """
 
-    def __init__(self, state: ModelState, *, has_mixers: bool, zigzag: bool = False) -> None:
-        self.state, self.has_mixers, self.zigzag = state, has_mixers, zigzag
+    def __init__(
+        self,
+        state: ModelState,
+        running: RunningSlice,
+        *,
+        has_mixers: bool,
+        zigzag: bool = False,
+    ) -> None:
+        self.state, self.running = state, running
+        self.has_mixers, self.zigzag = has_mixers, zigzag
 
     @torch.compiler.disable
     def __call__(
@@ -68,8 +88,10 @@ class SplitSequence(Ours):
         selects_positions = isinstance(keep, Tensor) or bool(keep)
         always_split = model.training or given.get("labels") is not None
         split = always_split or (given.get("use_cache") is False and not selects_positions)
-        if given_cache(given) is not None or not split:
+        if given_cache(given) is not None:
             return None
+        if not split:
+            return _with_documents(given) if self.has_mixers else None
         if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with "
@@ -112,9 +134,20 @@ class SplitSequence(Ours):
         given["use_cache"] = False
         positions = given.get("position_ids")
         given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
-        if self.has_mixers and given["attention_mask"] is None:
-            part.documents = find_documents(positions, len(tokens))
+        if self.has_mixers:
+            part.documents = _documents_beside(given["attention_mask"], positions, len(tokens))
+        self.running.part = part
         return (), given
+
+
+class EndForward(Ours):
+    """Forward hook of the causal LM, also after an error: forgets the slice of its forward."""
+
+    def __init__(self, running: RunningSlice) -> None:
+        self.running = running
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.running.part = None
 
 
 class FindDocuments(Ours):
@@ -135,17 +168,43 @@ class FindDocuments(Ours):
 
 @torch.compiler.disable
 def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a forward with packed rows, or None if the rows are not packed."""
-    positions = given["position_ids"]
-    mask, tokens = _choose_mask(positions, given.get("attention_mask")), find_tokens(given)
-    if mask is not None or tokens is None:
+    """Return the arguments of a forward with packed rows, or None if the rows are not packed.
+
+    Such a forward has no cache, because a mixer would begin each document with the state that the
+    cache has from the previous one.
+    """
+    positions, tokens = given.get("position_ids"), find_tokens(given)
+    if tokens is None:
         return None
-    documents = find_documents(positions, len(tokens))
+    mask = _choose_mask(positions, given.get("attention_mask"))
+    documents = _documents_beside(mask, positions, len(tokens))
     if documents is None:
         return None
     part = Slice(None, 0, 1, length=tokens.shape[1])
     part.documents = documents
-    return (), given | {"attention_mask": mask, SLICE: part}
+    return (), given | {"attention_mask": mask, "use_cache": False, SLICE: part}
+
+
+def _documents_beside(
+    mask: Any, positions: Tensor | None, rows: int
+) -> list[list[tuple[int, int]]] | None:
+    """Return the documents of packed rows, or None; `mask` is what `_choose_mask` has returned.
+
+    A mask (B, S) says that the rows are padded and not packed. Any other mask of the caller, such
+    as one of queries and keys, may separate documents in attention, but not in mixers. Beside such
+    a mask, positions that skip tokens begin no document.
+    """
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return None
+    if mask is not None and not _restarts(positions):
+        return None
+    return find_documents(positions, rows)
+
+
+def _restarts(positions: Tensor | None) -> bool:
+    """Return True if positions do not ascend within a row. This is a host sync."""
+    text = None if positions is None else text_positions(positions)
+    return text is not None and bool((text.diff() <= 0).any())
 
 
 class PassDocuments(Ours):
@@ -157,7 +216,7 @@ class PassDocuments(Ours):
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.layer.part = kwargs.get(SLICE)
+        self.layer.begin(layer, kwargs.get(SLICE))
         return args, {name: value for name, value in kwargs.items() if name != SLICE}
 
 
@@ -172,7 +231,7 @@ class JoinLogits(Ours):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         part: Slice | None = kwargs.get(SLICE)
-        if part is None:
+        if part is None or part.size == 1:
             return None
         if is_fused_head(kwargs):
             stock_length = part.length if kwargs.get("labels") is None else part.length - 1
@@ -221,9 +280,11 @@ class TakeSlice(Ours):
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         part: Slice | None = kwargs.get(SLICE)
-        self.layer.part = part
+        self.layer.begin(layer, part, (args, kwargs))
         if part is None:
             return None
+        if part.size == 1:  # packed rows of a forward that is not split
+            return args, {name: value for name, value in kwargs.items() if name != SLICE}
         if not args:
             raise ValueError(
                 f"{part.size} ranks slice the first argument of {type(layer).__name__}, but the "
@@ -255,11 +316,11 @@ class GatherOutput(Ours):
 class SliceNorm(Ours):
     """Forward hook of the final norm of a model that keeps inputs of layers: slices its output."""
 
-    def __init__(self, last_layer: LayerSlice) -> None:
-        self.last_layer = last_layer
+    def __init__(self, running: RunningSlice) -> None:
+        self.running = running
 
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        part = self.last_layer.part
+        part = self.running.part
         return None if part is None else part.take(output, 1)
 
 
@@ -274,8 +335,8 @@ def split_loss(
     part: Slice | None = kw.pop(SLICE, None)
     if part is None or part.size == 1:
         return stock(logits, labels, *args, **kw)
-    shifted, count = kw.pop("shift_labels", None), kw.pop("num_items_in_batch", None)
-    ignored = kw.get("ignore_index", IGNORED_LABEL)
+    shifted, ignored = kw.pop("shift_labels", None), kw.get("ignore_index", IGNORED_LABEL)
+    count = _pop_count(kw)
     if count is None:
         counted = labels[:, 1:] if shifted is None else shifted
         count = (counted != ignored).sum()
@@ -286,7 +347,7 @@ def split_loss(
 
 def split_token_loss(
     stock: Callable[..., Tensor],
-    last_layer: LayerSlice,
+    running: RunningSlice,
     logits: Tensor,
     labels: Tensor,
     *args: Any,
@@ -295,17 +356,27 @@ def split_token_loss(
     """Return the loss of a token classifier for the whole sequence, as `split_loss` does.
 
     Labels are not shifted. The classifier passes no arguments of its forward on to its loss, so the
-    slice is that of the last layer.
+    slice is that of the forward that runs.
     """
-    part = last_layer.part
-    if part is None or part.size == 1:
+    part = running.part
+    if part is None:
         return stock(logits, labels, *args, **kw)
     ignored = kw.get("ignore_index", IGNORED_LABEL)
-    count = kw.pop("num_items_in_batch", None)
+    count = _pop_count(kw)
     if count is None:
         count = (labels != ignored).sum()
     own_labels = part.take(labels, 1, fill=ignored).contiguous()
     return sum_slices(stock(logits, own_labels, *args, num_items_in_batch=count, **kw), part)
+
+
+def _pop_count(kw: dict[str, Any]) -> Tensor | int | None:
+    """Take the number of labels from the arguments of a loss.
+
+    Callers also pass a tensor [1]. The loss of a slice would then have this shape, and no scalar
+    could be its gradient.
+    """
+    count: Tensor | int | None = kw.pop("num_items_in_batch", None)
+    return count.squeeze() if isinstance(count, Tensor) else count
 
 
 def _slice_next_labels(
@@ -340,21 +411,18 @@ def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
     return whole.to(x.dtype, copy=True)
 
 
-def _choose_mask(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Return the mask, or None if the positions restart within a row.
+def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
+    """Return the mask; None for a mask (B, S) if the positions restart within a row.
 
     If several documents are packed into one row, the positions restart at each document. With a
     mask, transformers would ignore the positions, and the documents would silently attend to each
     other (masking_utils.py, _preprocess_mask_arguments).
     """
-    if positions is None or mask is None or mask.ndim != 2:
+    text = None if positions is None else text_positions(positions)
+    if text is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
-    if positions.ndim == 3:
-        if positions.shape[0] != 4:  # only (time, row, column), without positions of the text
-            return mask
-        positions = positions[0]
     both_visible = (mask[:, 1:] * mask[:, :-1]).bool()
-    is_restart = both_visible & (positions.diff() <= 0)
+    is_restart = both_visible & (text.diff() <= 0)
     restarts, all_visible = torch.stack([is_restart.any(), mask.all()]).tolist()
     if restarts and not all_visible:
         raise ValueError(

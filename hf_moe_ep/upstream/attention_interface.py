@@ -105,7 +105,7 @@ def check_attention(module: Any, model: Any = None, sizes: str = "sp_size") -> N
     The implementation must be registered in transformers' interface. "eager" is accepted only for a
     model that does not support sdpa, such as a model with attention sinks.
     """
-    stock = getattr(module.config, _STOCK_CONFIG, module.config)._attn_implementation
+    stock = _stock_implementation(module)
     needs_eager = (
         stock == _EAGER
         and not getattr(model, "_supports_sdpa", True)
@@ -134,8 +134,15 @@ def uses_flex_attention(module: Any) -> bool:
 
 
 def is_eager(module: Any) -> bool:
-    """Return True if an attention module calls the eager function of its file."""
-    return bool(module.config._attn_implementation == _EAGER)
+    """Return True if an attention module calls the eager function of its file.
+
+    This is also true if its config is `own_attention_config`, whose function calls that one.
+    """
+    return bool(_stock_implementation(module) == _EAGER)
+
+
+def _stock_implementation(module: Any) -> Any:
+    return getattr(module.config, _STOCK_CONFIG, module.config)._attn_implementation
 
 
 def flash_aligns_first_query(module: Any) -> bool:

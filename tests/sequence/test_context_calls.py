@@ -5,15 +5,17 @@ Rows have 8 tokens and two cp ranks: rank 0 has the tokens 0-1 and 6-7, rank 1 t
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_moe_ep.sequence.context import _PieceExchange, _pieces_of
+from hf_moe_ep.sequence.context import _FetchPieces, _PieceExchange, _pieces_of
 from hf_moe_ep.sequence.context_calls import Call, plan_calls
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
@@ -166,7 +168,7 @@ def test_a_window_needs_only_the_pieces_in_front() -> None:
     sent = []
     for rank in range(4):
         part = Slice(cast(Any, None), rank, 4, 64, order=zigzag_order(4))
-        exchange = _PieceExchange(part, needed)
+        exchange = _PieceExchange(part, needed, CPU)
         to_others = [n for r, n in enumerate(exchange.send_counts) if r != rank]
         sent.append(sum(to_others))
     assert sent == [1, 2, 2, 1]
@@ -176,8 +178,23 @@ def test_pieces_are_sent_to_the_ranks_that_need_them() -> None:
     """With a window of 3, rank 0 needs its pieces 0 and 3 and piece 2, and rank 1 all but 3."""
     needed = [_pieces_of(calls, 2) for calls in plan("flash_attention_2", sliding_window=3)]
     assert needed == [[0, 2, 3], [0, 1, 2]]
-    first, second = (_PieceExchange(context(rank), needed) for rank in (0, 1))
+    first, second = (_PieceExchange(context(rank), needed, CPU) for rank in (0, 1))
     assert first.sent.tolist() == [0, 1, 0], "pieces 0 and 3 to itself, and piece 0 to rank 1"
     assert second.sent.tolist() == [1, 0, 1], "piece 2 to rank 0, and pieces 1 and 2 to itself"
     # Rank 0 receives 0, 3 and 2; rank 1 receives 0, 1 and 2.
     assert first.ascending.tolist() == [0, 2, 1] and second.ascending.tolist() == [0, 1, 2]
+
+
+def test_the_exchange_of_pieces_indexes_on_the_device_of_the_keys() -> None:
+    """Fake tensors check the devices of all arguments. Nothing is sent.
+
+    A build of torch without CUDA cannot index fake tensors of CUDA, so "meta" is the other device.
+    """
+    needed = [[0, 2, 3], [0, 1, 2]]
+    sent = mock.patch("hf_moe_ep.sequence.context.start_all_to_all")
+    with sent, FakeTensorMode(allow_non_fake_inputs=True):
+        keys = torch.empty(1, 4, 3, 16, device="meta", requires_grad=True)
+        received = _FetchPieces.apply(keys, context(), needed)
+        assert received.shape == (1, 6, 3, 16)
+        (grad,) = torch.autograd.grad(received, keys, torch.empty_like(received))
+    assert grad.shape == keys.shape

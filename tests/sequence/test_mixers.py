@@ -4,10 +4,13 @@
 documents in these modules, so here each document is compared with stock's run of it alone.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,15 +30,18 @@ from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
-from support.needs import SINCE_5_23
+from support.needs import SINCE_5_23, SINCE_5_24
 from support.parity import checkpointing
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from hf_moe_ep import apply_ep_fsdp2, describe, patch
+from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
-from hf_moe_ep.sequence.mixer_arguments import Document, mixer_arguments
+from hf_moe_ep.sequence.gather import LayerSlice, SeparateDocuments
+from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, mixer_arguments
+from hf_moe_ep.sequence.slices import Slice
 
 Batch = dict[str, Tensor]
 # The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
@@ -85,10 +91,13 @@ def assert_documents_are_alone(
     num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
     unlabelled = {name: x for name, x in rows.items() if name != "labels"}
     with torch.no_grad():
-        got = model(**unlabelled, use_cache=False).logits.flatten(0, 1)
         logits = [stock(input_ids=x["input_ids"], use_cache=False).logits for x in alone]
-    assert_close(f"{where}: logits", got, torch.cat(logits, dim=1).flatten(0, 1), FP64_MODEL)
-    loss = model(**rows, num_items_in_batch=num_tokens, use_cache=False).loss
+        # Without use_cache=False the model makes a cache, and no sequence is split in evaluation.
+        for options in ({"use_cache": False}, {}):
+            got = model.eval()(**unlabelled, **options).logits.flatten(0, 1)
+            want = torch.cat(logits, dim=1).flatten(0, 1)
+            assert_close(f"{where}: logits, {options}", got, want, FP64_MODEL)
+    loss = model.train()(**rows, num_items_in_batch=num_tokens).loss
     loss.backward()
     total = torch.zeros_like(loss)
     for document in alone:
@@ -97,6 +106,14 @@ def assert_documents_are_alone(
         total += want.detach()
     assert_close(f"{where}: loss", loss, total, FP64_MODEL)
     assert_same_grads(where, model, stock, FP64_MODEL)
+    del loss
+    assert_no_slice_is_alive()
+
+
+def assert_no_slice_is_alive() -> None:
+    """A slice refers to masks of the whole sequence, so it must not outlive the graph."""
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is Slice]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +128,115 @@ def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str
         for masked in (False, True):
             model, stock = patch(build(model_type)), build(model_type)
             assert_documents_are_alone(model_type, model, stock, masked=masked)
+
+
+# Rows of 7 and 12 tokens, whose second documents begin at token 4 and at token 5.
+POSITIONS = (torch.tensor([[*range(4), *range(3)]]), torch.tensor([[*range(5), *range(7)]]))
+
+
+DICT = pytest.param("a dict", marks=pytest.mark.skipif(not SINCE_5_24, reason="not in qwen3_next"))
+
+
+@pytest.mark.parametrize("kind", ["booleans", "numbers", DICT])
+def test_documents_are_alone_beside_a_mask_of_the_caller(kind: str) -> None:
+    """The mask hides later tokens, and not the other documents."""
+    model, stock = patch(build("qwen3_next")).eval(), build("qwen3_next").eval()
+    inputs = batch(stock, 1, 7)["input_ids"]
+    visible = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    mask: Any = visible
+    if kind == "numbers":
+        low = torch.finfo(torch.float64).min
+        mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, low)
+    if kind == "a dict":
+        mask = {"full_attention": visible, "linear_attention": None}
+    with torch.no_grad():
+        got = model(input_ids=inputs, position_ids=POSITIONS[0], attention_mask=mask).logits
+        want = [stock(input_ids=x, use_cache=False).logits for x in inputs.split([4, 3], 1)]
+    assert_close("logits", got, torch.cat(want, 1), FP64_MODEL)
+
+
+def test_positions_that_skip_tokens_begin_no_document_beside_a_mask() -> None:
+    model, stock = patch(build("qwen3_next")).eval(), build("qwen3_next").eval()
+    inputs = {
+        "input_ids": batch(stock, 1, 7)["input_ids"],
+        "position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 9]]),
+        "attention_mask": torch.ones(7, 7, dtype=torch.bool).tril()[None, None],
+    }
+    with torch.no_grad():
+        got, want = (m(**inputs, use_cache=False).logits for m in (model, stock))
+    assert_close("logits", got, want, FP64_MODEL)
+
+
+def test_booleans_that_eager_attention_would_add_are_refused() -> None:
+    model = build("qwen3_next")
+    model.set_attn_implementation("eager")
+    inputs = batch(model, 1, 7)["input_ids"]
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    with pytest.raises(ValueError, match=r"Attention got an attention_mask of booleans, which eag"):
+        patch(model)(input_ids=inputs, position_ids=POSITIONS[0], attention_mask=mask)
+
+
+def test_masks_of_flex_attention_hide_other_documents() -> None:
+    """The mask of the model hides later tokens. The second row is one document."""
+    part = Slice(None, 0, 1, length=7)
+    part.documents = [[(0, 4), (4, 7)], [(0, 7)]]
+    module: Any = nn.Linear(2, 2)
+    module.config = SimpleNamespace(_attn_implementation="flex_attention")
+    arguments = MixerArguments("self_attn", frozenset({"attention_mask"}), ())
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 7, 7, device="cpu")
+    given = {"attention_mask": mask, "hidden_states": torch.zeros(2, 7, 3)}
+    call = SeparateDocuments(LayerSlice(part), arguments)(module, (), given)
+    assert call is not None
+    visible = create_mask(call[1]["attention_mask"].mask_mod, 2, 1, 7, 7, device="cpu")[:, 0]
+    want = torch.ones(2, 7, 7, dtype=torch.bool).tril()
+    want[0, 4:, :4] = False
+    assert torch.equal(visible, want)
+    again = SeparateDocuments(LayerSlice(part), arguments)(module, (), given)
+    assert again is not None and again[1]["attention_mask"] is call[1]["attention_mask"]
+
+
+def test_routes_of_packed_documents_are_recorded_without_process_groups() -> None:
+    """The record is that of each document alone."""
+    model = patch(build("qwen3_next"))
+    inputs, replay = batch(model, 1, 7)["input_ids"], RoutingReplay(model)
+    ids = []
+    with torch.no_grad():
+        for x, positions in ((inputs, POSITIONS[0]), (inputs[:, :4], None), (inputs[:, 4:], None)):
+            with replay.record() as routes:
+                model(input_ids=x, position_ids=positions)
+            ids.append(routes.ids)
+    assert torch.equal(ids[0], torch.cat(ids[1:], 1))
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_forwards_before_one_backward_keep_their_documents(use_reentrant: bool | None) -> None:
+    """Recomputed layers get the documents of their own forward, and nothing is alive afterwards."""
+    model, stock = build("qwen3_next"), build("qwen3_next")
+    for trained in (model, stock):
+        if use_reentrant is not None:
+            checkpointing(trained, use_reentrant)
+    patch(model)
+    inputs = [batch(stock, 1, positions.shape[1])["input_ids"] for positions in POSITIONS]
+    with FP64():
+        losses = [
+            model(input_ids=x, labels=x, position_ids=p, num_items_in_batch=1, use_cache=False).loss
+            for x, p in zip(inputs, POSITIONS, strict=True)
+        ]
+        torch.stack(losses).sum().backward()
+        for x, starts in zip(inputs, ((0, 4, 7), (0, 5, 12)), strict=True):
+            for start, stop in pairwise(starts):
+                # The label of a document's last token is the first token of the next one.
+                labels = torch.cat([x, x[:, -1:] * 0 - 100], 1)[:, start + 1 : stop + 1]
+                stock(
+                    input_ids=x[:, start:stop],
+                    labels=labels,
+                    shift_labels=labels,
+                    num_items_in_batch=1,
+                    use_cache=False,
+                ).loss.backward()
+    assert_same_grads("two forwards", model, stock, FP64_MODEL)
+    del losses
+    assert_no_slice_is_alive()
 
 
 def _packed_on_ranks(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -29,6 +29,7 @@ from torch.nn.attention.flex_attention import (
 from hf_moe_ep import describe, patch
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import ring
+from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.partial_attention import (
     Box,
     Scores,
@@ -88,6 +89,16 @@ KINDS = {
     "soft cap": Kind(causal, softcap=0.7),
     "sinks": Kind(causal, sinks=True),
 }
+
+
+def test_dropout_is_refused_as_in_stock() -> None:
+    """Stock's function of FlexAttention raises a ValueError, too, which the ring would skip."""
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
+    mask = create_block_mask(causal, 1, 1, 8, 8, device="cpu")
+    whole = Slice(cast(Any, None), 0, 2, 8, order=zigzag_order(2))
+    query, key, value, _, _ = _inputs(4)
+    with pytest.raises(ValueError, match=r"no dropout, and attention_dropout is 0.1; set config"):
+        attend(flex_attention, module, query, key, value, mask, whole, dropout=0.1)
 
 
 def _inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

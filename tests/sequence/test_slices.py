@@ -1,11 +1,19 @@
-"""Slices of sequences in zigzag order, by hand."""
+"""Slices of sequences in zigzag order, by hand, and the losses of slices."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.gather import LayerSlice
+from hf_moe_ep.sequence.layer_arguments import LayerArguments
+from hf_moe_ep.sequence.slices import SLICE, Slice, zigzag_order
+from hf_moe_ep.sequence.split import RunningSlice, TakeSlice, split_loss, split_token_loss
 
 NO_GROUP = cast(Any, None)
 
@@ -50,7 +58,48 @@ def test_join_reverses_take(cp: int, sp: int, length: int) -> None:
     assert torch.equal(parts[0].arrange(whole, 1), in_turn)
 
 
+def test_slices_of_arguments_are_shared_and_keep_no_whole_tensor_alive() -> None:
+    """FSDP2 may cast position embeddings anew for each layer. While the layer runs, a mixer that
+    gets whole sequences finds the whole tensor.
+    """
+    part, layer_slice, layer = Slice(NO_GROUP, 0, 2, 8), LayerSlice(), nn.Linear(2, 2)
+    hidden, whole = torch.zeros(1, 4, 2), torch.arange(16.0).view(1, 8, 2)
+    shared = part.take_shared(whole, 1)
+    take = TakeSlice(LayerArguments("Layer", ("x",), False), layer_slice, gets_whole=False)
+    for _ in range(3):
+        kwargs = {SLICE: part, "position_embeddings": (whole.bfloat16(),)}
+        call = take(layer, (hidden,), kwargs)
+        assert call is not None
+        (own,) = call[1]["position_embeddings"]
+        del kwargs
+        assert torch.equal(own, whole[:, :4].bfloat16()) and part.find_whole(own) is not None
+        layer_slice.end(layer)
+        assert part.find_whole(own) is None
+    assert len(part._shared) == 2, "the shared slice, and the latest one"
+    assert part.take_shared(whole, 1) is shared and part.find_whole(shared) is whole
+
+
 def test_every_cp_rank_has_the_same_number_of_visible_keys() -> None:
     """In causal attention a query sees the keys up to its own: one more for each later token."""
     work = [sum(range(1, 65)[t] for a, b in p.spans for t in range(a, b)) for p in slices(4, 1, 64)]
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_number_of_labels_may_be_a_tensor_of_one_element(is_causal: bool) -> None:
+    """Both ranks have the same four logits here, so the loss is twice that of a slice."""
+    part, labels = Slice(NO_GROUP, 0, 2, 8), torch.arange(8).unsqueeze(0) % 3
+    options = {"vocab_size": 3} if is_causal else {"config": SimpleNamespace(num_labels=3)}
+    loss_of = partial(split_loss, ForCausalLMLoss, **{SLICE: part})
+    if not is_causal:
+        loss_of = partial(split_token_loss, ForTokenClassification, RunningSlice(part))
+    of_shape = []
+    for count in (torch.tensor(7), torch.tensor([7])):
+        logits = torch.zeros(1, 4, 3, requires_grad=True)
+        with mock.patch("hf_moe_ep.sequence.slices.all_gather", lambda x, _: torch.stack([x, x])):
+            loss = loss_of(logits, labels, num_items_in_batch=count, **options)
+            loss.backward()
+        of_shape.append((loss.detach(), logits.grad))
+    (loss, grad), (other_loss, other_grad) = of_shape
+    assert loss.ndim == 0 and torch.equal(loss, other_loss) and torch.equal(grad, other_grad)
+    torch.testing.assert_close(loss, torch.tensor(3.0).log() * 2 * 4 / 7)
