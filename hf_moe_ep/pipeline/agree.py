@@ -44,11 +44,13 @@ class Agreement(NamedTuple):
     Attributes:
         mode: LOGITS, LOSS or TRAINING.
         num_micro_batches: the number of micro-batches.
+        may_learn: True if stock's outputs would have gradients.
         refusal: the error that this rank must raise, or None. Either all ranks have one, or none.
     """
 
     mode: int
     num_micro_batches: int
+    may_learn: bool
     refusal: ValueError | None
 
 
@@ -85,6 +87,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     shared = (*options_of(model, given, tokens), state.gather_logits, state.caller_loss is None)
     options = zlib.crc32(repr(shared).encode())
     own = [mode, _trains_tied_weight(state, mode), refusal is not None, options]
+    own.append(_may_learn(model, given))
     batch = batch_numbers(given | routes, tokens)
     by_stage = gather_counts(
         torch.cat([torch.tensor(own, device=batch.device), batch]),
@@ -92,14 +95,16 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
         where="the pipeline column's batches",
     )
     refusal = refusal or _find_difference(by_stage, column)
-    own = [mode, refusal is not None]
+    may_learn = any(learns for _, _, _, _, learns, *_ in by_stage)
+    own = [mode, refusal is not None, may_learn]
     by_rank = gather_counts(
         torch.cat([torch.tensor(own, device=batch.device), batch]),
         stages.ranks,
         where="the pipeline's calls",
     )
     refusal = refusal or _find_other_call(by_rank, stages.ranks, meshes.ranks_per_batch)
-    fewest_rows = min(rows for _, _, rows, *_ in by_rank)
+    may_learn = any(learns for _, _, learns, *_ in by_rank)
+    fewest_rows = min(rows for _, _, _, rows, *_ in by_rank)
     wanted = state.config.pp_microbatches or stages.size
     count = max(1, min(wanted, fewest_rows))
     if refusal is None and mode == TRAINING and count < stages.size and dist.get_rank() == 0:
@@ -110,7 +115,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
             f"{4 * stages.size} or more",
             stacklevel=2,
         )
-    return Agreement(mode, count, refusal)
+    return Agreement(mode, count, may_learn, refusal)
 
 
 def tokens_of(given: dict[str, Any]) -> Tensor:
@@ -146,6 +151,14 @@ def _mode_of(model: nn.Module, given: dict[str, Any]) -> int:
 
 def _may_train(model: nn.Module) -> bool:
     return model.training and torch.is_grad_enabled()
+
+
+def _may_learn(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return True if stock's outputs of this call would have gradients."""
+    learns = any(p.requires_grad for p in model.parameters()) or any(
+        map(needs_grad, given.values())
+    )
+    return torch.is_grad_enabled() and learns
 
 
 def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode: int) -> None:
@@ -244,7 +257,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
 
     Args:
         by_stage: for each rank: the mode, `_trains_tied_weight`, 1 if the rank cannot run the call,
-            a checksum of `options_of`, and `batch_numbers`.
+            a checksum of `options_of`, `_may_learn`, and `batch_numbers`.
     """
     ranks = dist.get_process_group_ranks(column)
     refused = [rank for rank, (_, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
@@ -269,7 +282,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"flags or texts to the model, as output_router_logits, or have another autocast; all "
             f"ranks must call the model alike"
         )
-    batches = [numbers for _, _, _, _, *numbers in by_stage]
+    batches = [numbers for _, _, _, _, _, *numbers in by_stage]
     return find_other_batch(batches, ranks, "pipeline column")
 
 
@@ -279,8 +292,8 @@ def _find_other_call(
     """Return the error for the calls of the ranks of a stage; None if they are alike.
 
     Args:
-        by_rank: for each rank: the mode, 1 if the rank cannot run the call, and
-            `batch_numbers`.
+        by_rank: for each rank: the mode, 1 if the rank cannot run the call, if the outputs have
+            gradients, and `batch_numbers`.
         ranks_per_batch: so many consecutive ranks share a batch.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -290,7 +303,7 @@ def _find_other_call(
     modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_rank, strict=True)}
     if len(set(modes.values())) > 1:
         return _error_of_modes(modes)
-    batches = [numbers for _, _, *numbers in by_rank]
+    batches = [numbers for _, _, _, *numbers in by_rank]
     for first in range(0, len(ranks), ranks_per_batch):
         sharing = slice(first, first + ranks_per_batch)
         error = find_other_batch(batches[sharing], ranks[sharing], "sp group")

@@ -16,6 +16,8 @@ A call has these steps:
     labels, but no training or no gradients  forwards     loss; logits only if they are asked for
     no labels, no gradients                  forwards     logits
 
+Gradients of any other output raise an error (`gradients.py`).
+
 The loss of the batch is the sum of the losses of its micro-batches, each divided by the number of
 tokens of the whole batch. Losses that the caller computes from logits cannot be trained, because
 their gradients would have to pass the stages a second time; the last stage can compute a function
@@ -43,7 +45,7 @@ from hf_moe_ep.pipeline.agree import (
 )
 from hf_moe_ep.pipeline.caller_loss import CallerLoss
 from hf_moe_ep.pipeline.failure import Failure
-from hf_moe_ep.pipeline.gradients import StepGradients
+from hf_moe_ep.pipeline.gradients import StepGradients, connect_loss, refuse_backward
 from hf_moe_ep.pipeline.micro_batches import (
     MicroBatch,
     count_targets,
@@ -224,7 +226,8 @@ class Pipeline:
             with torch.no_grad():
                 self._run(run, forwards_only(count), stock, stage)
             self._end_routing(meshes)
-            return self._output(run, mode, None)
+            output = self._output(run, mode, None)
+            return refuse_backward(output, stage.size) if agreement.may_learn else output
         if isinstance(self.model, FSDPModule):
             # A loop that accumulates gradients switches off their reduce-scatter, and announces its
             # last backward. Every micro-batch would then keep unsharded gradients.
@@ -407,12 +410,14 @@ class Pipeline:
                 return make_output(
                     joined, values.get("aux_loss"), gradients, run.divisor, coefficient
                 )
-            values["loss"] = loss if gradients is None else gradients.connect(loss)
+            values["loss"] = loss
         if run.wants_logits:
             logits = None
             if stages.is_last:
                 logits = torch.cat([output["logits"] for output in run.outputs])
             values["logits"] = broadcast_tensor(logits, source, group, meshes.device)
+        if gradients is not None:
+            values = connect_loss(values, gradients, stages.size, self.state.plan.aux_loss_coef)
         template = run.outputs[0]
         empty = dict.fromkeys(name for name in template if name not in values)
         return replace(template, **empty, **values)

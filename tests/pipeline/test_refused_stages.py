@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -146,6 +147,52 @@ def tensors_of_the_caller_are_refused(rank: int, world: int) -> None:
         r"requires a gradient on rank 1 but not on rank 0, which holds the other copy",
         lambda: tied(**rows),
     )
+
+
+def losses_of_other_outputs_are_refused(rank: int, world: int) -> None:
+    """No gradient was computed for them, so a loss that contains them would be trained in part."""
+    coefficient = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    model = _sharded(rank, make=partial(four_layers, **coefficient), gather_logits=True)
+    (rows,) = rows_of(4)(model, 0, 0)
+
+    def backward(loss_of: Callable[[Any], torch.Tensor], **batch: Any) -> None:
+        loss_of(model(**(rows | batch))).backward()
+
+    aux_loss = r"outputs.aux_loss got a gradient.*aux loss times model.router_aux_loss_coef: set"
+    _raises(aux_loss, lambda: backward(lambda out: out.loss + 0.1 * out.aux_loss))
+    _raises(aux_loss, lambda: backward(lambda out: out.aux_loss))
+    logits = r"outputs.logits got a gradient.*compute_loss_func.*or leave pp_size at 1"
+    _raises(logits, lambda: backward(lambda out: out.loss + out.logits.square().mean()))
+    assert all(p.grad is None for p in model.parameters())
+    backward(lambda out: 2 * out.loss + 0 * out.logits.sum() + 0 * out.aux_loss)
+    got = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    backward(lambda out: 2 * out.loss)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(got[name], parameter.grad.full_tensor()), name
+    # As in stock, outputs may be changed in place.
+    output = model(**rows)
+    output.logits.div_(2)
+    output.loss /= 2
+    output.loss.backward()
+
+    model.eval()
+    evaluated = r"has computed no gradients: with pp_size=2.*Call model.train\(\)"
+    _raises(evaluated, lambda: backward(lambda out: out.loss))
+    weight = torch.ones((), requires_grad=True)
+    _raises(evaluated, lambda: backward(lambda out: out.loss + weight))
+    _raises(evaluated, lambda: backward(lambda out: out.logits.mean() * weight, labels=None))
+    with torch.no_grad():
+        assert not model(**rows).loss.requires_grad
+    # One stage alone has a trained parameter, and then no stage has one.
+    model.requires_grad_(False)
+    if rank == 0:
+        next(model.parameters()).requires_grad_(True)
+    _raises(evaluated, lambda: backward(lambda out: out.loss + weight))
+    model.requires_grad_(False)
+    weight.grad = None
+    backward(lambda out: out.logits.detach().mean() * weight + out.loss, labels=rows["labels"])
+    assert weight.grad is not None, "a frozen model has no gradients, with stages or without"
 
 
 def an_aux_loss_that_is_not_computed_is_refused(rank: int, world: int) -> None:
@@ -316,6 +363,7 @@ TWO_RANKS = (
     backward_runs_once,
     warns_of_few_rows,
     is_described,
+    losses_of_other_outputs_are_refused,
     an_aux_loss_that_is_not_computed_is_refused,
     packed_rows_with_padding_are_refused,
     gradients_of_a_failed_step_stay,
