@@ -1,4 +1,4 @@
-"""Find out on all ranks what a call of a model with pipeline stages computes, or raise everywhere.
+"""Find out on all ranks what a call of a model with pipeline stages computes, or refuse it on all.
 
     rank 0    rank 1    stage 0; rank 0 and rank 2 share a batch: they are a column
     rank 2    rank 3    stage 1
@@ -7,13 +7,16 @@ If rank 0 is given an argument that stages do not support, or another batch than
 start to compute, because it would wait for the others. First the ranks of each column compare their
 calls: rank 2 learns of rank 0's trouble. Then the ranks of each stage do: rank 1 learns of it from
 rank 0, and rank 3 from rank 2.
+
+Whatever depends on the data of a call and can be checked before its forward is checked here. An
+error inside of the forward of a stage ends the whole run (`failure.py`).
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +26,11 @@ from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, needs_grad
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.same_batch import batch_numbers, check_sizes, find_other_batch
+from hf_moe_ep.sequence.split import FindDocuments, SplitSequence, check_packed_rows
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks
 from hf_moe_ep.upstream.models import asks_for, find_tokens, given_cache, is_fused_head, text_config
+from hf_moe_ep.upstream.modules import pre_forward_hooks
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 # What a call computes. All ranks must agree.
@@ -33,50 +38,76 @@ LOGITS, LOSS, TRAINING = range(3)
 _MODES = ("a forward without labels", "a forward with labels but no training", "training")
 
 
-def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> tuple[int, int]:
-    """Return what the call computes and its number of micro-batches, the same on all ranks.
+class Agreement(NamedTuple):
+    """What a call computes; the same on all ranks, apart from the text of `refusal`.
 
-    A rank that cannot run the call raises its error only after both comparisons of the module
-    docstring, and so does a rank whose column differs.
+    Attributes:
+        mode: LOGITS, LOSS or TRAINING.
+        num_micro_batches: the number of micro-batches.
+        may_learn: True if stock's outputs would have gradients.
+        refusal: the error that this rank must raise, or None. Either all ranks have one, or none.
+    """
 
-    Raises:
-        ValueError: on every rank: a call needs what stages cannot do, stages have different
-            batches, ranks do different things, or routes cannot be replayed.
+    mode: int
+    num_micro_batches: int
+    may_learn: bool
+    refusal: ValueError | None
+
+
+def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreement:
+    """Compare the calls of all ranks.
+
+    All ranks refuse a call that needs what stages cannot do, if the ranks that share a batch have
+    different batches, if ranks do different things, or if routes cannot be replayed. A rank that
+    cannot run the call takes part in both comparisons of the module docstring, and so does a rank
+    whose column differs.
     """
     meshes, session = state.meshes, state.routing
     assert meshes is not None and meshes.stages is not None
     stages = meshes.stages
-    mode, tokens = _mode_of(model, given), tokens_of(given)
+    mode = _mode_of(model, given)
     refusal: ValueError | None = None
     try:
+        tokens = tokens_of(given)
         _check_call(model, state, given, mode)
     except ValueError as error:
         refusal = error
+        found = find_tokens(given)
+        if isinstance(found, Tensor):
+            tokens = found
+        else:  # the comparisons need tensors
+            tokens = torch.zeros(0, 0, dtype=torch.int64, device=meshes.device)
+            given = {"input_ids": tokens}
     routes: dict[str, Tensor] = {}
     if session is not None:
         session.begin_batch(*tokens.shape[:2])
         routes = session.tensors(tokens.device)
         refusal = refusal or session.refusal
     column = stages.column.get_group()
-    shared = (*options_of(model, given), state.gather_logits, state.caller_loss is None)
+    shared = (*options_of(model, given, tokens), state.gather_logits, state.caller_loss is None)
     options = zlib.crc32(repr(shared).encode())
     own = [mode, _trains_tied_weight(state, mode), refusal is not None, options]
-    numbers = torch.tensor(own, device=tokens.device)
+    own.append(_may_learn(model, given))
+    batch = batch_numbers(given | routes, tokens)
     by_stage = gather_counts(
-        torch.cat([numbers, batch_numbers(given | routes, tokens)]),
+        torch.cat([torch.tensor(own, device=batch.device), batch]),
         column,
         where="the pipeline column's batches",
     )
     refusal = refusal or _find_difference(by_stage, column)
-    numbers = torch.tensor([mode, len(tokens), refusal is not None], device=tokens.device)
-    by_rank = gather_counts(numbers, stages.ranks, where="the pipeline's calls")
-    refusal = refusal or _find_other_mode(by_rank, stages.ranks)
-    if refusal is not None:
-        raise refusal
-    fewest_rows = min(rows for _, rows, _ in by_rank)
+    may_learn = any(learns for _, _, _, _, learns, *_ in by_stage)
+    own = [mode, refusal is not None, may_learn]
+    by_rank = gather_counts(
+        torch.cat([torch.tensor(own, device=batch.device), batch]),
+        stages.ranks,
+        where="the pipeline's calls",
+    )
+    refusal = refusal or _find_other_call(by_rank, stages.ranks, meshes.ranks_per_batch)
+    may_learn = any(learns for _, _, learns, *_ in by_rank)
+    fewest_rows = min(rows for _, _, _, rows, *_ in by_rank)
     wanted = state.config.pp_microbatches or stages.size
     count = max(1, min(wanted, fewest_rows))
-    if mode == TRAINING and count < stages.size and dist.get_rank() == 0:
+    if refusal is None and mode == TRAINING and count < stages.size and dist.get_rank() == 0:
         warnings.warn(
             f"batches of {fewest_rows} rows make {count} micro-batches for {stages.size} "
             f"pipeline stages, so each stage waits for {bubble(stages.size, count):.0%} of the "
@@ -84,24 +115,26 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> tuple[i
             f"{4 * stages.size} or more",
             stacklevel=2,
         )
-    return mode, count
+    return Agreement(mode, count, may_learn, refusal)
 
 
 def tokens_of(given: dict[str, Any]) -> Tensor:
     """Return the token ids (B, S) or the embeddings (B, S, H) of a call."""
     tokens = find_tokens(given)
     if not isinstance(tokens, Tensor):
-        raise ValueError("a model with pp_size > 1 was called without input_ids and inputs_embeds")
+        raise ValueError(
+            "a model with pp_size > 1 was called without input_ids and inputs_embeds; pass one of "
+            "them"
+        )
     return tokens
 
 
-def options_of(model: nn.Module, given: dict[str, Any]) -> tuple[Any, ...]:
+def options_of(model: nn.Module, given: dict[str, Any], tokens: Tensor) -> tuple[Any, ...]:
     """Return numbers, flags and texts of a call, and what else stages must have in common.
 
     Apart from the mode and the sizes of the batch, they determine which tensors travel from stage
     to stage: with router logits, sums for the aux loss do.
     """
-    tokens = tokens_of(given)
     device = tokens.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     flags = sorted((n, x) for n, x in given.items() if isinstance(x, int | float | str))
@@ -118,6 +151,14 @@ def _mode_of(model: nn.Module, given: dict[str, Any]) -> int:
 
 def _may_train(model: nn.Module) -> bool:
     return model.training and torch.is_grad_enabled()
+
+
+def _may_learn(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return True if stock's outputs of this call would have gradients."""
+    learns = any(p.requires_grad for p in model.parameters()) or any(
+        map(needs_grad, given.values())
+    )
+    return torch.is_grad_enabled() and learns
 
 
 def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode: int) -> None:
@@ -174,8 +215,29 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"micro-batch, before loss.backward(): step the optimizer after backward"
         )
     tokens = tokens_of(given)
+    if not tokens.numel():
+        raise ValueError(
+            f"the batch of this rank has {len(tokens)} rows of {tokens.shape[1]} tokens; every "
+            f"rank needs at least one row: drop the last batch of the data loader if it is smaller"
+        )
     if state.caller_loss is None:
         check_sizes(given, tokens)
+    keep, shares_batch = given.get("logits_to_keep", 0), state.config.ranks_per_batch > 1
+    selects_positions = isinstance(keep, Tensor) or bool(keep)
+    if selects_positions and (mode != LOGITS or (shares_batch and model.training)):
+        raise ValueError(
+            f"logits_to_keep={keep} selects positions, but with pp_size={size} a forward with "
+            f"labels computes the logits of all tokens, and so does one in training mode with "
+            f"sp_size or cp_size > 1; leave logits_to_keep out"
+        )
+    if any(isinstance(hook, FindDocuments | SplitSequence) for hook in pre_forward_hooks(model)):
+        check_packed_rows(given)
+    has_aux_loss = asks_for("output_router_logits", given, text_config(model.config))
+    if trains and state.config.aux_loss_per_layer and not has_aux_loss:
+        raise ValueError(
+            "aux_loss_per_layer=True, but this training forward computed no aux loss; set "
+            "output_router_logits=True in the model's config, or pass it to the forward"
+        )
     if (state.config.pp_microbatches or size) > 1 and len(tokens) > 1:
         check_can_be_cut(given, len(tokens))
 
@@ -195,7 +257,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
 
     Args:
         by_stage: for each rank: the mode, `_trains_tied_weight`, 1 if the rank cannot run the call,
-            a checksum of `options_of`, and `batch_numbers`.
+            a checksum of `options_of`, `_may_learn`, and `batch_numbers`.
     """
     ranks = dist.get_process_group_ranks(column)
     refused = [rank for rank, (_, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
@@ -220,22 +282,34 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"flags or texts to the model, as output_router_logits, or have another autocast; all "
             f"ranks must call the model alike"
         )
-    batches = [numbers for _, _, _, _, *numbers in by_stage]
-    return find_other_batch(batches, column, "pipeline column")
+    batches = [numbers for _, _, _, _, _, *numbers in by_stage]
+    return find_other_batch(batches, ranks, "pipeline column")
 
 
-def _find_other_mode(by_rank: list[list[int]], group: Any) -> ValueError | None:
+def _find_other_call(
+    by_rank: list[list[int]], group: Any, ranks_per_batch: int
+) -> ValueError | None:
     """Return the error for the calls of the ranks of a stage; None if they are alike.
 
     Args:
-        by_rank: for each rank: the mode, the number of rows, and 1 if the rank cannot run the call.
+        by_rank: for each rank: the mode, 1 if the rank cannot run the call, if the outputs have
+            gradients, and `batch_numbers`.
+        ranks_per_batch: so many consecutive ranks share a batch.
     """
     ranks = dist.get_process_group_ranks(group)
-    refused = [rank for rank, (*_, is_refused) in zip(ranks, by_rank) if is_refused]
+    refused = [rank for rank, (_, is_refused, *_) in zip(ranks, by_rank) if is_refused]
     if refused:
         return _error_of_other_rank(refused[0])
     modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_rank, strict=True)}
-    return _error_of_modes(modes) if len(set(modes.values())) > 1 else None
+    if len(set(modes.values())) > 1:
+        return _error_of_modes(modes)
+    batches = [numbers for _, _, _, *numbers in by_rank]
+    for first in range(0, len(ranks), ranks_per_batch):
+        sharing = slice(first, first + ranks_per_batch)
+        error = find_other_batch(batches[sharing], ranks[sharing], "sp group")
+        if error is not None:
+            return error
+    return None
 
 
 def _error_of_other_rank(rank: int) -> ValueError:

@@ -6,11 +6,18 @@ returned loss is connected to the computed gradients by an autograd node:
     loss = model(**batch).loss       runs forward and backward; `.grad` of every parameter is as
                                      before the call
     (loss * 0.5).backward()          adds 0.5 times the gradients to `.grad`
+
+The other outputs are connected as well, because no gradient was computed for them: a caller who
+adds `outputs.aux_loss` to the loss gets an error. So are all outputs of a forward that has not run
+backward, such as one in evaluation mode. Every rank has all outputs and runs backward through them,
+so every rank raises the error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ranks.boxes import local_tensor
+
+# The outputs of models, and of TRL's fused head, that have gradients without stages.
+_DIFFERENTIABLE = ("loss", "aux_loss", "logits", "log_probs", "entropy")
 
 
 class StepGradients:
@@ -61,13 +71,7 @@ class StepGradients:
                 local_tensor(parameter.grad).add_(local_tensor(grad))
         self._new = None
 
-    def connect(self, loss: Tensor) -> Tensor:
-        """Return a loss whose backward calls `add`."""
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        (connected,) = _AddGradients.apply(anchor, self, lambda grad: grad, loss)
-        return connected
-
-    def connect_all(
+    def connect(
         self, outputs: dict[str, Tensor], scale_of: Callable[..., Tensor]
     ) -> dict[str, Tensor]:
         """Return outputs whose backward calls `add`.
@@ -75,9 +79,61 @@ class StepGradients:
         Args:
             scale_of: called with the gradient of each output or None, in order; returns the scale.
         """
-        anchor = torch.zeros((), requires_grad=True)
-        connected = _AddGradients.apply(anchor, self, scale_of, *outputs.values())
-        return dict(zip(outputs, connected, strict=True))
+        return _connect(outputs, lambda *grads: self.add(scale_of(*grads)))
+
+
+def connect_loss(
+    outputs: dict[str, Tensor], gradients: StepGradients, num_stages: int, coefficient: str | None
+) -> dict[str, Tensor]:
+    """Return the outputs of a forward in training, of which only "loss" may get a gradient.
+
+    Args:
+        coefficient: the attribute of the model with the coefficient of the aux loss, for the error.
+    """
+    return gradients.connect(outputs, partial(_scale_of_loss, [*outputs], num_stages, coefficient))
+
+
+def _scale_of_loss(
+    names: list[str], num_stages: int, coefficient: str | None, *grads: Tensor | None
+) -> Tensor:
+    by_name = dict(zip(names, grads, strict=True))
+    loss_grad = by_name.pop("loss")
+    for name, grad in by_name.items():
+        # A term that is multiplied by 0 may be left out.
+        if grad is not None and grad.ne(0).any():
+            instead = (
+                f"outputs.loss already contains the aux loss times model.{coefficient}: set this "
+                f"coefficient, pass output_router_logits=True, and add nothing to outputs.loss"
+                if name == "aux_loss"
+                else "give the Trainer a compute_loss_func, or use outputs.loss alone"
+            )
+            raise ValueError(
+                f"outputs.{name} got a gradient in backward(), but with pp_size={num_stages} the "
+                f"forward has already computed all gradients, for outputs.loss alone, and the "
+                f"other terms of this loss would be left out; {instead}, or leave pp_size at 1"
+            )
+    return torch.zeros(()) if loss_grad is None else loss_grad
+
+
+def refuse_backward(output: Any, num_stages: int) -> Any:
+    """Return the output of a forward that computes no gradients; its backward raises ValueError."""
+
+    def refuse(*grads: Tensor | None) -> None:
+        raise ValueError(
+            f"backward() ran through a forward that has computed no gradients: with "
+            f"pp_size={num_stages} only a forward in training mode with labels computes them. Call "
+            f"model.train() and pass labels, detach these outputs, or leave pp_size at 1"
+        )
+
+    tensors = {n: x for n in _DIFFERENTIABLE if isinstance(x := output.get(n), Tensor)}
+    return replace(output, **_connect(tensors, refuse))
+
+
+def _connect(outputs: dict[str, Tensor], backward: Callable[..., None]) -> dict[str, Tensor]:
+    """Return outputs whose backward calls `backward` with the gradient of each, or None."""
+    anchor = torch.zeros((), requires_grad=True)
+    connected = _CallInBackward.apply(anchor, backward, *outputs.values())
+    return dict(zip(outputs, connected, strict=True))
 
 
 def _multiply(grad: Tensor, scale: Tensor) -> None:
@@ -90,21 +146,18 @@ def _multiply(grad: Tensor, scale: Tensor) -> None:
         grad.copy_(grad.to(wide) * scale)
 
 
-class _AddGradients(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        gradients: StepGradients,
-        scale_of: Callable[..., Tensor],
-        *outputs: Tensor,
+        ctx: Any, anchor: Tensor, backward: Callable[..., None], *outputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.gradients, ctx.scale_of = gradients, scale_of
+        ctx.backward_of_outputs = backward
         ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
+        # Without a copy: logits may be large, and nobody else reads these tensors.
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.gradients.add(ctx.scale_of(*grads))
-        return None, None, None, *(None for _ in grads)
+        ctx.backward_of_outputs(*grads)
+        return None, None, *(None for _ in grads)

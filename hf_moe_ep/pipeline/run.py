@@ -16,10 +16,13 @@ A call has these steps:
     labels, but no training or no gradients  forwards     loss; logits only if they are asked for
     no labels, no gradients                  forwards     logits
 
+Gradients of any other output raise an error (`gradients.py`).
+
 The loss of the batch is the sum of the losses of its micro-batches, each divided by the number of
 tokens of the whole batch. Losses that the caller computes from logits cannot be trained, because
 their gradients would have to pass the stages a second time; the last stage can compute a function
-of the caller instead (`caller_loss.py`).
+of the caller instead (`caller_loss.py`). An error inside of the operations ends the call on all
+ranks (`failure.py`).
 """
 
 from __future__ import annotations
@@ -32,9 +35,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.pipeline.agree import LOGITS, TRAINING, agree, options_of, tokens_of
+from hf_moe_ep.pipeline.agree import (
+    LOGITS,
+    TRAINING,
+    Agreement,
+    agree,
+    options_of,
+    tokens_of,
+)
 from hf_moe_ep.pipeline.caller_loss import CallerLoss
-from hf_moe_ep.pipeline.gradients import StepGradients
+from hf_moe_ep.pipeline.failure import Failure
+from hf_moe_ep.pipeline.gradients import StepGradients, connect_loss, refuse_backward
 from hf_moe_ep.pipeline.micro_batches import (
     MicroBatch,
     count_targets,
@@ -49,12 +60,12 @@ from hf_moe_ep.pipeline.token_losses import (
     with_known_loss,
 )
 from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.collectives import all_gather
 from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.ranks.neighbours import (
     Arrival,
     Channel,
     Form,
-    broadcast_numbers,
     broadcast_tensor,
 )
 from hf_moe_ep.state import ModelState
@@ -153,6 +164,7 @@ class Pipeline:
     def __init__(self, model: nn.Module, state: ModelState) -> None:
         self.model, self.state = model, state
         self._channels: _Channels | None = None
+        self._failure: Failure | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -172,14 +184,27 @@ class Pipeline:
     @torch.compiler.disable
     def _call(self, stock: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, meshes = self.state, self.state.meshes
-        stage: Stage = state.stage
         assert meshes is not None and meshes.stages is not None
-        if self._channels is None:
+        if self._channels is None or self._failure is None:
             self._channels = _Channels.of(meshes.stages, meshes.device)
+            self._failure = Failure(meshes)
+        self._failure.check()
         given = bind_forward(self.model, args, kwargs)
         if state.caller_loss is not None:
             state.caller_loss.add_arguments(given)
-        mode, count = agree(self.model, state, given)
+        with self._failure.shared():
+            self._failure.begin("the comparison of all ranks")
+            agreement = agree(self.model, state, given)
+            if agreement.refusal is None:
+                return self._compute(agreement, given, stock)
+        raise agreement.refusal
+
+    def _compute(self, agreement: Agreement, given: dict[str, Any], stock: Call) -> Any:
+        """Run a call that all ranks have agreed on."""
+        state, meshes = self.state, self.state.meshes
+        stage: Stage = state.stage
+        assert meshes is not None and meshes.stages is not None
+        mode, count = agreement.mode, agreement.num_micro_batches
         num_rows = len(tokens_of(given))
         has_fused_head = is_fused_head(given)
         given.pop(FUSED_HEAD, None)
@@ -201,7 +226,8 @@ class Pipeline:
             with torch.no_grad():
                 self._run(run, forwards_only(count), stock, stage)
             self._end_routing(meshes)
-            return self._output(run, mode, None)
+            output = self._output(run, mode, None)
+            return refuse_backward(output, stage.size) if agreement.may_learn else output
         if isinstance(self.model, FSDPModule):
             # A loop that accumulates gradients switches off their reduce-scatter, and announces its
             # last backward. Every micro-batch would then keep unsharded gradients.
@@ -231,10 +257,12 @@ class Pipeline:
 
     def _run(self, run: _Run, order: Sequence[Operation], stock: Call, stage: Stage) -> None:
         """Run operations in order, and start the transfers of the next one before each."""
-        channels = self._channels
-        assert channels is not None
+        channels, failure = self._channels, self._failure
+        assert channels is not None and failure is not None
         try:
             for position, operation in enumerate(order):
+                kind = "forward" if operation.is_forward else "backward"
+                failure.begin(f"the {kind} of micro-batch {operation.micro_batch}")
                 self._expect(run, operation, early=False)
                 if position + 1 < len(order):
                     self._expect(run, order[position + 1], early=True)
@@ -244,6 +272,7 @@ class Pipeline:
                         _finish_aux_loss(run, stage)
                 else:
                     self._backward(run, operation)
+            failure.begin("the end of the call")
             for channel in channels.all:
                 channel.finish()
         except BaseException:
@@ -369,7 +398,8 @@ class Pipeline:
         source, group = stages.rank_in(stages.size - 1), stages.column.get_group()
         values: dict[str, Any] = {}
         if mode != LOGITS:
-            numbers = broadcast_numbers(_numbers(run, stages.is_last, meshes.device), source, group)
+            # Unlike a broadcast, this ends only if no stage has failed.
+            numbers = all_gather(_numbers(run, stages.is_last, meshes.device), group)[-1]
             loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
             loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
             if dtypes[1] >= 0:
@@ -380,12 +410,14 @@ class Pipeline:
                 return make_output(
                     joined, values.get("aux_loss"), gradients, run.divisor, coefficient
                 )
-            values["loss"] = loss if gradients is None else gradients.connect(loss)
+            values["loss"] = loss
         if run.wants_logits:
             logits = None
             if stages.is_last:
                 logits = torch.cat([output["logits"] for output in run.outputs])
             values["logits"] = broadcast_tensor(logits, source, group, meshes.device)
+        if gradients is not None:
+            values = connect_loss(values, gradients, stages.size, self.state.plan.aux_loss_coef)
         template = run.outputs[0]
         empty = dict.fromkeys(name for name in template if name not in values)
         return replace(template, **empty, **values)
@@ -413,7 +445,7 @@ def _key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
     """Return what determines which tensors travel, apart from the sizes of the micro-batch."""
     # The number of tokens changes with each batch.
     options = {name: value for name, value in given.items() if name != "num_items_in_batch"}
-    return mode, options_of(model, options)
+    return mode, options_of(model, options, tokens_of(given))
 
 
 def _shape_of(batch: MicroBatch) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def make_output(
         scale_of: Callable[..., Tensor] = partial(
             _scale_of, tuple(outputs), mask, divisor, coefficient
         )
-        values |= gradients.connect_all(outputs, scale_of)
+        values |= gradients.connect(outputs, scale_of)
     return fused_output(**values)
 
 

@@ -56,7 +56,7 @@ uses one process group of ep_fsdp x ep (x etp) ranks. Our own clipping uses this
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -265,6 +265,23 @@ class Meshes:
     def world_group(self) -> dist.ProcessGroup | None:
         """The group of the `world_size` ranks; None stands for the default group."""
         return None if self.stages is None else self.stages.ranks
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """List the process groups of this rank with several ranks."""
+        meshes = [getattr(self, field.name) for field in fields(self)]
+        if self.nodes is not None:
+            meshes += [self.nodes.between, self.nodes.inside]
+        groups = [
+            group
+            for mesh in meshes
+            if isinstance(mesh, DeviceMesh)
+            for group in mesh.get_all_groups()
+        ]
+        if self.stages is not None:
+            stages = self.stages
+            groups += [stages.column.get_group(), stages.ranks, stages.forwards, stages.backwards]
+        by_name = {group.group_name: group for group in groups if group.size() > 1}
+        return list(by_name.values())
 
     @property
     def first_rank(self) -> int:

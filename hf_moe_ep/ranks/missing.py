@@ -13,12 +13,18 @@ Ranks 0, 1 and 2 each raise "rank 3 stopped, or never reached this layer ..".
 
 The store works with gloo and with NCCL. `torch.distributed.monitored_barrier` needs gloo, and sends
 through the same connections that have just failed.
+
+A rank that has raised an error of its own can report it by `report_error`. Then the other ranks
+name this error instead of missing ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +34,10 @@ from hf_moe_ep.upstream.process_groups import default_store
 _QUIET, _LONGEST = 3.0, 9.0
 # How many seconds a rank waits for an answer of the store.
 _STORE_TIMEOUT = 12.0
+# A line with this text has the error of a rank instead of a collective.
+_ERROR = "error of "
+
+Answer = TypeVar("Answer")
 
 
 def name_missing_ranks(failed: str, group: dist.ProcessGroup | None) -> str:
@@ -35,25 +45,73 @@ def name_missing_ranks(failed: str, group: dist.ProcessGroup | None) -> str:
 
     `failed` describes the collective. If `group` is None, the default group is meant.
     """
-    answers: list[str] = []
 
-    def ask_store() -> None:
+    def compare() -> str:
         try:
-            answers.append(_compare_lines(failed, group))
+            return _compare_lines(failed, group)
         except RuntimeError:  # DistStoreError is a RuntimeError
-            answers.append("one of these ranks")
+            return "one of these ranks"
 
-    # If the rank that hosts the store has stopped, the store never answers.
-    thread = threading.Thread(target=ask_store, name="hf_moe_ep missing ranks", daemon=True)
+    answer = _ask_store(compare)
+    return "rank 0, or another rank that hosts the store," if answer is None else answer
+
+
+def report_error(text: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let `find_error` and `name_missing_ranks` return `text` on the other ranks of `groups`.
+
+    `text` begins with the rank that has raised the error, and has one line.
+    """
+
+    def report() -> None:
+        for group in groups:
+            default_store().append(_key(group), f"{dist.get_rank()} {_ERROR}{text}\n")
+
+    _ask_store(report)
+
+
+def find_error(groups: Sequence[dist.ProcessGroup]) -> str | None:
+    """Return an error that a rank of `groups` has reported, without waiting; None without one."""
+
+    def find() -> str | None:
+        store = default_store()
+        for group in groups:
+            if store.check([_key(group)]):
+                for line in _parse(store.get(_key(group))).values():
+                    if line.startswith(_ERROR):
+                        return line.removeprefix(_ERROR)
+        return None
+
+    return _ask_store(find)
+
+
+def _ask_store(ask: Callable[[], Answer]) -> Answer | None:
+    """Return what `ask` returns; None if the store does not answer.
+
+    If the rank that hosts the store has stopped, the store may never answer.
+    """
+    answers: list[Answer] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="hf_moe_ep missing ranks", daemon=True)
     thread.start()
     thread.join(_STORE_TIMEOUT)
-    return answers[0] if answers else "rank 0, or another rank that hosts the store,"
+    return answers[0] if answers else None
+
+
+def _key(group: dist.ProcessGroup | None) -> str:
+    name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
+    return f"hf_moe_ep/failed/{name}"
 
 
 def _compare_lines(failed: str, group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(group)
-    name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
-    failed_by_rank = _exchange_lines(f"hf_moe_ep/failed/{name}", failed, ranks)
+    failed_by_rank = _exchange_lines(_key(group), failed, ranks)
+    for line in failed_by_rank.values():
+        if line.startswith(_ERROR):
+            return line.removeprefix(_ERROR)
     missing = [rank for rank in ranks if rank not in failed_by_rank]
     if missing:
         return f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -72,7 +130,8 @@ def _exchange_lines(key: str, failed: str, ranks: list[int]) -> dict[int, str]:
     while True:
         # A rank that has all lines still waits a little: if it hosts the store and exits at once,
         # the other ranks cannot read.
-        quiet = _QUIET if set(ranks) - lines.keys() else _QUIET / 4
+        is_known = any(line.startswith(_ERROR) for line in lines.values())
+        quiet = _QUIET if set(ranks) - lines.keys() and not is_known else _QUIET / 4
         if time.monotonic() > min(last_change + quiet, began + _LONGEST):
             return lines
         time.sleep(min(0.1, _QUIET / 4))

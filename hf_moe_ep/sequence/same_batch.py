@@ -30,7 +30,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
     """
     numbers = batch_numbers(given, tokens)
     by_rank = gather_counts(numbers, group, where="the sp group's batches")
-    error = find_other_batch(by_rank, group, "sp group")
+    error = find_other_batch(by_rank, dist.get_process_group_ranks(group), "sp group")
     if error is not None:
         raise error
 
@@ -50,18 +50,15 @@ def batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
     return torch.cat([sizes_and_names, checksum.view(1)])
 
 
-def find_other_batch(
-    by_rank: list[list[int]], group: dist.ProcessGroup, sharing: str
-) -> ValueError | None:
+def find_other_batch(by_rank: list[list[int]], ranks: list[int], sharing: str) -> ValueError | None:
     """Return the error for ranks with different batches; None if all are equal.
 
     Args:
-        by_rank: the `batch_numbers` of each rank of `group`.
+        by_rank: the `batch_numbers` of each of `ranks`, which share a batch.
         sharing: the kind of group, for the error.
     """
     if all(numbers == by_rank[0] for numbers in by_rank):
         return None
-    ranks = dist.get_process_group_ranks(group)
     sizes = ", ".join(
         f"rank {rank}: {rows} x {length}"
         for rank, (rows, length, *_) in zip(ranks, by_rank, strict=True)

@@ -431,3 +431,8 @@ def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
             "leave the mask out, and pad each row with a document whose labels are -100"
         )
     return None if restarts else mask
+
+
+def check_packed_rows(given: dict[str, Any]) -> None:
+    """Raise ValueError if a forward has packed documents and a mask with zeros, as the hooks do."""
+    _choose_mask(given.get("position_ids"), given.get("attention_mask"))

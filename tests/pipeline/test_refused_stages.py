@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
 from support.ranks import run_ranks
-from support.stages import four_layers, rows_of
+from support.stages import four_layers, rows_of, state_of
 from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from hf_moe_ep import (
     patch,
 )
 from hf_moe_ep.pipeline import run as driver
+from hf_moe_ep.pipeline.caller_loss import CallerLoss
 from hf_moe_ep.sharding.units import reshard
 
 # name: (a function that builds the model, options of patch, a match of the error)
@@ -67,8 +69,10 @@ def test_a_model_that_was_never_sharded_raises() -> None:
         model(**batch(model, 2, 4))
 
 
-def _sharded(rank: int, **options: Any) -> nn.Module:
-    return apply_ep_fsdp2(four_layers(rank), pp_size=2, **options)
+def _sharded(
+    rank: int, make: Callable[[int], nn.Module] = four_layers, **options: Any
+) -> nn.Module:
+    return apply_ep_fsdp2(make(rank), pp_size=2, **options)
 
 
 def _raises(match: str, call: Callable[[], Any]) -> None:
@@ -88,6 +92,11 @@ def calls_are_refused(rank: int, world: int) -> None:
     longer = torch.nn.functional.pad(rows["labels"], (0, 1))
     _raises(r"labels .*\(4, 7\), .*4 rows of 6 tokens", lambda: model(**rows | {"labels": longer}))
     _raises(r"without input_ids and inputs_embeds", lambda: model(labels=rows["labels"]))
+    _raises(r"logits_to_keep=2 selects positions", lambda: model(**rows, logits_to_keep=2))
+    none = {name: value[:0] for name, value in rows.items()}
+    _raises(r"has 0 rows of 6 tokens.*drop the last batch", lambda: model(**none))
+    match = r"without input_ids and inputs_embeds" if rank == 0 else r"rank 0 cannot run this call"
+    _raises(match, lambda: model(**rows | ({"input_ids": None} if rank == 0 else {})))
     compiled = torch.compile(model, backend="eager")
     _raises(r"cannot be compiled as a whole.*compile_layers=True", lambda: compiled(**rows))
     with torch.autocast("cpu", torch.float16):
@@ -140,6 +149,79 @@ def tensors_of_the_caller_are_refused(rank: int, world: int) -> None:
     )
 
 
+def losses_of_other_outputs_are_refused(rank: int, world: int) -> None:
+    """No gradient was computed for them, so a loss that contains them would be trained in part."""
+    coefficient = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    model = _sharded(rank, make=partial(four_layers, **coefficient), gather_logits=True)
+    (rows,) = rows_of(4)(model, 0, 0)
+
+    def backward(loss_of: Callable[[Any], torch.Tensor], **batch: Any) -> None:
+        loss_of(model(**(rows | batch))).backward()
+
+    aux_loss = r"outputs.aux_loss got a gradient.*aux loss times model.router_aux_loss_coef: set"
+    _raises(aux_loss, lambda: backward(lambda out: out.loss + 0.1 * out.aux_loss))
+    _raises(aux_loss, lambda: backward(lambda out: out.aux_loss))
+    logits = r"outputs.logits got a gradient.*compute_loss_func.*or leave pp_size at 1"
+    _raises(logits, lambda: backward(lambda out: out.loss + out.logits.square().mean()))
+    assert all(p.grad is None for p in model.parameters())
+    backward(lambda out: 2 * out.loss + 0 * out.logits.sum() + 0 * out.aux_loss)
+    got = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    backward(lambda out: 2 * out.loss)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(got[name], parameter.grad.full_tensor()), name
+    # As in stock, outputs may be changed in place.
+    output = model(**rows)
+    output.logits.div_(2)
+    output.loss /= 2
+    output.loss.backward()
+
+    model.eval()
+    evaluated = r"has computed no gradients: with pp_size=2.*Call model.train\(\)"
+    _raises(evaluated, lambda: backward(lambda out: out.loss))
+    weight = torch.ones((), requires_grad=True)
+    _raises(evaluated, lambda: backward(lambda out: out.loss + weight))
+    _raises(evaluated, lambda: backward(lambda out: out.logits.mean() * weight, labels=None))
+    with torch.no_grad():
+        assert not model(**rows).loss.requires_grad
+    # One stage alone has a trained parameter, and then no stage has one.
+    model.requires_grad_(False)
+    if rank == 0:
+        next(model.parameters()).requires_grad_(True)
+    _raises(evaluated, lambda: backward(lambda out: out.loss + weight))
+    model.requires_grad_(False)
+    weight.grad = None
+    backward(lambda out: out.logits.detach().mean() * weight + out.loss, labels=rows["labels"])
+    assert weight.grad is not None, "a frozen model has no gradients, with stages or without"
+
+
+def an_aux_loss_that_is_not_computed_is_refused(rank: int, world: int) -> None:
+    model = _sharded(rank, aux_loss_per_layer=True)
+    (rows,) = rows_of(4)(model, 0, 0)
+    _raises(r"computed no aux loss; set output_router_logits=True", lambda: model(**rows))
+    model(**rows, output_router_logits=True).loss.backward()
+
+
+def packed_rows_with_padding_are_refused(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(build("qwen3_next", seed=rank), pp_size=2)
+    rows = batch(model, 4, 8, seed=0)
+    positions = torch.cat([torch.arange(5), torch.arange(3)]).expand(4, -1)
+    mask = torch.ones(4, 8, dtype=torch.int64)
+    mask[0, -1] = 0
+    _raises(
+        r"position_ids restart within a row.*leave the mask out",
+        lambda: model(**(rows | {"position_ids": positions, "attention_mask": mask})),
+    )
+    assert torch.isfinite(model(**rows).loss)
+
+
+def ranks_that_share_a_batch_disagree(rank: int, world: int) -> None:
+    model = _sharded(rank, sp_size=2)
+    rows = batch(model, 4, 6, seed=rank % 2)  # the columns agree
+    _raises(r"ranks of one sp group were given different batches", lambda: model(**rows))
+    model(**batch(model, 4, 6, seed=0)).loss.backward()
+
+
 def no_rank_waits_for_one_that_refuses(rank: int, world: int) -> None:
     """Of 2 x 2 ranks, rank 3 shares neither a stage nor a column with rank 0, whose call fails."""
     model = _sharded(rank)
@@ -188,7 +270,7 @@ def warns_of_few_rows(rank: int, world: int) -> None:
 
 
 def gradients_of_a_failed_step_stay(rank: int, world: int) -> None:
-    """If a forward fails on all ranks, the gradients are those before it."""
+    """If a forward fails, the gradients are those before it."""
     model = _sharded(rank)
     (rows,) = rows_of(4)(model, 0, 0)
     model(**rows).loss.backward()
@@ -197,16 +279,72 @@ def gradients_of_a_failed_step_stay(rank: int, world: int) -> None:
     def fail(*args: Any) -> None:
         raise KeyError("planted")
 
-    if rank == 0:  # fails before it sends anything; stage 1 waits for it until its timeout
+    if rank == 0:  # fails before it sends anything
         model.model.layers[1].mlp.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError if rank == 0 else RuntimeError):
-        model(**rows)
+    _ends_on_all_ranks(lambda: model(**rows), KeyError if rank == 0 else None, "forward", 0)
     reshard(model)
     # FSDP2 keeps some units gathered after an interrupted forward.
     sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     assert len(sharded) > len(grads) // 2
     for name, parameter in sharded.items():
         assert torch.equal(parameter.grad.full_tensor(), grads[name]), name
+
+
+def _ends_on_all_ranks(
+    call: Callable[[], Any], own: type[Exception] | None, kind: str, stage: int
+) -> None:
+    """Check that a call raises the error `own`, or names an error in an operation of a stage."""
+    began = time.monotonic()
+    match = f"rank .* \\(pipeline stage {stage} of 2, the {kind} of micro-batch \\d: .*planted"
+    with pytest.raises(own or RuntimeError, match="planted" if own else match):
+        call()
+    assert time.monotonic() - began < 20, "the timeout is 60 s"
+    again = rf"an earlier call of this model ended because of {match}.*start the processes again"
+    with pytest.raises(RuntimeError, match=again):
+        call()
+
+
+def errors_of_a_loss_end_all_ranks(rank: int, world: int) -> None:
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    labels = rows.pop("labels")
+
+    def compute_loss(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    state_of(model).caller_loss = CallerLoss(compute_loss, labels, 20)
+    own = ZeroDivisionError if rank == 1 else None
+    _ends_on_all_ranks(lambda: model(**rows), own, "forward", 1)
+
+
+def errors_after_the_last_transfer_end_all_ranks(rank: int, world: int) -> None:
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    stock = driver.Pipeline._backward
+
+    def fail(self: Any, run: Any, operation: Any) -> None:
+        stock(self, run, operation)
+        if rank == 0 and operation.micro_batch == 1:
+            raise KeyError("planted")
+
+    with mock.patch.object(driver.Pipeline, "_backward", fail):
+        _ends_on_all_ranks(lambda: model(**rows), KeyError if rank == 0 else None, "backward", 0)
+
+
+def errors_of_one_rank_end_all_ranks(rank: int, world: int) -> None:
+    """Rank 1 waits for rank 0 in its stage, and rank 3 shares no group with rank 0."""
+    model = _sharded(rank, ep_size=2)
+    (rows,) = rows_of(4)(model, rank % 2, 0)
+    model(**rows).loss.backward()
+
+    def fail(*args: Any) -> None:
+        raise KeyError("planted")
+
+    if rank == 0:
+        model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    _ends_on_all_ranks(lambda: model(**rows), KeyError if rank == 0 else None, "forward", 0)
+    other = _sharded(rank, ep_size=2)
+    other(**rows).loss.backward()  # other models have connections of their own
 
 
 def is_described(rank: int, world: int) -> None:
@@ -225,16 +363,23 @@ TWO_RANKS = (
     backward_runs_once,
     warns_of_few_rows,
     is_described,
+    losses_of_other_outputs_are_refused,
+    an_aux_loss_that_is_not_computed_is_refused,
+    packed_rows_with_padding_are_refused,
+    gradients_of_a_failed_step_stay,
+    errors_of_a_loss_end_all_ranks,
+    errors_after_the_last_transfer_end_all_ranks,
+)
+FOUR_RANKS = (
+    no_rank_waits_for_one_that_refuses,
+    ranks_that_share_a_batch_disagree,
+    errors_of_one_rank_end_all_ranks,
 )
 
 
 @pytest.mark.parametrize(
     "claim",
-    [
-        *on_ranks(2, *TWO_RANKS),
-        *on_ranks(4, no_rank_waits_for_one_that_refuses),
-        *on_ranks(2, gradients_of_a_failed_step_stay, slow=True, alone=True, group_timeout=5.0),
-    ],
+    [*on_ranks(2, *TWO_RANKS), *on_ranks(4, *FOUR_RANKS)],
 )
 def test_calls_are_refused_on_every_rank(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

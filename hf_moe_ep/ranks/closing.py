@@ -1,0 +1,31 @@
+"""`close_group`: close the connections of a process group, so that no rank waits in it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# No other transfer has this tag, so nothing is received.
+_TAG = 2**31 - 1
+
+
+def close_group(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group; nothing is done for other backends.
+
+    Whatever waits for this rank in the group, on any rank, raises RuntimeError at once, and so does
+    every later operation. gloo closes all connections of a group if a receive has timed out
+    (gloo/transport/tcp/unbound_buffer.cc), so this function starts such a receive.
+    """
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return
+    ranks = dist.get_process_group_ranks(group)
+    other = next((rank for rank in ranks if rank != dist.get_rank()), None)
+    if other is None:
+        return
+    with suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), other, group=group, tag=_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
