@@ -7,19 +7,21 @@ registered parameter.
 import pytest
 import torch
 from support.adapters import with_lora
+from support.architectures.models import tiny as tiny_of
 from support.checks import Check, Found, on_ranks
 from support.tiny_models import tiny
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep import ParallelConfig, patch
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.lora.factors import stack_b
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.units import find_units
 from hf_moe_ep.sharding.values import ParameterEntry, find_entries, materialize
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.process_groups import fake_group
 
 MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), True, True)
 NO_MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
@@ -65,6 +67,17 @@ def _entries(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, Para
     state = find_state(model)
     assert state is not None
     return find_entries(model, find_units(model, state.plan).all_experts, state.plan, options)
+
+
+def test_a_correction_bias_is_never_sharded_or_cast() -> None:
+    """Also if the script lets all parameters require gradients before it shards the model."""
+    model = tiny_of("ernie4_5_moe", seed=0, dtype=torch.bfloat16)
+    model.requires_grad_(True)
+    with fake_group(0, 2):
+        apply_ep_fsdp2(model, ep_size=2)
+    biases = [p for name, p in model.named_parameters() if "correction_bias" in name]
+    assert biases and not any(isinstance(bias, DTensor) for bias in biases)
+    assert all(bias.dtype == torch.float32 and not bias.requires_grad for bias in biases)
 
 
 class _Holder(nn.Module):
