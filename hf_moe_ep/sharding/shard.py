@@ -78,6 +78,7 @@ from hf_moe_ep.sharding.checks import (
     check_quantised_frozen,
     check_ranks_agree,
 )
+from hf_moe_ep.sharding.gathered import GatheredUnits
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
@@ -203,7 +204,8 @@ def shard_units(
     fill([model])
     root = _find_root(model)
     _shard_root(root, meshes, options)
-    keep_last_layer(units, root)
+    keep_last_layer(units)
+    GatheredUnits(root).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     allow_reentrant_checkpoints(units)
     set_prefetch(units)
