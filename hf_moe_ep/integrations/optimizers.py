@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from hf_moe_ep.routing.bias import update_biases
 from hf_moe_ep.sharding.clip import Scope, clip_gradients_of
+from hf_moe_ep.sharding.gathered import check_backward_has_ended
+from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 from hf_moe_ep.upstream.training_frameworks import (
@@ -107,14 +109,16 @@ def clip_grad_norm(
     """
     if isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
+    states = [(model, find_state(model)) for model in prepared_models(self)]
+    sharded = [m for m, state in states if state is not None and state.meshes is not None]
+    for model in sharded:
+        reshard(model)  # before the generator `model.parameters()` begins
     parameters = list(parameters)
     parameter_ids = {id(parameter) for parameter in parameters}
     scopes = []
-    for model in prepared_models(self):
-        state = find_state(model)
-        if state is None or state.meshes is None:
-            continue
+    for model in sharded:
         if any(id(parameter) in parameter_ids for parameter in model.parameters()):
+            check_backward_has_ended(model)
             scopes.append(Scope.of(model))
     has_stages = any(scope.stages is not None for scope in scopes)
     if not scopes or (clips_over_meshes(self) and not has_stages):

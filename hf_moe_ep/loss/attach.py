@@ -95,7 +95,10 @@ class BeginFusedLoss(Ours):
         return vars(self) | {"forward": None}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling() and self._nobody_reads_logits(model):
+        if torch.compiler.is_compiling():
+            return
+        self.end()  # torch calls no `EndFusedLoss` after Ctrl-C
+        if self._nobody_reads_logits(model):
             self._begin(model, args, kwargs)
 
     def _nobody_reads_logits(self, model: nn.Module) -> bool:
@@ -109,7 +112,6 @@ class BeginFusedLoss(Ours):
         return state.only_loss_is_read or (config.fused_loss is True and model.training)
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.end()
         given = bind_forward(model, args, kwargs)
         keep = given.get("logits_to_keep", 0)
         if given.get("labels") is None or is_fused_head(given) or given.get("return_dict") is False:

@@ -88,7 +88,10 @@ class FindPadding(Ours):
         self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        self.state.real_tokens = None  # torch calls no `ForgetPadding` after Ctrl-C
+        if model.training:
             self._find(model, args, kwargs)
 
     @torch.compiler.disable

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -131,6 +133,40 @@ def check_quantised_frozen(model: nn.Module, entries: ParameterEntries) -> None:
                 f"trainable; attach adapters with get_peft_model(model, lora_config), which "
                 f"freezes it, or call requires_grad_(False) on it, or leave experts_dtype out"
             )
+
+
+class RefuseUnfrozen:
+    """Pre-forward hook of the root: raises ValueError if a parameter without master is trained.
+
+    Parameters that are frozen when the model is sharded have no fp32 master. If they were trained,
+    updates smaller than half a bf16 step would be lost.
+    """
+
+    def __init__(self, model: nn.Module, options: ShardOptions) -> None:
+        # FSDP2 replaces parameters, so a parameter is found by its module and name.
+        self._frozen = [
+            (f"{prefix}.{name}", module, name)
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if options.fp32_masters
+            and not parameter.requires_grad
+            and parameter not in options.ignored_params
+            and parameter.dtype in (torch.bfloat16, torch.float16)
+        ]
+
+    @torch.compiler.disable
+    def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for full_name, module, name in self._frozen:
+            parameter = getattr(module, name, None)
+            if parameter is not None and parameter.requires_grad:
+                raise ValueError(
+                    f"{full_name} is trainable now, but was frozen when the model was sharded, so "
+                    f"it has no fp32 master weights and its updates would be rounded to "
+                    f"{parameter.dtype}; unfreeze it (or activate its adapter) before sharding, "
+                    f"and freeze it afterwards, or shard a model in fp32"
+                )
 
 
 def check_packed(model: nn.Module, options: ShardOptions) -> None:

@@ -32,6 +32,8 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from hf_moe_ep.ranks.collectives import max_over_ranks, sum_over_ranks
 from hf_moe_ep.ranks.mesh import Meshes, Stages
+from hf_moe_ep.sharding.gathered import check_backward_has_ended
+from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.norms import norm_dtype, vector_norms
 
@@ -54,7 +56,8 @@ def clip_grad_norm_(
         The norm before clipping: a plain scalar tensor, the same number on every rank.
 
     Raises:
-        ValueError: `model` is not a module, or `norm_type` is no positive number.
+        ValueError: `model` is not a module, `norm_type` is no positive number, or the last backward
+            raised an error.
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
     """
     if not isinstance(model, nn.Module):
@@ -62,6 +65,8 @@ def clip_grad_norm_(
             f"clip_grad_norm_ takes the model, got {type(model).__name__}; write "
             f"clip_grad_norm_(model, {max_norm}), without .parameters()"
         )
+    reshard(model)
+    check_backward_has_ended(model)
     return clip_gradients_of(
         model.parameters(),
         max_norm,

@@ -70,6 +70,7 @@ from hf_moe_ep.ops.quantised import rows_and_columns_of_blocks, rows_may_be_cut
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
+    RefuseUnfrozen,
     check_dtypes,
     check_frozen,
     check_nodes,
@@ -77,6 +78,7 @@ from hf_moe_ep.sharding.checks import (
     check_quantised_frozen,
     check_ranks_agree,
 )
+from hf_moe_ep.sharding.gathered import GatheredUnits
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
@@ -202,7 +204,9 @@ def shard_units(
     fill([model])
     root = _find_root(model)
     _shard_root(root, meshes, options)
-    keep_last_layer(units, root)
+    keep_last_layer(units)
+    GatheredUnits(root).attach()
+    root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     allow_reentrant_checkpoints(units)
     set_prefetch(units)
     state.buffers = use_buffers(model, units.all_experts, state.config, meshes)

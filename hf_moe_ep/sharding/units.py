@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.architectures import Parts, find_parts
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.upstream.sharded_models import forget_finished_backward
+from hf_moe_ep.upstream.sharded_models import forget_finished_backward, reshard_unit
 
 
 @dataclass(frozen=True)
@@ -72,41 +71,16 @@ def units_of(parts: Parts) -> Units:
     )
 
 
-def keep_last_layer(units: Units, root: nn.Module) -> None:
+def keep_last_layer(units: Units) -> None:
     """Keep the last layer gathered after forward, because backward begins with that layer.
 
-    The head and the root stay gathered as well. The last layer, the head and the root are resharded
-    in two cases:
-
-    - After a forward without gradients. Otherwise `model.parameters()` would return the gathered
-      parameters, whose changes FSDP2 does not see. For example, adapters that PEFT freezes for a
-      reference pass would stay frozen.
-    - Before the next forward. The last forward may have had no backward: some loops skip a bad
-      micro-batch or validate without `torch.no_grad`. An optimizer step may then have changed the
-      shards, but not the gathered weights. A later backward through the last forward still works,
-      because FSDP2 gathers the parameters again.
+    The head and the root stay gathered as well (`shard.py`). `gathered.py` reshards these units if
+    no backward follows.
     """
     last_index = units.num_main_layers - 1
-    last_layer = [units.layers[last_index], *units.experts.get(last_index, ())]
-    for unit in last_layer:
+    for unit in (units.layers[last_index], *units.experts.get(last_index, ())):
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
-    modules = [*last_layer, *units.tail[:1], root]
-    gathered_units = [unit for unit in modules if isinstance(unit, FSDPModule)]
-
-    @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
-    def reshard_gathered(*_: Any) -> None:
-        for unit in gathered_units:
-            unit.reshard()
-
-    @torch.compiler.disable
-    def reshard_without_grad(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            reshard_gathered()
-
-    # This hook must run before FSDP2's own hook, which gathers the root.
-    root.register_forward_pre_hook(reshard_gathered, prepend=True)
-    root.register_forward_hook(reshard_without_grad)
 
 
 def allow_reentrant_checkpoints(units: Units) -> None:
@@ -121,11 +95,18 @@ def allow_reentrant_checkpoints(units: Units) -> None:
             unit.register_forward_pre_hook(forget_finished_backward, prepend=True)
 
 
+def units_in(model: Any) -> list[FSDPModule]:
+    """Return the modules of a model that are FSDP2 units, or parts of one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def reshard(model: nn.Module) -> None:
-    """Reshard all units. Some units stay gathered after a forward until the backward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Reshard all units. The model must run neither a forward nor a backward.
+
+    `gathered.py` says which units stay gathered.
+    """
+    for unit in units_in(model):
+        reshard_unit(unit)
 
 
 def set_prefetch(units: Units) -> None:

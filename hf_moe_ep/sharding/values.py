@@ -213,12 +213,14 @@ def broadcast_correction_biases(
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
     As for a bias that is a buffer, every rank keeps the whole bias in the dtype in which it was
-    loaded. Rounding to bf16 would change the routers' choice of experts.
+    loaded. Rounding to bf16 would change the routers' choice of experts. The new parameters are
+    frozen, because no bias gets a gradient, even if the script has set `requires_grad` on all
+    parameters.
     """
     new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.requires_grad or not is_correction_bias(name):
+            if not is_correction_bias(name):
                 continue
             if parameter not in new_biases:
                 value = _initial_value(parameter, meshes, options, received)

@@ -141,7 +141,7 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
     dict. PEFT looks up module names in the state dict, to find the other tensors that it saves with
     adapters (peft/utils/save_and_load.py).
     """
-    original = model.named_modules
+    original, is_replaced = model.named_modules, "named_modules" in vars(model)
 
     def renamed(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return ((canonical_name(name), module) for name, module in original(*args, **kwargs))
@@ -151,6 +151,8 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         delattr(model, "named_modules")
+        if is_replaced:  # by sharding
+            setattr(model, "named_modules", original)  # noqa: B010  mypy: a method
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,72 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
         state._training_state = TrainingState.IDLE
 
 
+def reshard_unit(unit: FSDPModule) -> None:
+    """Reshard a unit, whatever its state.
+
+    `FSDPModule.reshard` does nothing if a forward of the unit has begun and was ended by an error.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group._to_sharded()
+
+
+def forward_has_begun(unit: FSDPModule) -> bool:
+    """Return True if a forward of any unit of the same model runs, or was ended by an error."""
+    return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def backward_has_begun(unit: FSDPModule) -> bool:
+    """Return True if a backward through the unit's model runs, or was ended by an error."""
+    return unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
+def end_failed_forward(root: FSDPModule) -> None:
+    """Bring all units of a model into the state between steps after a forward raised an error.
+
+    Gradients of earlier micro-batches that are not reduced yet are kept. FSDP2's own function,
+    `FSDPModule.reset_iter_state` (torch 2.13), deletes some of them.
+    """
+    state = root._get_fsdp_state()
+    for unit_state in state._state_ctx.all_states:
+        unit_state._modules_to_run_forward.clear()
+        unit_state._training_state = TrainingState.IDLE
+        group = unit_state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()  # waits for an all-gather that was prefetched, and forgets it
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+            last_gathered = state._comm_ctx.all_gather_state
+            if last_gathered is not None:
+                group._wait_all_gather_streams_on_event(last_gathered.event)
+                state._comm_ctx.all_gather_state = None
+    state._state_ctx.iter_forward_root = None
+
+
+def end_failed_backward(root: FSDPModule) -> None:
+    """Bring all units of a model into the state between steps after a backward raised an error.
+
+    All gradients that FSDP2 has not reduced are deleted, also those of earlier micro-batches.
+    """
+    state = root._get_fsdp_state()
+    context = state._state_ctx
+    for unit_state in context.all_states:
+        group = unit_state._fsdp_param_group
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            # This attribute does not exist before the first all-gather.
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        if group is not None:
+            group._partial_reduce_output = None
+    # The callback with which FSDP2 ends each backward waits for reductions. Without gradients it
+    # starts none.
+    is_last, context.is_last_backward = context.is_last_backward, True
+    state._root_post_backward_final_callback()
+    context.is_last_backward = is_last
+    end_failed_forward(root)
+
+
 @contextmanager
 def bytes_as_parameters() -> Iterator[None]:
     """Let `fully_shard` accept parameters of bytes, inside the block.

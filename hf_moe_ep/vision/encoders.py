@@ -37,7 +37,7 @@ from hf_moe_ep.sequence.slices import SLICE
 from hf_moe_ep.state import ModelState, Ours, ShardedOnly
 from hf_moe_ep.upstream.graph import reached_parameters, tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
-from hf_moe_ep.upstream.sharded_models import is_gathered, stock_class
+from hf_moe_ep.upstream.sharded_models import is_gathered, reshard_unit, stock_class
 from hf_moe_ep.upstream.towers import TOWER_OUTPUTS, is_encoder_input
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
@@ -162,8 +162,11 @@ def encode_before_generate(
     if state.meshes is None or not _any_rank_has_input(state, model_kwargs):
         return stock(model_kwargs)
     model_kwargs = _cast_inputs(state, model_kwargs)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            reshard_unit(module)  # an earlier forward may have left it gathered
     gathered = _gather_encoders(state)
-    if isinstance(root, FSDPModule) and not is_gathered(root):
+    if isinstance(root, FSDPModule):
         root.unshard()
         gathered.append(root)
     try:

@@ -1,8 +1,9 @@
 """Ctrl-C at any line of a forward, a backward or an optimizer step does not change later steps.
 
 The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's. Then the weights
-and the optimizer's state are loaded again, as in a notebook. Ten more steps must have the losses of
-a run without the interrupt. A stock model of the same class must also keep its loss.
+and the optimizer's state are loaded again, as in a notebook. An evaluation and ten more steps must
+have the results of a run without the interrupt. A stock model of the same class must also keep its
+loss.
 """
 
 import copy
@@ -85,11 +86,13 @@ class _Run:
     def __init__(self) -> None:
         self.model, self.stock = tiny(**MODEL), tiny(**MODEL)
         checkpointing(self.model, False)
-        patch(self.model, aux_loss_per_layer=True, experts_backend="torch")
+        patch(self.model, aux_loss_per_layer=True, experts_backend="torch", fused_loss=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
         self.inputs = [batch(self.stock, 2, 7, seed=step, pad=2) for step in range(STEPS)]
         self.step(0)
         self.start = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        # As many tokens as the batches of training, without padding.
+        self.evaluated = batch(self.stock, 2, 7, seed=STEPS)
         self.loss: Tensor | None = None
 
     def forward(self) -> None:
@@ -108,6 +111,17 @@ class _Run:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self) -> Tensor:
+        """Return the logits of a forward without labels, and the loss of a forward with labels."""
+        self.model.load_state_dict(self.start[0])
+        self.model.eval()
+        logits = self.model(**self.evaluated | {"labels": None}).logits
+        assert logits is not None
+        loss = self.model(**self.evaluated).loss
+        self.model.train()
+        return torch.stack([*logits.flatten(), loss])
 
     def losses(self) -> Tensor:
         """Return ten losses from the initial weights on, and one loss of the stock model."""
@@ -128,7 +142,7 @@ def _phases(run: _Run, phase: str) -> tuple[list[Callable[[], None]], Callable[[
 @pytest.mark.parametrize("points", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
     run = _Run()
-    want = run.losses()
+    evaluation, want = run.evaluate(), run.losses()
     assert torch.equal(run.losses(), want)
     before, interrupted = _phases(run, phase)
     for earlier in before:
@@ -141,11 +155,13 @@ def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
             earlier()
         with pytest.raises(KeyboardInterrupt), _interrupted_at(line):
             interrupted()
-        assert torch.equal(run.losses(), want), f"interrupted at line {line} of {num_lines[0]}"
+        where = f"interrupted at line {line} of {num_lines[0]}"
+        assert torch.equal(run.evaluate(), evaluation), where
+        assert torch.equal(run.losses(), want), where
         # Otherwise routing replay, which replaces topk, would not work in the rest of the process.
         with _CountTopK() as seen:
             torch.topk(torch.ones(2), 1)
-        assert seen.count == 1, f"interrupted at line {line} of {num_lines[0]}"
+        assert seen.count == 1, where
     _assert_stock(unpatch(run.model), run)
 
 

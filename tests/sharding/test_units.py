@@ -1,7 +1,11 @@
-"""FSDP2 units that stay gathered never use old weights, and recomputed units reduce gradients."""
+"""FSDP2 units that stay gathered never use old weights, and recomputed units reduce gradients.
+
+Outside of forward and backward, parameters are shards, also after an error.
+"""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +14,10 @@ from support.close import assert_close
 from support.parity import checkpointing
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[nn.Module], None]
@@ -38,26 +43,129 @@ def _without_gradients(model: nn.Module, inputs: Batch) -> None:
         model(**inputs)
 
 
-def _losses(rank: int, between: Callable[[nn.Module, Batch], None]) -> list[Tensor]:
-    """Take three steps and return their losses; `between` runs before each optimizer step."""
-    model = apply_ep_fsdp2(tiny(), ep_size=2)
+def _fail(*args: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def _fails_in_forward(model: nn.Module, inputs: Batch) -> None:
+    for module in (model.model.layers[0].mlp, model.model.layers[1], model.lm_head):
+        hook = module.register_forward_pre_hook(_fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            model(**inputs)
+        hook.remove()
+
+
+def _is_interrupted(model: nn.Module, inputs: Batch) -> None:
+    """Without KeyboardInterrupt, torch would call the hook that reshards after an error."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**inputs)
+    hook.remove()
+
+
+def _losses(
+    rank: int, between: Callable[[nn.Module, Batch], None], options: dict[str, Any]
+) -> list[Tensor]:
+    """Take three steps and return their losses and norms; `between` runs before each clipping."""
+    model = apply_ep_fsdp2(tiny(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
+    found = []
     for step in range(3):
         inputs, others = (batch(model, 2, 7, seed=10 * step + 2 * k + rank) for k in range(2))
         loss = model(**inputs).loss
         loss.backward()
         between(model, others)
+        found += [loss.detach(), clip_grad_norm_(model, 1.0)]
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    return found
 
 
-def _check_losses(between: Callable[[nn.Module, Batch], None], rank: int, world: int) -> None:
-    want = _losses(rank, _no_forward)
-    for step, loss in enumerate(_losses(rank, between)):
-        assert torch.equal(loss, want[step]), (step, loss, want[step])
+WHOLE_EXPERTS = {"ep_size": 2}
+# Experts are units, and all units stay gathered.
+NEVER_RESHARD = {"ep_size": 1, "reshard_after_forward": False}
+
+
+def _check_losses(
+    between: Callable[[nn.Module, Batch], None], options: dict[str, Any], rank: int, world: int
+) -> None:
+    want = _losses(rank, _no_forward, options)
+    for number, value in enumerate(_losses(rank, between, options)):
+        assert torch.equal(value, want[number]), (number, value, want[number])
+
+
+def _gradients(model: nn.Module, inputs: Batch, listed: nn.Module | None) -> dict[str, Tensor]:
+    """Run a step; between forward and backward, list the parameters of `listed`."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    if listed is not None:
+        parameters = list(listed.parameters())
+        assert parameters and all(isinstance(p, DTensor) for p in parameters), type(listed)
+    loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _check_listed(
+    prepare: Prepare | None, build: dict[str, Any], options: dict[str, Any], rank: int, world: int
+) -> None:
+    model = tiny(**build)
+    if prepare is not None:
+        prepare(model)
+    apply_ep_fsdp2(model, **options)
+    inputs = batch(model, 2, 7, seed=rank)
+    want = _gradients(model, inputs, None)
+    layers = model.model.layers
+    for listed in (model, nn.ModuleList([model]), layers, layers[-1], model.lm_head):
+        for name, grad in _gradients(model, inputs, listed).items():
+            assert torch.equal(grad, want[name]), (type(listed), name)
+
+
+def _frozen_after_a_forward(rank: int, world: int) -> None:
+    """Parameters that are frozen after a forward without backward get no gradients."""
+    model = apply_ep_fsdp2(tiny(), ep_size=2)
+    inputs = batch(model, 2, 7, seed=rank)
+    model(**inputs)
+    model.model.layers.requires_grad_(False)
+    model(**inputs).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (".layers." in name), name
+
+
+def _fails_in_backward(options: dict[str, Any], prepare: Prepare | None, rank: int, _: int) -> None:
+    """Incomplete gradients are refused. Once they are deleted, training equals that without error.
+
+    The gradients of the units that the error has stopped must not be added to later gradients.
+    """
+    model = tiny()
+    if prepare is not None:
+        prepare(model)
+    apply_ep_fsdp2(model, **options)
+    inputs, others = batch(model, 2, 7, seed=rank), batch(model, 2, 7, seed=2 + rank)
+    want = _gradients(model, inputs, None)
+
+    def fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:  # not in the first run of a reentrant checkpoint
+            output.register_hook(_fail)
+
+    for layer in model.model.layers:
+        model.zero_grad()
+        loss = model(**others).loss
+        hook = layer.self_attn.o_proj.register_forward_hook(fail_in_backward)
+        if prepare is None:
+            loss = model(**others).loss
+        with pytest.raises(RuntimeError, match="planted"):
+            loss.backward()
+        hook.remove()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        for refused in (partial(model, **inputs), partial(clip_grad_norm_, model, 1.0)):
+            with pytest.raises(ValueError, match=r"last backward raised .* optimizer.zero_grad"):
+                refused()
+        for name, grad in _gradients(model, inputs, None).items():
+            assert torch.equal(grad, want[name]), name
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
@@ -87,12 +195,33 @@ def two_forwards_before_one_backward(prepare: Prepare | None, rank: int, world: 
         assert_close(name, grad, gradients[1][name], 1e-10)
 
 
+BETWEEN = {
+    "in training": _in_training,
+    "in evaluation": _in_evaluation,
+    "without gradients": _without_gradients,
+    "that fails": _fails_in_forward,
+    "that is interrupted": _is_interrupted,
+}
+LISTED: dict[str, tuple[Prepare | None, dict[str, Any], dict[str, Any]]] = {
+    "whole experts": (None, {}, WHOLE_EXPERTS),
+    "no resharding": (None, {}, NEVER_RESHARD),
+    "tied, fused loss": (None, {"tie_word_embeddings": True}, {"ep_size": 1, "fused_loss": True}),
+    "fixed buffers": (None, {"num_hidden_layers": 4}, {"ep_size": 1, "fsdp_double_buffer": True}),
+    "reentrant": (_reentrant, {}, NEVER_RESHARD),
+}
 CHECKS = on_ranks(
     2,
+    {name: partial(_check_losses, between, WHOLE_EXPERTS) for name, between in BETWEEN.items()},
     {
-        "in training": partial(_check_losses, _in_training),
-        "in evaluation": partial(_check_losses, _in_evaluation),
-        "without gradients": partial(_check_losses, _without_gradients),
+        f"{name}, no resharding": partial(_check_losses, BETWEEN[name], NEVER_RESHARD)
+        for name in ("in training", "without gradients", "that fails")
+    },
+    {f"listed: {name}": partial(_check_listed, *case) for name, case in LISTED.items()},
+    {"frozen": _frozen_after_a_forward},
+    {
+        "fails in backward": partial(_fails_in_backward, WHOLE_EXPERTS, None),
+        "fails in backward, no resharding": partial(_fails_in_backward, NEVER_RESHARD, None),
+        "fails in backward, reentrant": partial(_fails_in_backward, NEVER_RESHARD, _reentrant),
     },
     {
         "two forwards": partial(two_forwards_before_one_backward, None),

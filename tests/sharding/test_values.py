@@ -7,19 +7,21 @@ registered parameter.
 import pytest
 import torch
 from support.adapters import with_lora
+from support.architectures.models import tiny as tiny_of
 from support.checks import Check, Found, on_ranks
-from support.tiny_models import tiny
+from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep import ParallelConfig, patch
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.lora.factors import stack_b
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.units import find_units
 from hf_moe_ep.sharding.values import ParameterEntry, find_entries, materialize
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.process_groups import fake_group
 
 MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), True, True)
 NO_MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
@@ -65,6 +67,17 @@ def _entries(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, Para
     state = find_state(model)
     assert state is not None
     return find_entries(model, find_units(model, state.plan).all_experts, state.plan, options)
+
+
+def test_a_correction_bias_is_never_sharded_or_cast() -> None:
+    """Also if the script lets all parameters require gradients before it shards the model."""
+    model = tiny_of("ernie4_5_moe", seed=0, dtype=torch.bfloat16)
+    model.requires_grad_(True)
+    with fake_group(0, 2):
+        apply_ep_fsdp2(model, ep_size=2)
+    biases = [p for name, p in model.named_parameters() if "correction_bias" in name]
+    assert biases and not any(isinstance(bias, DTensor) for bias in biases)
+    assert all(bias.dtype == torch.float32 and not bias.requires_grad for bias in biases)
 
 
 class _Holder(nn.Module):
@@ -141,6 +154,35 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
     assert new.to_local().is_meta and new.to_local().shape == (2, 5, 3)
 
 
+def parameters_without_master_must_stay_frozen(rank: int, world: int) -> None:
+    """A frozen parameter of a bf16 model has no fp32 master; a trained one may be frozen later."""
+    for name in ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.down_proj"):
+        model = tiny(dtype=torch.bfloat16)
+        model.get_parameter(name).requires_grad_(False)
+        apply_ep_fsdp2(model, ep_size=2)
+        dtypes = {n: p.dtype for n, p in model.named_parameters()}
+        assert dtypes.pop(name) == torch.bfloat16 and set(dtypes.values()) == {torch.float32}
+        rows = batch(model, 1, 5)
+        for is_trained in (False, True):
+            model.lm_head.requires_grad_(is_trained)
+            model(**rows)
+        model.get_parameter(name).requires_grad_(True)
+        with torch.no_grad():
+            model(**rows)
+        with pytest.raises(ValueError, match=rf"{name} is trainable now, .* no fp32 master"):
+            model(**rows)
+
+
+def wide_parameters_may_be_unfrozen(rank: int, world: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        model = tiny(dtype=dtype)
+        model.lm_head.requires_grad_(False)
+        apply_ep_fsdp2(model, ep_size=2)
+        model.lm_head.requires_grad_(True)
+        model(**batch(model, 1, 5)).loss.backward()
+        assert model.lm_head.weight.grad is not None
+
+
 @pytest.mark.parametrize(
     "claim",
     on_ranks(
@@ -149,6 +191,8 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
         a_dense_weight_with_an_fp32_master,
         a_slice_of_experts_does_not_keep_the_whole_in_memory,
         experts_on_meta_stay_there,
+        parameters_without_master_must_stay_frozen,
+        wide_parameters_may_be_unfrozen,
     ),
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:

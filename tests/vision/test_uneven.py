@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.sharding.units import reshard
 
 Prepare = Callable[[nn.Module], None]
 
@@ -122,6 +123,34 @@ def generate_in_low_precision(name: str, rank: int, world: int) -> None:
     assert torch.equal(got[:, -1], want), f"{got[:, -1]}, want {want}"
 
 
+def encoders_after_a_skipped_backward(name: str, rank: int, world: int) -> None:
+    """Encoders that a forward without backward has left gathered are not used with old weights."""
+    model = build(name, seed=rank)
+    inputs = image(model, 2)
+    apply_ep_fsdp2(model, ep_size=2)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    prompt = {key: x for key, x in inputs.items() if key != "labels"}
+    for run in ("forward", "generate"):
+        loss_of(model, inputs)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if run == "forward":
+            got = loss_of(model, inputs)
+            reshard(model)
+            want = loss_of(model, inputs)
+        else:
+            options = {"return_dict_in_generate": True, "output_logits": True}
+            with torch.no_grad():
+                (got,) = model.generate(
+                    **prompt, max_new_tokens=1, do_sample=False, **options
+                ).logits
+                reshard(model)
+                want = model(**prompt).logits[:, -1]
+        assert_close(run, got.double(), want.double(), 10 * FP32_INSIDE)  # generate casts to fp32
+
+
 PREPARED: dict[str, Prepare] = {
     "as it is": unchanged,
     "checkpoint": partial(checkpointing, use_reentrant=False),
@@ -143,6 +172,10 @@ def _checks() -> list[Any]:
     ]
     runs += [
         (f"{name}: pictures without a label", 2, partial(pictures_without_a_label, name))
+        for name in ALL_WAYS
+    ]
+    runs += [
+        (f"{name}: skipped backward", 2, partial(encoders_after_a_skipped_backward, name))
         for name in ALL_WAYS
     ]
     runs += [
