@@ -13,7 +13,8 @@ unit hold unsharded parameters, which have no gradients and which no optimizer t
 
 `GatheredUnits` reshards all units of a model
 
-- before each forward, and after a forward without gradients;
+- before each forward, and after a forward without gradients, but not between the tokens of a call
+  of `generate`, during which no shard changes;
 - after a forward that raised an error;
 - when modules or parameters are listed for the first time after a forward, outside of forward and
   backward. `parameters()`, `zero_grad`, `requires_grad_` and PEFT's functions list modules, and so
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationMixin
 
 from hf_moe_ep.sharding.units import reshard, units_in
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -70,22 +72,27 @@ class GatheredUnits:
     Attributes:
         root: the root unit.
         may_be_gathered: True from the end of a forward until all units are resharded.
+        generates: True during a call of `generate`.
     """
 
     def __init__(self, root: nn.Module) -> None:
         assert isinstance(root, FSDPModule)
         self.root: Any = root
         self.may_be_gathered = False
+        self.generates = False
         self._units = units_in(root)
 
     def attach(self) -> None:
-        """Register the hooks on the root, and replace `named_modules` of all units."""
+        """Register the hooks on the root, and replace `named_modules` and `generate`."""
         # This hook must run before FSDP2's own hook, which gathers the root.
         self.root.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.root.register_forward_hook(self._end_forward, always_call=True)
         for unit in self._units:
             # All lists of modules and parameters pass through the `named_modules` of the units.
             setattr(unit, "named_modules", partial(self._list_modules, unit))  # noqa: B010  mypy
+        for module in self.root.modules():
+            if isinstance(module, GenerationMixin):
+                setattr(module, "generate", partial(self._generate, module))  # noqa: B010
 
     @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
     def _begin_forward(self, *_: Any) -> None:
@@ -96,6 +103,8 @@ class GatheredUnits:
             end_failed_backward(self.root)
         elif forward_has_begun(self.root):  # an error or Ctrl-C has ended it
             end_failed_forward(self.root)
+        elif self.generates:
+            return
         self._reshard()
 
     @torch.compiler.disable
@@ -105,7 +114,7 @@ class GatheredUnits:
         # FSDP2's own hook has run before, unless the forward has raised an error.
         if forward_has_begun(self.root):
             end_failed_forward(self.root)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.generates:
             self._reshard()
         else:
             self.may_be_gathered = True
@@ -115,12 +124,22 @@ class GatheredUnits:
         for unit in self._units:
             reshard_unit(unit)
 
+    def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self._reshard()
+        self.generates = True
+        try:
+            return type(model).generate(model, *args, **kwargs)
+        finally:
+            self.generates = False
+            self._reshard()
+
     def _list_modules(
         self, unit: Any, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Module]]:
         """Return `unit.named_modules(...)`, and reshard all units first if nothing runs."""
         if not torch.compiler.is_compiling() and not backward_is_running():
-            is_left = self.may_be_gathered and not forward_has_begun(self.root)
+            runs = self.generates or forward_has_begun(self.root)
+            is_left = self.may_be_gathered and not runs
             if is_left or backward_has_begun(self.root):  # an error has ended the backward
                 self._reshard()
         listed: Iterator[tuple[str, nn.Module]] = type(unit).named_modules(unit, *args, **kwargs)

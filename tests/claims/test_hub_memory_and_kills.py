@@ -129,7 +129,7 @@ def _load_damaged(rank: int, world: int, folder: str) -> None:
         from_pretrained(f"{folder}/whole/config.json")
     for option, advice in (
         ({"ep_sizes": 2}, r"ep_sizes \(did you mean ep_size\?\): .*Qwen3MoeConfig$"),
-        ({"variant": "fp16"}, "variant: .*nor a field of Qwen3MoeConfig$"),
+        ({"variant": "fp16"}, "variant: .*load these weights with transformers"),
         ({"device_map": "auto"}, "device_map: .*leave it out: each rank reads only its own"),
         ({"load_in_4bit": True}, "load_in_4bit: .*experts_dtype='nf4' or 'fp8' quantises"),
     ):

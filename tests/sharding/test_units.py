@@ -6,6 +6,7 @@ Outside of forward and backward, parameters are shards, also after an error.
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch as mock_patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.close import assert_close
 from support.parity import checkpointing
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -195,6 +197,29 @@ def two_forwards_before_one_backward(prepare: Prepare | None, rank: int, world: 
         assert_close(name, grad, gradients[1][name], 1e-10)
 
 
+def _generates(options: dict[str, Any], expected: int, rank: int, world: int) -> None:
+    """`generate` gathers units that stay gathered once, and always with the present weights.
+
+    The first token gathers the embedding, two layers, and the norm with the head; experts too, if
+    they are units. By default the embedding and the first layer are resharded after each token.
+    """
+    model, stock = apply_ep_fsdp2(tiny(seed=rank), **options), tiny()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, stock)]
+    inputs = batch(stock, 2, 8)
+    prompt = {"input_ids": inputs["input_ids"], "max_new_tokens": 6, "do_sample": False}
+    for _ in range(2):
+        with mock_patch.object(
+            _fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather
+        ) as gather:
+            got = model.eval().generate(**prompt)
+        assert torch.equal(got, stock.eval().generate(**prompt))
+        assert gather.call_count == expected, gather.call_count
+        for m, optimizer in zip((model, stock), optimizers, strict=True):
+            m.train()(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 BETWEEN = {
     "in training": _in_training,
     "in evaluation": _in_evaluation,
@@ -217,7 +242,11 @@ CHECKS = on_ranks(
         for name in ("in training", "without gradients", "that fails")
     },
     {f"listed: {name}": partial(_check_listed, *case) for name, case in LISTED.items()},
-    {"frozen": _frozen_after_a_forward},
+    {
+        "frozen": _frozen_after_a_forward,
+        "generation": partial(_generates, WHOLE_EXPERTS, 14),
+        "generation, no resharding": partial(_generates, NEVER_RESHARD, 6),
+    },
     {
         "fails in backward": partial(_fails_in_backward, WHOLE_EXPERTS, None),
         "fails in backward, no resharding": partial(_fails_in_backward, NEVER_RESHARD, None),
