@@ -51,7 +51,7 @@ from hf_moe_ep.pipeline.micro_batches import (
     count_targets,
     cut_batch,
 )
-from hf_moe_ep.pipeline.schedule import Operation, forwards_only, operations
+from hf_moe_ep.pipeline.schedule import Operation, awaited_early, forwards_only, operations
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.pipeline.token_losses import (
     join_outputs,
@@ -224,7 +224,7 @@ class Pipeline:
         run = _Run(batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key)
         if mode != TRAINING:
             with torch.no_grad():
-                self._run(run, forwards_only(count), stock, stage)
+                self._run(run, forwards_only(count), [True] * count, stock, stage)
             self._end_routing(meshes)
             output = self._output(run, mode, None)
             return refuse_backward(output, stage.size) if agreement.may_learn else output
@@ -238,9 +238,8 @@ class Pipeline:
                 module.reshard()  # after a forward that was interrupted, units are still gathered
         gradients = StepGradients(self.model.parameters())
         try:
-            schedule = state.config.pp_schedule
-            order = operations(schedule, stage.index, stage.size, count)
-            self._run(run, order, stock, stage)
+            place = state.config.pp_schedule, stage.index, stage.size, count
+            self._run(run, operations(*place), awaited_early(*place), stock, stage)
             self._add_tied_gradients(stage)
         except BaseException:
             gradients.restore()
@@ -255,8 +254,19 @@ class Pipeline:
             assert meshes.stages is not None
             self.state.routing.end_batch(meshes.stages, meshes.device)
 
-    def _run(self, run: _Run, order: Sequence[Operation], stock: Call, stage: Stage) -> None:
-        """Run operations in order, and start the transfers of the next one before each."""
+    def _run(
+        self,
+        run: _Run,
+        order: Sequence[Operation],
+        awaited: Sequence[bool],
+        stock: Call,
+        stage: Stage,
+    ) -> None:
+        """Run operations in order.
+
+        Before each operation, start to receive the operands of the next one, if `awaited` is True
+        at its position.
+        """
         channels, failure = self._channels, self._failure
         assert channels is not None and failure is not None
         try:
@@ -264,7 +274,7 @@ class Pipeline:
                 kind = "forward" if operation.is_forward else "backward"
                 failure.begin(f"the {kind} of micro-batch {operation.micro_batch}")
                 self._expect(run, operation, early=False)
-                if position + 1 < len(order):
+                if position + 1 < len(order) and awaited[position + 1]:
                     self._expect(run, order[position + 1], early=True)
                 if operation.is_forward:
                     self._forward(run, operation, stock, stage)
@@ -382,11 +392,13 @@ class Pipeline:
         out, back = groups if stage.is_first else reversed(groups)
         where = f"pipeline stage {stage.index} of {stage.size}, exchanging with rank {other}"
         sends = Channel(out, other, meshes.device, where)
+        receives = Channel(back, other, meshes.device, where)
+        forms = [Form(tuple(own.shape), own.dtype)]
+        # With NCCL the first transfer between two ranks blocks the host until both have started it.
+        # So the last stage receives before it sends.
+        arrival = None if stage.is_first else receives.receive_known(forms, what)
         sends.send_known([own], what)
-        arrival = Channel(back, other, meshes.device, where).receive_known(
-            [Form(tuple(own.shape), own.dtype)], what
-        )
-        (theirs,) = arrival.wait()
+        (theirs,) = (arrival or receives.receive_known(forms, what)).wait()
         sends.finish()
         grad.add_(theirs.to(grad.device))
 

@@ -21,6 +21,7 @@ bubble. This file knows neither tensors nor ranks.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 SCHEDULES = ("1f1b", "gpipe")
@@ -50,6 +51,30 @@ def operations(
     for forward, backward in zip(forwards[num_first:], backwards, strict=False):
         order += [forward, backward]
     return order + backwards[num_micro_batches - num_first :]
+
+
+def awaited_early(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[bool]:
+    """Return whether each operation's operand may be awaited before the preceding operation runs.
+
+    It may not if the neighbour that sends the operand waits for the result of the preceding
+    operation. With NCCL both could wait forever, because the first transfer between two ranks
+    blocks the host until both have started it. With "gpipe" the next stage sends the gradients of
+    micro-batch 0 only after the last forward:
+
+        stage 0 of 2, "gpipe"    F0 F1 F2 F3 | B0 B1 B2 B3
+                                             B0 is not awaited before F3 has run
+    """
+    order = operations(schedule, stage, num_stages, num_micro_batches)
+    result = [False]
+    for current, awaited in pairwise(order):
+        # Forwards get their operands from the previous stage, backwards from the next one.
+        sender = stage - 1 if awaited.is_forward else stage + 1
+        waits = False
+        if 0 <= sender < num_stages and current.is_forward != awaited.is_forward:
+            of_sender = operations(schedule, sender, num_stages, num_micro_batches)
+            waits = of_sender.index(current) < of_sender.index(awaited)
+        result.append(not waits)
+    return result
 
 
 def forwards_only(num_micro_batches: int) -> list[Operation]:

@@ -37,6 +37,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -198,18 +199,26 @@ class _FetchPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Slice, needed: list[list[int]]) -> Tensor:
-        exchange = ctx.exchange = _PieceExchange(context, needed, x.device)
+        # All layers of a kind need the same pieces. An index that is copied to a GPU makes the host
+        # wait for all earlier kernels, so it is made once per forward.
+        key = "pieces", x.device, tuple(map(tuple, needed))
+        known = context.computed
+        if key not in known:
+            known[key] = _PieceExchange(context, needed, x.device)
+        exchange = ctx.exchange = known[key]
+        ctx.context = context
         pieces = x.unflatten(1, (-1, context.piece)).movedim(1, 0)
-        received = exchange.send(pieces[exchange.sent])
+        received = exchange.send(pieces[exchange.sent], context.group)
         return received[exchange.ascending].movedim(0, 1).flatten(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange: _PieceExchange = ctx.exchange
-        piece, own = exchange.context.piece, len(exchange.context.pieces)
+        context: Slice = ctx.context
+        piece, own = context.piece, len(context.pieces)
         grads = grad.unflatten(1, (-1, piece)).movedim(1, 0)
-        of_sent = exchange.send_back(grads[exchange.ascending.argsort()])
+        of_sent = exchange.send_back(grads[exchange.ascending.argsort()], context.group)
         total = of_sent.new_zeros(own, *of_sent.shape[1:])
         total.index_add_(0, exchange.sent, of_sent)
         return total.movedim(0, 1).flatten(1, 2), None, None
@@ -231,7 +240,6 @@ class _PieceExchange:
     """
 
     def __init__(self, context: Slice, needed: list[list[int]], device: torch.device) -> None:
-        self.context = context
         own, wanted = list(context.pieces), needed[context.rank]
         by_rank = [[own.index(n) for n in pieces if n in own] for pieces in needed]
         number = len(own)
@@ -244,21 +252,24 @@ class _PieceExchange:
         self.ascending = torch.tensor(ascending, dtype=torch.int64, device=device)
         self.send_counts, self.recv_counts = [*map(len, by_rank)], [*map(len, from_rank)]
 
-    def send(self, pieces: Tensor) -> Tensor:
-        return self._exchange(pieces, self.send_counts, self.recv_counts)
+    def send(self, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _exchange(pieces, self.send_counts, self.recv_counts, group)
 
-    def send_back(self, pieces: Tensor) -> Tensor:
-        return self._exchange(pieces, self.recv_counts, self.send_counts)
+    def send_back(self, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _exchange(pieces, self.recv_counts, self.send_counts, group)
 
-    def _exchange(self, pieces: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        received = pieces.new_empty(sum(receive), *pieces.shape[1:])
-        transfer = start_all_to_all(
-            received.flatten(1),
-            pieces.flatten(1),
-            send_counts=send,
-            recv_counts=receive,
-            group=self.context.group,
-            where="keys and values of context parallelism",
-        )
-        transfer.wait()
-        return received
+
+def _exchange(
+    pieces: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    received = pieces.new_empty(sum(receive), *pieces.shape[1:])
+    transfer = start_all_to_all(
+        received.flatten(1),
+        pieces.flatten(1),
+        send_counts=send,
+        recv_counts=receive,
+        group=group,
+        where="keys and values of context parallelism",
+    )
+    transfer.wait()
+    return received

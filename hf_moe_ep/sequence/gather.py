@@ -79,7 +79,13 @@ class LayerSlice:
             setattr(layer, _CHECKPOINT, partial(_checkpoint_slice, self, checkpoint))
 
     def end(self, layer: nn.Module) -> None:
-        """Forget the slice, and restore the function that checkpoints the layer."""
+        """Forget the slice, and restore the function that checkpoints the layer.
+
+        In a model that is compiled as a whole, `begin` has changed no function, so recomputes need
+        the slice that is set here until the next forward.
+        """
+        if torch.compiler.is_compiling():
+            return
         self.part, self.given, self.other_documents = None, None, []
         own = _own_checkpoint(layer)
         if own is not None:
@@ -110,6 +116,7 @@ class _WithSlice:
 
     def __init__(self, layer: LayerSlice, function: Callable[..., Any]) -> None:
         self._layer, self._function, self._part = layer, function, layer.part
+        self._given = layer.given  # keeps whole tensors alive until the backward of the layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer

@@ -20,8 +20,44 @@ from hf_moe_ep.ranks.together import differing, is_first, this_rank, together
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.upstream.adapters import adapter_layers, layer_replication
 from hf_moe_ep.upstream.models import is_quantized, model_config_fields, packed_parameters
 from hf_moe_ep.upstream.module_names import canonical_name
+
+
+def check_adapters_separate(model: nn.Module) -> None:
+    """Raise ValueError if adapters share weights in a way that sharding would silently end.
+
+    Sharding copies each parameter into memory of its own.
+    """
+    for name, layer in adapter_layers(model):
+        if getattr(layer, "merged", False):
+            raise ValueError(
+                f"the adapters of {name} are merged into its weights, and PEFT could not unmerge "
+                f"them when the model is sharded; call model.unmerge_adapter() or "
+                f"model.merge_and_unload() before"
+            )
+    if replicated := layer_replication(model):
+        raise ValueError(
+            f"layer_replication={replicated} makes several layers share frozen weights, which "
+            f"FSDP2 cannot shard; leave it out of the adapter's config"
+        )
+    names: dict[tuple[int, int], list[str]] = {}
+    trained: set[tuple[int, int]] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        place = parameter.data_ptr(), parameter.numel()
+        names.setdefault(place, []).append(canonical_name(name))
+        if parameter.requires_grad:
+            trained.add(place)
+    for place, of_place in names.items():
+        if place in trained and len(of_place) > 1:
+            raise ValueError(
+                f"{' and '.join(of_place)} are views of the same numbers, and sharding would "
+                f"give each of them numbers of its own; leave out ensure_weight_tying, or adapt "
+                f"only one of the tied modules"
+            )
 
 
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:

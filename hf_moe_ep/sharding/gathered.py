@@ -1,4 +1,4 @@
-"""Reshard FSDP2 units that a forward or an error has left gathered.
+"""Reshard FSDP2 units that a forward or an error has left gathered, or show their shards.
 
 FSDP2 keeps some units gathered after a forward, because the backward that usually follows needs
 them: the last layer, the head and the root, and with `reshard_after_forward=False` all units. If an
@@ -15,13 +15,18 @@ unit hold unsharded parameters, which have no gradients and which no optimizer t
 
 - before each forward, and after a forward without gradients, but not between the tokens of a call
   of `generate`, during which no shard changes;
-- after a forward that raised an error;
-- when modules or parameters are listed for the first time after a forward, outside of forward and
-  backward. `parameters()`, `zero_grad`, `requires_grad_` and PEFT's functions list modules, and so
-  do optimizers and clipping through `parameters()`. The list may begin at the model, at a module
-  around it or at a unit, but not inside a unit.
+- after a forward that raised an error.
 
-If a backward follows, FSDP2 gathers these units again. After an error in a backward, the gradients
+Between a forward with gradients and its backward, a single rank may list modules or parameters
+(`model.device`, a count of parameters), so nothing may be resharded: in backward this rank would
+gather units that the others have. When modules or parameters are listed then, `GatheredUnits`
+therefore shows the shards, and the memory of the gathered parameters stays. When the gradient of an
+output arrives, the modules get the gathered parameters back. `parameters()`, `zero_grad`,
+`requires_grad_` and PEFT's functions list modules, and so do optimizers and clipping through
+`parameters()`. The list may begin at the model, at a module around it or at a unit, but not inside
+a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
+
+After an error in a backward, the gradients
 are incomplete: some layers have reduced them, and others have not. The next forward and clipping
 raise an error until the gradients are deleted.
 """
@@ -39,12 +44,15 @@ from transformers import GenerationMixin
 
 from hf_moe_ep.sharding.units import reshard, units_in
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.sharded_models import (
     backward_has_begun,
     end_failed_backward,
     end_failed_forward,
     forward_has_begun,
     reshard_unit,
+    show_gathered,
+    show_shards,
 )
 
 
@@ -71,14 +79,18 @@ class GatheredUnits:
 
     Attributes:
         root: the root unit.
+        lists_shards: False if forward and backward are one call, as with pipeline stages.
         may_be_gathered: True from the end of a forward until all units are resharded.
+        shows_shards: True while modules of gathered units have their shards.
         generates: True during a call of `generate`.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, lists_shards: bool) -> None:
         assert isinstance(root, FSDPModule)
         self.root: Any = root
+        self.lists_shards = lists_shards
         self.may_be_gathered = False
+        self.shows_shards = False
         self.generates = False
         self._units = units_in(root)
 
@@ -108,7 +120,7 @@ class GatheredUnits:
         self._reshard()
 
     @torch.compiler.disable
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if backward_is_running():
             return
         # FSDP2's own hook has run before, unless the forward has raised an error.
@@ -116,11 +128,22 @@ class GatheredUnits:
             end_failed_forward(self.root)
         if not torch.is_grad_enabled() and not self.generates:
             self._reshard()
-        else:
-            self.may_be_gathered = True
+            return
+        self.may_be_gathered = True
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._show_gathered)
+
+    def _show_gathered(self, grad: torch.Tensor) -> None:
+        """Give the modules their gathered parameters back: a backward begins."""
+        if self.shows_shards:
+            self.shows_shards = False
+            for unit in self._units:
+                show_gathered(unit)
 
     def _reshard(self) -> None:
-        self.may_be_gathered = False
+        self.may_be_gathered = self.shows_shards = False
         for unit in self._units:
             reshard_unit(unit)
 
@@ -136,11 +159,13 @@ class GatheredUnits:
     def _list_modules(
         self, unit: Any, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Return `unit.named_modules(...)`, and reshard all units first if nothing runs."""
+        """Return `unit.named_modules(...)`, and show the shards first if nothing runs."""
         if not torch.compiler.is_compiling() and not backward_is_running():
             runs = self.generates or forward_has_begun(self.root)
-            is_left = self.may_be_gathered and not runs
-            if is_left or backward_has_begun(self.root):  # an error has ended the backward
+            if backward_has_begun(self.root):  # an error has ended it
                 self._reshard()
+            elif self.may_be_gathered and self.lists_shards and not (runs or self.shows_shards):
+                shown = [show_shards(unit) for unit in self._units]
+                self.shows_shards = any(shown)
         listed: Iterator[tuple[str, nn.Module]] = type(unit).named_modules(unit, *args, **kwargs)
         return listed

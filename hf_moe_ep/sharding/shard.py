@@ -66,11 +66,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
-from hf_moe_ep.ops.quantised import rows_and_columns_of_blocks, rows_may_be_cut
+from hf_moe_ep.ops.quantised import (
+    BLOCK_SCALE,
+    NESTED_SCALE,
+    rows_and_columns_of_blocks,
+    rows_may_be_cut,
+)
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
     RefuseUnfrozen,
+    check_adapters_separate,
     check_dtypes,
     check_frozen,
     check_nodes,
@@ -103,6 +109,7 @@ from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.models import keep_packing
 from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.modules import keep_dtypes
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
     keep_recorded_outputs,
@@ -135,6 +142,7 @@ def lay_out(
 
     Every rank must call this function. Raises as `shard_model`.
     """
+    check_adapters_separate(model)
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
     meshes = state.meshes_beside
@@ -204,8 +212,10 @@ def shard_units(
     fill([model])
     root = _find_root(model)
     _shard_root(root, meshes, options)
+    for experts in units.all_experts:
+        _keep_scales(experts)
     keep_last_layer(units)
-    GatheredUnits(root).attach()
+    GatheredUnits(root, lists_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     allow_reentrant_checkpoints(units)
     set_prefetch(units)
@@ -340,6 +350,22 @@ def _shard_experts(
 
 def _divide(reduced: torch.Tensor, by: int) -> None:
     reduced.div_(by)
+    if reduced.is_cuda:
+        # Before torch 2.15, FSDP2 frees this memory of its reduce-scatter stream while the stream
+        # of this hook still reads it.
+        reduced.record_stream(torch.cuda.current_stream(reduced.device))
+
+
+def _keep_scales(experts: nn.Module) -> None:
+    """Let quantised experts keep their scales in fp32, for example with `bf16_full_eval`.
+
+    The stored bytes would stand for other numbers with rounded scales.
+    """
+    ends = (BLOCK_SCALE, NESTED_SCALE)
+    for module in experts.modules():  # PEFT may have wrapped the experts
+        named = module.named_parameters(recurse=False)
+        if scales := [name for name, _ in named if name.endswith(ends)]:
+            keep_dtypes(module, scales)
 
 
 def _is_shared(parameter: nn.Parameter, entries: ParameterEntries) -> bool:

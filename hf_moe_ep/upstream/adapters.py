@@ -234,6 +234,15 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield canonical_name(name), module
 
 
+def layer_replication(model: nn.Module) -> Any:
+    """Return the `layer_replication` of an adapter's config (peft/tuners/lora/config.py), or None.
+
+    PEFT then copies layers, with adapters of their own around the same frozen weights.
+    """
+    configs = (getattr(model, "peft_config", None) or {}).values()
+    return next((r for c in configs if (r := getattr(c, "layer_replication", None))), None)
+
+
 def active_adapters(model: nn.Module) -> list[str]:
     """Return the names of the adapters that are active in at least one wrapper of the model."""
     return sorted({name for _, layer in adapter_layers(model) for name in layer.active_adapters})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,26 @@ def explain_moves(
     Such tensors have no values, so PyTorch cannot move them to a device. `replace` sets attributes.
     """
     replace(module, "_apply", partial(_apply_or_explain, module, explain))
+
+
+def keep_dtypes(module: nn.Module, names: Collection[str]) -> None:
+    """Let `module.to(dtype)`, also of a model around the module, keep the dtypes of parameters.
+
+    Moves to another device still move these parameters.
+    """
+    setattr(module, "_apply", partial(_apply_but, module, names))  # noqa: B010
+
+
+def _apply_but(
+    module: nn.Module, names: Collection[str], function: Callable[[Tensor], Tensor], *args: Any
+) -> Any:
+    def apply(tensor: Tensor) -> Tensor:
+        changed = function(tensor)
+        if any(tensor is module._parameters.get(name) for name in names):
+            return tensor.to(changed.device)
+        return changed
+
+    return type(module)._apply(module, apply, *args)
 
 
 def _apply_or_explain(

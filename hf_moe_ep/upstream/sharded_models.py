@@ -188,11 +188,39 @@ def end_failed_forward(root: FSDPModule) -> None:
             group.finalize_backward()  # waits for an all-gather that was prefetched, and forgets it
             group._training_state = TrainingState.IDLE
             group._to_sharded()
-            last_gathered = state._comm_ctx.all_gather_state
-            if last_gathered is not None:
-                group._wait_all_gather_streams_on_event(last_gathered.event)
-                state._comm_ctx.all_gather_state = None
+            _forget_last_all_gather(state._comm_ctx, group)
     state._state_ctx.iter_forward_root = None
+
+
+def _forget_last_all_gather(comm: Any, group: Any) -> None:
+    """Wait until the memory of the last all-gather may be used again, and free it."""
+    release = getattr(comm, "release_all_gather_state_for_comm_reuse", None)  # since torch 2.15
+    if release is not None:
+        release()
+    elif comm.all_gather_state is not None:
+        group._wait_all_gather_streams_on_event(comm.all_gather_state.event)
+        comm.all_gather_state = None
+
+
+def show_shards(unit: FSDPModule) -> bool:
+    """Give the modules of a gathered unit their sharded parameters; return False if it is sharded.
+
+    The gathered parameters stay in memory, so backward still uses them, and gathers nothing.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None or not group.is_unsharded:
+        return False
+    for parameter in group.fsdp_params:
+        parameter._setattr_on_modules(parameter.sharded_param)
+    return True
+
+
+def show_gathered(unit: FSDPModule) -> None:
+    """Give the modules of a gathered unit their gathered parameters, after `show_shards`."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None and group.is_unsharded:
+        for parameter in group.fsdp_params:
+            parameter.to_unsharded()
 
 
 def end_failed_backward(root: FSDPModule) -> None:

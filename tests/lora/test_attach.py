@@ -262,8 +262,48 @@ def generate_before_any_forward(rank: int, world: int) -> None:
         assert torch.equal(*tokens), patch_first
 
 
+def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
+    """Sharding would end what they share: merged weights, views of one tensor, copied layers."""
+    merged = with_lora(tiny(), seed=0)
+    merged.merge_adapter()
+    tied = tiny(tie_word_embeddings=True)
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    tied = peft.get_peft_model(
+        tied, peft.LoraConfig(target_modules=targets, ensure_weight_tying=True)
+    )
+    replicas = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    for model, message in (
+        (merged, r"are merged into its weights, .* model\.unmerge_adapter\(\)"),
+        (tied, r"lora_embedding_\w.* and .*are views of the same numbers.*ensure_weight_tying"),
+        (peft.get_peft_model(tiny(), replicas), r"layer_replication=\[.* share frozen weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_ep_fsdp2(model, ep_size=world)
+
+
+def quantised_experts_keep_their_scales(rank: int, world: int) -> None:
+    """The Trainer casts the whole model before an evaluation with `bf16_full_eval`."""
+    for kind in ("nf4", "fp8"):
+        model = with_lora(tiny(**SIZES[kind], dtype=torch.float32), seed=0)
+        apply_ep_fsdp2(model, ep_size=world, experts_dtype=kind)
+        scales = {n: p for n, p in model.named_parameters() if n.endswith("_block_scale")}
+        assert scales and all(scale.dtype == torch.float32 for scale in scales.values())
+        before = {name: scale.to_local().clone() for name, scale in scales.items()}
+        model.to(torch.bfloat16)
+        assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+        for name, scale in before.items():
+            assert torch.equal(model.get_parameter(name).to_local(), scale), (kind, name)
+
+
 @pytest.mark.parametrize(
-    "claim", checks.on_ranks(2, reference_pass_before_a_step, generate_before_any_forward)
+    "claim",
+    checks.on_ranks(
+        2,
+        reference_pass_before_a_step,
+        generate_before_any_forward,
+        adapters_that_share_weights_are_refused,
+        quantised_experts_keep_their_scales,
+    ),
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_moe_ep.pipeline.schedule import Operation, bubble, forwards_only, operations
+from hf_moe_ep.pipeline.schedule import (
+    Operation,
+    awaited_early,
+    bubble,
+    forwards_only,
+    operations,
+)
 
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
 
@@ -85,3 +91,73 @@ def test_the_simulation_finds_a_changed_order() -> None:
         simulate([orders[0], swapped])
     late = [*orders[0][:2], orders[0][3], orders[0][2], *orders[0][4:]]  # F2 before B0
     assert simulate([late, orders[1]])[1] != simulate(orders)[1]
+
+
+Step = tuple[str, int, int, Operation]  # what happens, the sender, the receiver, the operation
+
+
+def script_of(schedule: str, stage: int, stages: int, count: int, early: bool | None) -> list[Step]:
+    """List what a stage does: start to receive, wait for an operand, start to send."""
+    order = operations(schedule, stage, stages, count)
+    awaited = awaited_early(schedule, stage, stages, count)
+    script: list[Step] = []
+    for position, operation in enumerate(order):
+        sender = stage - 1 if operation.is_forward else stage + 1
+        receiver = stage + 1 if operation.is_forward else stage - 1
+        if 0 <= sender < stages and ("receive", sender, stage, operation) not in script:
+            script.append(("receive", sender, stage, operation))
+        for following in order[position + 1 : position + 2]:
+            sender_of_next = stage - 1 if following.is_forward else stage + 1
+            is_early = awaited[position + 1] if early is None else early
+            if is_early and 0 <= sender_of_next < stages:
+                script.append(("receive", sender_of_next, stage, following))
+        if 0 <= sender < stages:
+            script.append(("wait", sender, stage, operation))
+        if 0 <= receiver < stages:
+            script.append(("send", stage, receiver, operation))
+    return script
+
+
+def ends(schedule: str, stages: int, count: int, early: bool | None = None) -> bool:
+    """Simulate hosts that block as with NCCL; return False if all stages wait forever.
+
+    The first transfer between two ranks in a direction blocks both hosts until both have started
+    it. `early` replaces what `awaited_early` says.
+    """
+    scripts = [script_of(schedule, stage, stages, count, early) for stage in range(stages)]
+    sent: set[tuple[int, int, Operation]] = set()
+    connected: set[tuple[int, int]] = set()
+    while any(scripts):
+        heads = [script[0] for script in scripts if script]
+        moved = False
+        for script in scripts:
+            if not script:
+                continue
+            kind, sender, receiver, operation = script[0]
+            other = ("send" if kind == "receive" else "receive", sender, receiver, operation)
+            if kind == "wait":
+                runs = (sender, receiver, operation) in sent
+            else:
+                runs = (sender, receiver) in connected or other in heads
+            if runs:
+                if kind == "send":
+                    sent.add((sender, receiver, operation))
+                if other in heads:
+                    connected.add((sender, receiver))
+                del script[0]
+                moved = True
+        if not moved:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_no_stage_waits_forever_if_transfers_block_the_host(schedule: str) -> None:
+    for stages in range(1, 6):
+        for count in range(1, 9):
+            assert ends(schedule, stages, count), (stages, count)
+
+
+def test_stages_would_wait_forever_for_gradients_awaited_too_early() -> None:
+    assert not ends("gpipe", 2, 2, early=True)
+    assert not ends("1f1b", 4, 3, early=True)

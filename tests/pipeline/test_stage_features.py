@@ -2,7 +2,8 @@
 
 import math
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from support.fp64 import FP64
 from support.jobs.trainer import focal_loss
 from support.parity import full_tensor
 from support.stages import compare, four_layers, rows_of, state_of
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -35,6 +36,7 @@ from hf_moe_ep import (
     update_router_bias,
 )
 from hf_moe_ep.pipeline.caller_loss import CallerLoss
+from hf_moe_ep.pipeline.run import Pipeline
 
 ONE_PROCESS: dict[str, Any] = {"experts_backend": "torch"}
 
@@ -339,3 +341,40 @@ FOUR_RANKS = {
 )
 def test_features_of_stages(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+class _RecordedChannel:
+    """Records the order in which a stage starts its transfers."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def send_known(self, tensors: list[Tensor], what: str) -> None:
+        self.started.append("send")
+
+    def receive_known(self, forms: list[Any], what: str) -> Any:
+        self.started.append("receive")
+        return SimpleNamespace(wait=lambda: [torch.ones(*form.shape) for form in forms])
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_of_two_stages_receives_the_tied_gradient_first(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If both sent first, both would wait forever for their first transfer with NCCL."""
+    monkeypatch.setattr("hf_moe_ep.pipeline.run.Channel", _RecordedChannel)
+    _RecordedChannel.started.clear()
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    stages = SimpleNamespace(size=3, rank_in=int, forwards=None, backwards=None)
+    meshes = SimpleNamespace(device=torch.device("cpu"), stages=stages)
+    stage: Any = SimpleNamespace(tied_weight=weight, size=3, is_first=is_first, index=0)
+    pipeline: Any = SimpleNamespace(state=SimpleNamespace(meshes=meshes))
+    Pipeline._add_tied_gradients(pipeline, stage)
+    order = ["send", "receive"]
+    assert _RecordedChannel.started == (order if is_first else order[::-1])
+    assert weight.grad is not None and bool((weight.grad == 1).all())

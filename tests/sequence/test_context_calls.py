@@ -198,3 +198,13 @@ def test_the_exchange_of_pieces_indexes_on_the_device_of_the_keys() -> None:
         assert received.shape == (1, 6, 3, 16)
         (grad,) = torch.autograd.grad(received, keys, torch.empty_like(received))
     assert grad.shape == keys.shape
+
+
+def test_layers_of_a_kind_share_the_indices_of_their_pieces() -> None:
+    """On a GPU the host waits for all earlier kernels when it makes an index."""
+    part, needed = context(), [[0, 2, 3], [0, 1, 2]]
+    make = mock.patch("hf_moe_ep.sequence.context._PieceExchange", wraps=_PieceExchange)
+    with mock.patch("hf_moe_ep.sequence.context.start_all_to_all"), make as made:
+        for _ in range(3):
+            _FetchPieces.apply(torch.zeros(1, 4, 3, 16), part, needed)
+    assert made.call_count == 1

@@ -124,6 +124,9 @@ def _check_listed(
     for listed in (model, nn.ModuleList([model]), layers, layers[-1], model.lm_head):
         for name, grad in _gradients(model, inputs, listed).items():
             assert torch.equal(grad, want[name]), (type(listed), name)
+    # A rank that lists alone takes the same collectives as the others.
+    for name, grad in _gradients(model, inputs, model if rank == 0 else None).items():
+        assert torch.equal(grad, want[name]), f"listed on rank 0: {name}"
 
 
 def _frozen_after_a_forward(rank: int, world: int) -> None:

@@ -345,6 +345,16 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
 
 def gather_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor onto every rank that holds a part of it."""
+    mesh = tensor.device_mesh
+    # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
+    tensor = DTensor.from_local(
+        tensor.to_local().to(mesh.device_type),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
     # One mesh axis at a time: DTensor warns on every rank if it must choose the order itself.
     for axis in range(tensor.device_mesh.ndim):
         placements = list(tensor.placements)

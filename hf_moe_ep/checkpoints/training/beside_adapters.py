@@ -37,13 +37,12 @@ from hf_moe_ep.checkpoints.training.tensors import (
     fill_model,
     model_state_tensors,
     model_targets,
+    trained_names,
 )
 from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.together import gather, is_first, on_first, this_rank, together, world_size
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import patched_state
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 BESIDE = "beside_adapters"
 _TENSORS = "tensors.json"
@@ -86,15 +85,16 @@ def check_beside(
 ) -> StateFile:
     """Check that a checkpoint has what `write_beside` would save; every rank calls this.
 
-    Checkpoints of stock code and of older versions have no such tensors. If only buffers are
-    missing, or if `strict` is False, the model keeps its values, with a warning.
+    Checkpoints of stock code and of older versions have no such tensors. If none of the missing
+    ones is trained (buffers, a frozen adapter of a reference), or if `strict` is False, the model
+    keeps its values, with a warning.
 
     Returns:
         The description of the saved tensors, for `read_beside`.
 
     Raises:
-        ValueError: on every rank: the checkpoint lacks a parameter, or was saved with tensors that
-            this model does not have.
+        ValueError: on every rank: the checkpoint lacks a parameter that is trained, or was saved
+            with tensors that this model does not have.
     """
     what, file = f"reading {folder / BESIDE}", folder / BESIDE / _TENSORS
 
@@ -103,8 +103,8 @@ def check_beside(
         check_model(model, saved, str(folder / BESIDE), needed=())
         needed = model_state_tensors(model).keys() - set(saved_elsewhere)
         lacking = sorted(needed - _names(saved))
-        buffers = {canonical_name(name) for name, _ in persistent_buffers(unwrap(model))}
-        if strict and (parameters := [name for name in lacking if name not in buffers]):
+        trained = trained_names(model)
+        if strict and (parameters := [name for name in lacking if name in trained]):
             raise ValueError(
                 f"{folder} has the active adapter, but lacks {list_some(parameters)}, which this "
                 f"run trains as well; resume from a checkpoint of a run that trained the same "

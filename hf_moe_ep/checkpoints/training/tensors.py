@@ -156,6 +156,12 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
 
 
+def trained_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained, as in `model_state_tensors`."""
+    inner = unwrap(model)
+    return {_whole_name(inner, name) for name, p in inner.named_parameters() if p.requires_grad}
+
+
 def model_targets(
     entries: Mapping[str, StateTensor],
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
