@@ -109,7 +109,7 @@ def _apply_but(
 ) -> Any:
     def apply(tensor: Tensor) -> Tensor:
         changed = function(tensor)
-        if any(tensor is module._parameters.get(name) for name in names):
+        if not tensor.is_meta and any(tensor is module._parameters.get(name) for name in names):
             return tensor.to(changed.device)
         return changed
 
