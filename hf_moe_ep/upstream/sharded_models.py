@@ -233,7 +233,8 @@ def end_failed_backward(root: FSDPModule) -> None:
     for unit_state in context.all_states:
         group = unit_state._fsdp_param_group
         for parameter in () if group is None else group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 a property
+                parameter.unsharded_accumulated_grad = None
             # This attribute does not exist before the first all-gather.
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
