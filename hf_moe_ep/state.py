@@ -168,6 +168,7 @@ the row above.
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
+    upstream/adapters.py | unmerge | of layers whose adapters were merged before sharding
     upstream/adapters.py | _move_adapter_to_device_of_base_layer setattr | of PEFT, for factors
     upstream/adapters.py | get_peft_model_state_dict | PEFT's, while it saves adapters of stages
     upstream/adapters.py | set_peft_model_state_dict | the same, while an adapter is loaded

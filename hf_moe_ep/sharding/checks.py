@@ -20,7 +20,7 @@ from hf_moe_ep.ranks.together import differing, is_first, this_rank, together
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream.adapters import adapter_layers, layer_replication
+from hf_moe_ep.upstream.adapters import layer_replication
 from hf_moe_ep.upstream.models import is_quantized, model_config_fields, packed_parameters
 from hf_moe_ep.upstream.module_names import canonical_name
 
@@ -30,13 +30,6 @@ def check_adapters_separate(model: nn.Module) -> None:
 
     Sharding copies each parameter into memory of its own.
     """
-    for name, layer in adapter_layers(model):
-        if getattr(layer, "merged", False):
-            raise ValueError(
-                f"the adapters of {name} are merged into its weights, and PEFT could not unmerge "
-                f"them when the model is sharded; call model.unmerge_adapter() or "
-                f"model.merge_and_unload() before"
-            )
     if replicated := layer_replication(model):
         raise ValueError(
             f"layer_replication={replicated} makes several layers share frozen weights, which "

@@ -105,7 +105,7 @@ from hf_moe_ep.sharding.values import (
 )
 from hf_moe_ep.sharding.whole_experts import can_stay_whole, keep_whole
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.models import keep_packing
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -214,6 +214,7 @@ def shard_units(
     _shard_root(root, meshes, options)
     for experts in units.all_experts:
         _keep_scales(experts)
+    refuse_unmerge(model)
     keep_last_layer(units)
     GatheredUnits(root, lists_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -232,6 +232,25 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names"):
             yield canonical_name(name), module
+
+
+def refuse_unmerge(model: nn.Module) -> None:
+    """Let layers whose adapters are merged raise ValueError in `unmerge`; the model is sharded.
+
+    PEFT unmerges such layers in a forward with adapters switched off, and in `set_adapter`. It
+    would change gathered weights, which are lost after the forward.
+    """
+    for name, layer in adapter_layers(model):
+        if getattr(layer, "merged", False):
+            layer.unmerge = partial(_raise_merged, name)
+
+
+def _raise_merged(name: str) -> None:
+    raise ValueError(
+        f"the adapters of {name} were merged into its weights before the model was sharded, and "
+        f"PEFT cannot take them out of shards to disable or replace them; call "
+        f"model.unmerge_adapter() before apply_ep_fsdp2 or accelerator.prepare"
+    )
 
 
 def layer_replication(model: nn.Module) -> Any:

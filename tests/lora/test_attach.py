@@ -263,9 +263,18 @@ def generate_before_any_forward(rank: int, world: int) -> None:
 
 
 def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
-    """Sharding would end what they share: merged weights, views of one tensor, copied layers."""
-    merged = with_lora(tiny(), seed=0)
+    """Sharding would end what they share: views of one tensor, copied layers, merged weights."""
+    merged: Any = with_lora(tiny(), seed=0)
     merged.merge_adapter()
+    apply_ep_fsdp2(merged, ep_size=world)
+    inputs = batch(merged, 1, 5)
+    loss = merged(**inputs).loss
+    message = (
+        r"q_proj were merged into its weights before .*model\.unmerge_adapter\(\) before apply"
+    )
+    with pytest.raises(ValueError, match=message), merged.disable_adapter():
+        merged(**inputs)
+    assert torch.equal(merged(**inputs).loss, loss)
     tied = tiny(tie_word_embeddings=True)
     targets = ["q_proj", "embed_tokens", "lm_head"]
     tied = peft.get_peft_model(
@@ -273,7 +282,6 @@ def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
     )
     replicas = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
     for model, message in (
-        (merged, r"are merged into its weights, .* model\.unmerge_adapter\(\)"),
         (tied, r"lora_embedding_\w.* and .*are views of the same numbers.*ensure_weight_tying"),
         (peft.get_peft_model(tiny(), replicas), r"layer_replication=\[.* share frozen weights"),
     ):
