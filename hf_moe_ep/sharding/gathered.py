@@ -40,11 +40,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationMixin
 
 from hf_moe_ep.sharding.units import reshard, units_in
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.models import models_that_generate
 from hf_moe_ep.upstream.sharded_models import (
     backward_has_begun,
     end_failed_backward,
@@ -102,9 +102,8 @@ class GatheredUnits:
         for unit in self._units:
             # All lists of modules and parameters pass through the `named_modules` of the units.
             setattr(unit, "named_modules", partial(self._list_modules, unit))  # noqa: B010  mypy
-        for module in self.root.modules():
-            if isinstance(module, GenerationMixin):
-                setattr(module, "generate", partial(self._generate, module))  # noqa: B010
+        for model in models_that_generate(self.root):
+            setattr(model, "generate", partial(self._generate, model))  # noqa: B010
 
     @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
     def _begin_forward(self, *_: Any) -> None:

@@ -17,7 +17,12 @@ from typing import Any, cast
 
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Cache,
+    GenerationMixin,
+)
 from transformers.modeling_layers import GenericForTokenClassification
 
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
@@ -183,6 +188,11 @@ def given_cache(given: dict[str, Any]) -> Any:
     The argument is called `cache` since transformers 5.24, but callers may still use the old name.
     """
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
+def models_that_generate(model: nn.Module) -> list[Any]:
+    """List the models, among a module and those inside it, that have transformers' `generate`."""
+    return [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
 
 def key_value_width(module: Any, sp_size: int) -> int | None:
