@@ -290,6 +290,7 @@ def test_command_for_compiled_layers(folder: Path, capsys: pytest.CaptureFixture
     assert "Best layout: patch(model, ep_size=2, compile_layers=True)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_command_for_a_head_for_multi_token_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
