@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import transformers
 from accelerate.utils import is_peft_model
 
@@ -68,7 +69,12 @@ from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
+from hf_moe_ep.upstream.adapters import (
+    has_adapters,
+    keys_of_adapters,
+    learns_prompts,
+    restores_adapters_of_full_state,
+)
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
@@ -314,6 +320,13 @@ def load_model(
         ):
             if (names := _names_with_adapters(self)) is None:
                 return original(self, *args, **kwargs)
+            is_full = state_dict_type(self.accelerator) == "FULL_STATE_DICT"
+            if self.is_fsdp_enabled and is_full and not restores_adapters_of_full_state():
+                raise ValueError(
+                    f"accelerate {accelerate.__version__} restores no adapters from {folder}, "
+                    f"which was saved with FULL_STATE_DICT; install accelerate>=1.15, or train with "
+                    f"fsdp_state_dict_type: SHARDED_STATE_DICT"
+                )
             # PEFT itself restores most of the parameters that compute a prompt.
             strict = not learns_prompts(model)
             saved = check_beside(self.model, Path(folder), names, strict=strict)

@@ -6,12 +6,14 @@ peft/tuners/lora/layer.py and peft/utils/save_and_load.py.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
 
+from accelerate.utils import fsdp_utils
 from torch import Tensor, nn
 
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -525,3 +527,12 @@ def adapter_parameters(model: nn.Module) -> set[int]:
         for name in getattr(module, "adapter_layer_names", ())
     ]
     return {id(p) for x in factors if isinstance(x, nn.Module) for p in x.parameters()}
+
+
+def restores_adapters_of_full_state() -> bool:
+    """Return True if Accelerate loads adapters from a checkpoint of FULL_STATE_DICT.
+
+    Accelerate 1.13 passes all keys to PEFT, which ignores those that contain an adapter's name, and
+    loads nothing (`_set_model_state_dict` in accelerate/utils/fsdp_utils.py).
+    """
+    return "full_state_dict" in inspect.getsource(fsdp_utils._set_model_state_dict)
