@@ -324,8 +324,8 @@ def load_model(
             if self.is_fsdp_enabled and is_full and not restores_adapters_of_full_state():
                 raise ValueError(
                     f"accelerate {accelerate.__version__} restores no adapters from {folder}, "
-                    f"which was saved with FULL_STATE_DICT; install accelerate>=1.15, or train with "
-                    f"fsdp_state_dict_type: SHARDED_STATE_DICT"
+                    f"which was saved with FULL_STATE_DICT; install accelerate>=1.15, or train "
+                    f"with fsdp_state_dict_type: SHARDED_STATE_DICT"
                 )
             # PEFT itself restores most of the parameters that compute a prompt.
             strict = not learns_prompts(model)
