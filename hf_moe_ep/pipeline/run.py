@@ -78,6 +78,7 @@ from hf_moe_ep.upstream.models import (
     is_fused_head,
 )
 from hf_moe_ep.upstream.modules import runs_compiled
+from hf_moe_ep.upstream.sharded_models import reshard_unit
 
 Call = Callable[..., Any]
 
@@ -235,7 +236,7 @@ class Pipeline:
             self.model.set_is_last_backward(True)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward that was interrupted, units are still gathered
+                reshard_unit(module)  # an interrupted forward leaves units gathered
         gradients = StepGradients(self.model.parameters())
         try:
             place = state.config.pp_schedule, stage.index, stage.size, count
