@@ -590,7 +590,6 @@ ADAPTER_METHODS = (
             (name, partial(adapters.merge, name), "refuses a sharded model")
             for name in ("merge_and_unload", "unload", "merge_adapter")
         ),
-        ("unmerge_adapter", adapters.unmerge, "refuses adapters that were merged before sharding"),
     ),
 )
 # Process: each row is installed when its module is imported.

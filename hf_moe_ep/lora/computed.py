@@ -10,7 +10,7 @@ over ep with their experts, in the same FSDP2 unit (`factors.py` describes the l
 are saved in PEFT's layout, so stock PEFT can load them.
 
 `integrations/install.py` wraps functions of PEFT with `activate`, `call_base_model`,
-`load_adapter`, `merge` and `unmerge`. Only adapters of patched models are affected.
+`load_adapter` and `merge`. Only adapters of patched models are affected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
 from hf_moe_ep.ranks.together import rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import (
-    adapter_layers,
     before_loaded_values,
     factors_on_host,
     has_copies_on_meta,
@@ -174,19 +173,6 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
             f"PeftModel.from_pretrained(base, directory)"
         )
     return original(self, *args, **kwargs)
-
-
-def unmerge(original: Callable[..., Any], self: Any) -> Any:
-    """Wrap `BaseTuner.unmerge_adapter`: raise ValueError if a sharded model has merged adapters."""
-    if ranks := _count_sharded_ranks(self):
-        for path, layer in adapter_layers(self):
-            if getattr(layer, "merged", False):
-                raise ValueError(
-                    f"unmerge_adapter on a model that is sharded over {ranks} ranks, with an "
-                    f"adapter that was merged into {path} before; call it before apply_ep_fsdp2 "
-                    f"or accelerator.prepare"
-                )
-    return original(self)
 
 
 def _is_computed_here(experts: Any) -> bool:

@@ -239,8 +239,8 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def refuse_unmerge(model: nn.Module) -> None:
     """Let layers whose adapters are merged raise ValueError in `unmerge`; the model is sharded.
 
-    PEFT unmerges such layers in a forward with adapters switched off, and in `set_adapter`. It
-    would change gathered weights, which are lost after the forward.
+    PEFT unmerges such layers in `unmerge_adapter`, in `set_adapter`, and in a forward with adapters
+    switched off. In a forward it would change gathered weights, which are lost afterwards.
     """
     for name, layer in adapter_layers(model):
         if getattr(layer, "merged", False):

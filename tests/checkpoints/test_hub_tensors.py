@@ -174,7 +174,7 @@ def merged_before_it_was_sharded(rank: int, world: int) -> None:
     expected = merge_with_peft(stock)
     stock.merge_adapter()
     model: Any = apply_ep_fsdp2(stock, ep_size=2)
-    with pytest.raises(ValueError, match=r"unmerge_adapter on .* sharded over .*q_proj before;"):
+    with pytest.raises(ValueError, match=r"q_proj were merged into its weights before"):
         model.unmerge_adapter()
     tensors = collect(model, merge_adapters=True)
     assert_merged(tensors, expected)
