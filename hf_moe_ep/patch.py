@@ -25,8 +25,9 @@ for. If no check fails, the features attach themselves:
                                                                          (`compiled/attach.py`)
 
 A new feature is a folder or a file with the functions `check` and `attach`, and one line in
-`FEATURES`. All its hooks inherit `Ours`, and it sets attributes only by `ModelState.replace`, so
-that `unpatch` can undo the feature. PEFT attaches adapters (`lora/`); for them,
+`FEATURES`. All its hooks inherit `Ours`, and `attach` sets attributes only by `ModelState.replace`,
+so that `unpatch` can undo the feature. A hook that sets an attribute for one forward restores it
+itself. PEFT attaches adapters (`lora/`); for them,
 `integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
 and the Trainer that receive a model. With a stock model, a wrapper only calls the stock function.
 
@@ -74,7 +75,7 @@ from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, check_is_model
-from hf_moe_ep.upstream.modules import remove_hooks
+from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
 from hf_moe_ep.upstream.sharded_models import (
     devices_of_parts,
@@ -158,6 +159,7 @@ def patch_model(
     ):
         return model
     check_unsharded(model)
+    _end_interrupted(model)
     _warn_of_whole_model(model)
     parts, state = _check(model, config, plan, weights)
     state.patch_alike = partial(patch, config=config, plan=plan)
@@ -241,6 +243,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             f"this model is sharded over {state.meshes.world_size} ranks; unpatch it before "
             "apply_ep_fsdp2 or accelerator.prepare"
         )
+    _end_interrupted(model)
     read_whole(model)
     _detach(model, state)
     remove_head(model)
@@ -259,6 +262,14 @@ def _detach(model: nn.Module, state: ModelState) -> None:
     state.restore()
     for module in model.modules():
         vars(module).pop(STATE, None)
+
+
+def _end_interrupted(model: nn.Module) -> None:
+    """Let our hooks restore what a forward that Ctrl-C has ended left changed."""
+    for module in model.modules():
+        for hook in forward_hooks(module):
+            if isinstance(hook, Ours):
+                hook.end_interrupted(module)
 
 
 def check_unsharded(model: nn.Module) -> None:

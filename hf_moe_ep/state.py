@@ -10,7 +10,7 @@ the row above.
 
     file | names | content, and lifetime
     -- set by patch on a model, until unpatch --
-    state.py | _hf_moe_ep replace restore | attributes of stock modules, and their old values
+    state.py | _hf_moe_ep replace setattr delattr | attributes of stock modules
     patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     mtp/build.py | setattr data | of a new head, a child of the causal LM until unpatch
@@ -68,7 +68,7 @@ the row above.
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
     upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --
-    loss/attach.py | setattr delattr _loss_function forward | of the causal LM and its head
+    loss/attach.py | _loss_function forward | of the causal LM and its head
     loss/attach.py | loss_is_fused | during such a forward
     mtp/attach.py | forward embeds args kwargs hidden | what the head gets, during a forward
     pipeline/stage.py | rows sent | what a micro-batch takes to the next stage, during its forward
@@ -216,8 +216,33 @@ class WasAbsent:
     """Stands for the old value of an attribute that did not exist.
 
     This is a class and not an instance, because a deep copy of a model copies instances but not
-    classes, and `restore` compares by identity.
+    classes, and `restore_attributes` compares by identity.
     """
+
+
+# (object, attribute, old value); the value is `WasAbsent` if there was no such attribute.
+Undo = list[tuple[Any, str, Any]]
+
+
+def replace_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute; `restore_attributes(undo)` restores the old value."""
+    undo.append((owner, name, vars(owner).get(name, WasAbsent)))
+    setattr(owner, name, value)
+
+
+def restore_attributes(undo: Undo) -> None:
+    """Restore all attributes in `undo`, the last one first.
+
+    After Ctrl-C at any line of this function or of `replace_attribute`, another call restores the
+    rest.
+    """
+    while undo:
+        owner, name, value = undo[-1]
+        if value is not WasAbsent:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
+        undo.pop()
 
 
 @dataclass
@@ -330,22 +355,20 @@ class ModelState:
     in_described_block: bool | None = None
     # The forwards that other packages must not replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
-    # (module, attribute, old value); the value is `WasAbsent` if there was no such attribute.
-    undo: list[tuple[Any, str, Any]] = field(default_factory=list)
+    # The attributes that `replace` has set, with their old values.
+    undo: Undo = field(default_factory=list)
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module; `unpatch` restores the old value."""
-        self.undo.append((module, name, vars(module).get(name, WasAbsent)))
-        setattr(module, name, value)
+        replace_attribute(self.undo, module, name, value)
+
+    def has_replaced(self, module: nn.Module, name: str) -> bool:
+        """Return True if `replace` has set this attribute of a module."""
+        return any(owner is module and name == other for owner, other, _ in self.undo)
 
     def restore(self) -> None:
         """Restore all attributes that `replace` has set."""
-        while self.undo:
-            module, name, value = self.undo.pop()
-            if value is WasAbsent:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
+        restore_attributes(self.undo)
 
     @property
     def device(self) -> torch.device:
@@ -550,6 +573,13 @@ class RoutingSession:
 
 class Ours:
     """Base class of all hooks of this package. `unpatch` removes the hooks that inherit it."""
+
+    def end_interrupted(self, module: nn.Module) -> None:
+        """Restore what the hook has changed on `module` for a forward that Ctrl-C has ended.
+
+        torch calls no forward hooks then. `unpatch` and `patch` call this before they look at the
+        model.
+        """
 
 
 class ShardedOnly(Ours):

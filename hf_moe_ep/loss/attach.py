@@ -29,7 +29,14 @@ from torch.nn import functional
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.loss.chunks import HeadLoss
-from hf_moe_ep.state import ModelState, Ours, WasAbsent
+from hf_moe_ep.state import (
+    ModelState,
+    Ours,
+    Undo,
+    find_state,
+    replace_attribute,
+    restore_attributes,
+)
 from hf_moe_ep.upstream.causal_loss import is_causal_loss, other_use_of_logits
 from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head, output_head
 from hf_moe_ep.upstream.modules import name_of_child
@@ -77,22 +84,38 @@ def _why_not(parts: Parts) -> str:
     name = name_of_child(parts.causal_lm, parts.head)
     if name is None:
         return "its head is not a child of the model that computes the loss"
-    if not is_causal_loss(parts.causal_lm.loss_function):
+    if not has_causal_loss(parts.causal_lm):
         return "its loss function is not transformers' ForCausalLMLoss"
     other = other_use_of_logits(parts.causal_lm, name)
     return f"its forward uses the logits in `{other}`" if other else ""
 
 
+def has_causal_loss(model: Any) -> bool:
+    """Return True if the loss function of a causal LM is transformers' ForCausalLMLoss.
+
+    In a patched model, the loss of slices (`split_loss`) may have replaced this function.
+    """
+    loss, state = model.loss_function, find_state(model)
+    if state is not None and state.has_replaced(model, "_loss_function"):
+        loss = _stock_of_split(loss)
+    return is_causal_loss(loss)
+
+
+def _stock_of_split(loss: Any) -> Any:
+    """Return the function that the loss of slices or of packed documents calls, or None."""
+    is_split = isinstance(loss, partial) and len(loss.args) == 1
+    return loss.args[0] if is_split else None
+
+
 class BeginFusedLoss(Ours):
-    """Pre-forward hook of the causal LM: decides if the loss of this forward is fused."""
+    """Pre-forward hook of the causal LM: decides if the loss of this forward is fused.
+
+    A deep copy of a model has a copy of the forward that runs, with copies of its functions.
+    """
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
         self.forward: _Forward | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the forward: in a copy of the model no forward is running."""
-        return vars(self) | {"forward": None}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -123,17 +146,24 @@ class BeginFusedLoss(Ours):
         name = name_of_child(model, head)
         if head is None or name is None or other_use_of_logits(model, name):
             return
-        forward = _Forward(model, head, self.state)
-        if forward.replace_functions():
-            self.forward = forward
-            self.state.loss_is_fused = True
+        # Ctrl-C may come at any line, so `self.forward` is set before functions are replaced, and
+        # `end` clears it after they are restored.
+        self.forward = _Forward(model, head, self.state)
+        self.state.loss_is_fused = self.forward.replace_functions()
+        if not self.state.loss_is_fused:
+            self.forward = None
+
+    def end_interrupted(self, module: nn.Module) -> None:
+        """Restore the functions of the model, as the next forward would."""
+        self.end()
 
     def end(self) -> _Forward | None:
         """Restore the functions of the model; return the forward that has ended, or None."""
-        forward, self.forward = self.forward, None
+        forward = self.forward
         if forward is not None:
             self.state.loss_is_fused = False
-            forward.restore_functions()
+            restore_attributes(forward.undo)
+            self.forward = None
         return forward
 
 
@@ -158,6 +188,7 @@ class _Forward:
 
     Attributes:
         is_fused: True if the head has returned hidden states instead of logits.
+        undo: the functions that are replaced, with the stock functions.
     """
 
     def __init__(self, model: Any, head: Any, state: ModelState) -> None:
@@ -165,36 +196,21 @@ class _Forward:
         self.stock_head: Callable[[Tensor], Tensor] = head.forward
         self.stock_loss: Callable[..., Tensor] = model.loss_function
         self.is_fused = False
+        self.undo: Undo = []
         self._dtype = torch.float32
-        self._before: list[tuple[Any, str, Any]] = []
 
     def replace_functions(self) -> bool:
         """Replace head and loss function; return False if the loss is not transformers' own."""
-        loss: Any = self.stock_loss
-        if is_causal_loss(loss):
-            ours: Any = self.compute_loss
-        elif isinstance(loss, partial) and len(loss.args) == 1 and is_causal_loss(loss.args[0]):
-            # The loss of slices (sp_size > 1) or of packed documents calls the stock loss.
-            self.stock_loss = loss.args[0]
-            ours = partial(loss.func, self.compute_loss)
-        else:
-            return False
-        self._set(self.head, "forward", self.keep_hidden)
-        self._set(self.model, "_loss_function", ours)
+        ours: Any = self.compute_loss
+        if not is_causal_loss(self.stock_loss):
+            split: Any = self.stock_loss
+            self.stock_loss = _stock_of_split(split)
+            if not is_causal_loss(self.stock_loss):
+                return False
+            ours = partial(split.func, ours)
+        replace_attribute(self.undo, self.head, "forward", self.keep_hidden)
+        replace_attribute(self.undo, self.model, "_loss_function", ours)
         return True
-
-    def restore_functions(self) -> None:
-        """Restore what `replace_functions` has replaced."""
-        while self._before:
-            module, name, value = self._before.pop()
-            if value is WasAbsent:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
-
-    def _set(self, module: Any, name: str, value: Any) -> None:
-        self._before.append((module, name, vars(module).get(name, WasAbsent)))
-        setattr(module, name, value)
 
     def keep_hidden(self, hidden_BSH: Tensor) -> Tensor:
         """Return the hidden states instead of logits. Replaces the head's forward."""

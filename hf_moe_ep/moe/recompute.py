@@ -286,7 +286,13 @@ def unwatch_checkpoints(model: nn.Module) -> None:
 
 
 def _is_ours(function: Any) -> bool:
-    return isinstance(function, partial) and function.func is _checkpoint
+    """Return True if `CheckpointWatch` has wrapped a function.
+
+    After Ctrl-C, a wrapper of `sequence/gather.py` may be left around ours.
+    """
+    if not isinstance(function, partial):
+        return False
+    return function.func is _checkpoint or any(map(_is_ours, function.args))
 
 
 def _checkpoint(

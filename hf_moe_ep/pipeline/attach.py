@@ -10,10 +10,11 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import takes_chosen_tokens
+from hf_moe_ep.loss.attach import has_causal_loss
 from hf_moe_ep.pipeline.cut import even_counts, layers_of_stages, parameters_outside
 from hf_moe_ep.sequence.layer_arguments import named_parameters
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.causal_loss import is_causal_loss, passes_arguments_to_loss
+from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 from hf_moe_ep.upstream.models import pipeline_plan
 
 # Arguments with which a layer receives more from earlier layers than hidden states.
@@ -42,8 +43,7 @@ def check(parts: Parts, state: ModelState) -> None:
             f"pp_size ({size}) > 1 computes the model's own loss on the last stage, and {kind} is "
             f"no causal language model; load it as one, or {remedy}"
         )
-    loss_is_known = is_causal_loss(parts.causal_lm.loss_function)
-    if not loss_is_known or not passes_arguments_to_loss(parts.causal_lm):
+    if not has_causal_loss(parts.causal_lm) or not passes_arguments_to_loss(parts.causal_lm):
         raise ValueError(
             f"pp_size ({size}) > 1 divides the loss of each micro-batch by the tokens of the "
             f"batch, and the loss function of {kind} is not transformers' ForCausalLMLoss with "

@@ -136,6 +136,10 @@ class EndLayer(Ours):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.layer.end(module)
 
+    def end_interrupted(self, module: nn.Module) -> None:
+        """Restore the function that checkpoints the layer."""
+        self.layer.end(module)
+
 
 class Split(Enum):
     """How a mixer is divided over the ranks of an sp group.

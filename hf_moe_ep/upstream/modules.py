@@ -68,6 +68,11 @@ def pre_forward_hooks(module: nn.Module) -> list[object]:
     return list(module._forward_pre_hooks.values())
 
 
+def forward_hooks(module: nn.Module) -> list[object]:
+    """Return the pre-forward hooks and the forward hooks of `module`."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """Remove the forward and pre-forward hooks of `module` for which `is_ours` is true."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -224,6 +224,13 @@ def test_an_interrupted_forward_restores_the_functions() -> None:
     assert "_loss_function" not in vars(unpatch(model))
 
 
+@pytest.mark.parametrize("other", [{"sp_size": 2, **FUSED}, {"pp_size": 2}])
+def test_the_loss_of_slices_does_not_hide_that_of_the_model(other: dict[str, Any]) -> None:
+    """`patch` again looks at a model whose loss function is that of the first `patch`."""
+    model = patch(tiny(), sp_size=2)
+    assert patch(model, **other) is model
+
+
 def _forward_of(body: str) -> Any:
     """Return a model whose forward has the given body."""
     import linecache

@@ -3,7 +3,8 @@
 The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's. Then the weights
 and the optimizer's state are loaded again, as in a notebook. An evaluation and ten more steps must
 have the results of a run without the interrupt. A stock model of the same class must also keep its
-loss.
+loss. Copies of the interrupted model, and the model after `unpatch` or another `patch`, must have
+stock's logits.
 """
 
 import copy
@@ -17,16 +18,29 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import Check, Found, on_ranks
 from support.parity import checkpointing
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_moe_ep import patch, unpatch
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.loss.attach import BeginFusedLoss, _Forward
+from hf_moe_ep.state import replace_attribute, restore_attributes
 
 MODEL = {"router_aux_loss_coef": 2.0, "output_router_logits": True}
 STEPS = 10
 FILES = ("/hf_moe_ep/", "/modeling_qwen3_moe.py", "/torch/optim/adam.py")
+REPLACING = [
+    function.__code__
+    for function in (
+        BeginFusedLoss._begin,
+        BeginFusedLoss.end,
+        _Forward.replace_functions,
+        replace_attribute,
+        restore_attributes,
+    )
+]
 
 
 def _leaves_a_with_block(frame: FrameType) -> bool:
@@ -53,16 +67,27 @@ class _CountTopK(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _is_in_files(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in FILES)
+
+
+def _replaces_functions(frame: FrameType) -> bool:
+    """Return True for the code that replaces and restores functions for a fused loss."""
+    return frame.f_code in REPLACING
+
+
 @contextmanager
-def _interrupted_at(line: int | None) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at this line that runs in FILES; None only counts lines.
+def _interrupted_at(
+    line: int | None, is_traced: Callable[[FrameType], bool] = _is_in_files
+) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt at this line that runs in traced code; None only counts lines.
 
     Yields a list with one number: how many lines have run.
     """
     count = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if not any(part in frame.f_code.co_filename for part in FILES):
+        if not is_traced(frame):
             return None
         if event == "line":
             if _leaves_a_with_block(frame):
@@ -163,6 +188,84 @@ def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
             torch.topk(torch.ones(2), 1)
         assert seen.count == 1, where
     _assert_stock(unpatch(run.model), run)
+
+
+@pytest.mark.parametrize("change", ["copy", "unpatch", "patch"])
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_model_can_be_changed_after_an_interrupt(change: str, step: int) -> None:
+    """The next call after the interrupt is not a forward, which would restore functions itself."""
+    model, stock = tiny(), tiny()
+    inputs = batch(stock, 1, 3)
+    unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
+    want = stock(**unlabelled).logits
+    patch(model, fused_loss=True)
+    with _interrupted_at(None, _replaces_functions) as num_lines:
+        model(**inputs)
+    for line in range(1, num_lines[0] + 1, step):
+        with pytest.raises(KeyboardInterrupt), _interrupted_at(line, _replaces_functions):
+            model(**inputs)
+        if change == "copy":
+            changed = copy.deepcopy(model)
+        elif change == "unpatch":
+            changed = unpatch(model)
+        else:
+            changed = patch(model, fused_loss=True, recompute_activations=True)
+        where = f"interrupted at line {line} of {num_lines[0]}"
+        assert torch.equal(changed(**unlabelled).logits, want), where
+        patch(model, fused_loss=True)
+        assert model(**inputs).logits is None, where
+    _assert_same_functions(unpatch(model), stock)
+
+
+POINTS = ("model.layers.0", "model.layers.1.mlp", "model.layers.1.mlp.experts", "lm_head")
+
+
+def steps_after_an_interrupt_on_all_ranks(rank: int, world: int) -> None:
+    """Ctrl-C reaches all ranks of a terminal: each is interrupted in front of the same module."""
+    model = tiny(**MODEL)
+    checkpointing(model, False)
+    apply_ep_fsdp2(model, ep_size=2, fused_loss=True, aux_loss_per_layer=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    inputs = [batch(model, 2, 7, seed=world * step + rank, pad=2) for step in range(3)]
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def results() -> Tensor:
+        """Return the logits of a forward without labels, and the losses of three steps."""
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        values = [*model(**inputs[0] | {"labels": None}).logits.detach().flatten()]
+        for of_step in inputs:
+            optimizer.zero_grad()
+            loss = model(**of_step).loss
+            loss.backward()
+            optimizer.step()
+            values.append(loss.detach())
+        return torch.stack(values)
+
+    want = results()
+    assert torch.equal(results(), want)
+    for name in POINTS:
+        hook = model.get_submodule(name).register_forward_pre_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs[0])
+        hook.remove()
+        assert torch.equal(results(), want), f"interrupted in front of {name}"
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, steps_after_an_interrupt_on_all_ranks, slow=True))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _assert_same_functions(model: nn.Module, stock: nn.Module) -> None:
+    """Check that no module of an unpatched model has a function that stock's does not have."""
+    for module, of_stock in zip(model.modules(), stock.modules(), strict=True):
+        functions = {name for name, value in vars(module).items() if callable(value)}
+        assert functions <= vars(of_stock).keys()
 
 
 def _assert_stock(model: nn.Module, run: _Run) -> None:

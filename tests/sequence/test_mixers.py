@@ -35,7 +35,7 @@ from support.parity import checkpointing
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch
+from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch, unpatch
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
@@ -237,6 +237,27 @@ def test_forwards_before_one_backward_keep_their_documents(use_reentrant: bool |
     assert_same_grads("two forwards", model, stock, FP64_MODEL)
     del losses
     assert_no_slice_is_alive()
+
+
+def test_an_interrupted_forward_leaves_no_wrapper_after_unpatch() -> None:
+    """After Ctrl-C, torch does not call the hook that restores the checkpointing function."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = build("qwen3_next")
+    checkpointing(model, False)
+    layer = model.model.layers[0]
+    stock = layer._gradient_checkpointing_func
+    patch(model)
+    inputs = packed(documents(model))
+    for _ in range(2):
+        hook = layer.mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs)
+        hook.remove()
+    unpatch(model)
+    assert layer._gradient_checkpointing_func is stock
 
 
 def _packed_on_ranks(
