@@ -20,7 +20,7 @@ class Progress:
         self.unit = unit
         self.count = 0
         self.started_at = time.monotonic()
-        # tqdm defines this variable, and treats every value except "" and "0" as true.
+        # tqdm defines this variable. Its current version also takes "0" for true.
         self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
     def finished(self, what: object) -> None:

@@ -451,9 +451,11 @@ def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()
 def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
     """Return transformers' progress bar, labelled `what`, over `total` bytes.
 
-    `shown=False` disables this bar, and transformers' `disable_progress_bar` disables all bars.
+    `shown=False` disables this bar. TQDM_DISABLE=1 and transformers' `disable_progress_bar` disable
+    all bars.
     """
-    bar: AbstractContextManager[Any] = logging.tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
-    )
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    if not shown:
+        options["disable"] = True  # disable=False would take precedence over TQDM_DISABLE
+    bar: AbstractContextManager[Any] = logging.tqdm(total=total, desc=what, **options)
     return bar

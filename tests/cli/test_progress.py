@@ -1,8 +1,10 @@
 """Progress of long commands on stderr, and the format of dates, hashes and arguments."""
 
+import functools
 import re
 
 import pytest
+import tqdm
 
 from hf_moe_ep.checkpoints import verify as verify_module
 from hf_moe_ep.checkpoints.verify import Found
@@ -10,6 +12,7 @@ from hf_moe_ep.cli import progress
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.printing import print_found
 from hf_moe_ep.cli.progress import Progress
+from hf_moe_ep.upstream.hub import progress_bar
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,18 @@ def test_an_item_is_printed_if_two_seconds_have_passed(
     shown.finished("a")
     shown.finished("b")
     assert capsys.readouterr() == ("", expected)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_tqdm_disable_turns_progress_bars_off(
+    disabled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When tqdm is imported, it makes TQDM_DISABLE the default of an argument (`envwrap`)."""
+    with_default = functools.partialmethod(tqdm.tqdm.__init__, disable=disabled)
+    monkeypatch.setattr(tqdm.tqdm, "__init__", with_default)
+    with progress_bar(5, "reading base", True) as bar:
+        bar.update(5)
+    assert ("reading base" in capsys.readouterr().err) == (not disabled)
 
 
 def test_times_are_printed_as_dates(capsys: pytest.CaptureFixture[str]) -> None:
