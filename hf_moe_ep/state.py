@@ -119,7 +119,7 @@ the row above.
     upstream/wrap.py | __class__ setattr | the class of an Accelerator or Trainer: a subclass of it
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
-    upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
+    upstream/training_frameworks.py | __getattr__ __all__ Accelerator | of accelerate, until used
     runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on

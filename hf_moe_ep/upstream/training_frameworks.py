@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import accelerate
+import accelerate.accelerator
 import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -60,29 +60,37 @@ _PACKAGES_WITH_ACCELERATOR = ("accelerate", "transformers", "peft", "hf_moe_ep")
 
 
 def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
-    """Call `call` at the next `from accelerate import Accelerator` or `accelerate.Accelerator`.
+    """Call `call` when the class Accelerator is next imported or read from its modules.
 
-    Until then the package has no attribute `Accelerator`. The first use of the name therefore calls
-    the module's `__getattr__` (PEP 562), which restores the class.
+    Until then `accelerate` and `accelerate.accelerator` have no attribute `Accelerator`. The first
+    use of the name in one of them therefore calls the module's `__getattr__` (PEP 562), which
+    restores the class in both. `from accelerate import *` uses each name in `__all__`.
     """
-    names = vars(accelerate)
-    accelerator_class, stock_getattr = names.pop("Accelerator", None), names.get("__getattr__")
-    if accelerator_class is None:
+    modules = (accelerate, accelerate.accelerator)
+    stock_names = [dict(vars(module)) for module in modules]
+    if any("Accelerator" not in names for names in stock_names):
         return
 
-    def look_up(name: str) -> Any:
-        if name == "Accelerator":
-            names["Accelerator"] = accelerator_class
-            names.pop("__getattr__")
-            if stock_getattr is not None:
-                names["__getattr__"] = stock_getattr
-            call()
-            return accelerator_class
-        if stock_getattr is not None:
-            return stock_getattr(name)
-        raise AttributeError(f"module 'accelerate' has no attribute {name!r}")
+    def restore() -> None:
+        for module, names in zip(modules, stock_names, strict=True):
+            for name in ("Accelerator", "__getattr__", "__all__"):
+                vars(module).pop(name, None)
+                if name in names:
+                    vars(module)[name] = names[name]
 
-    names["__getattr__"] = look_up
+    def look_up(names: dict[str, Any], name: str) -> Any:
+        if name == "Accelerator":
+            restore()
+            call()
+            return names[name]
+        if "__getattr__" in names:
+            return names["__getattr__"](name)
+        raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}")
+
+    for module, names in zip(modules, stock_names, strict=True):
+        del vars(module)["Accelerator"]
+        vars(module)["__getattr__"] = partial(look_up, names)
+        vars(module).setdefault("__all__", [name for name in names if not name.startswith("_")])
 
 
 def count_as_shards(parallelism: Any, names: Iterable[str]) -> None:

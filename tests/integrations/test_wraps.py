@@ -28,6 +28,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
 from hf_moe_ep.integrations.install import OBJECTS, PROCESS, SLOW_TO_IMPORT, wraps
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.training_frameworks import call_when_accelerator_is_imported
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
 
 ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package not in SLOW_TO_IMPORT]
@@ -172,6 +173,28 @@ def test_functions_are_wrapped_when_a_script_needs_them(name: str, imported_firs
         _run(imported, "import hf_moe_ep.apply", no_wraps, "model = patch(tiny(**KIND))", counted)
     else:
         _run(f"model = patch(tiny(**KIND))\n{no_wraps}", imported, counted)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "from accelerate import Accelerator",
+        "from accelerate import *",
+        "from accelerate.accelerator import Accelerator",
+        "import accelerate.accelerator as a; Accelerator = a.Accelerator",
+    ],
+)
+def test_the_first_use_of_the_class_accelerator_is_noticed(use: str) -> None:
+    calls: list[str] = []
+    modules = (accelerate, accelerate.accelerator)
+    before = [{**vars(module)} for module in modules]
+    call_when_accelerator_is_imported(lambda: calls.append(use))
+    exec("import accelerate.optimizer; from accelerate import notebook_launcher")
+    assert calls == []
+    names: dict[str, Any] = {}
+    exec(use, names)
+    assert calls == [use] and names["Accelerator"] is Accelerator
+    assert [{**vars(module)} for module in modules] == before
 
 
 # Functions of ours that stock objects may call: a wrapper looks for a patched model, finds none and
