@@ -25,11 +25,14 @@ for. If no check fails, the features attach themselves:
                                                                          (`compiled/attach.py`)
 
 A new feature is a folder or a file with the functions `check` and `attach`, and one line in
-`FEATURES`. All its hooks inherit `Ours`, and `attach` sets attributes only by `ModelState.replace`,
-so that `unpatch` can undo the feature. A hook that sets an attribute for one forward restores it
-itself. PEFT attaches adapters (`lora/`); for them,
-`integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
-and the Trainer that receive a model. With a stock model, a wrapper only calls the stock function.
+`FEATURES`. All its hooks inherit `Ours`, and `attach` sets attributes of stock modules by
+`ModelState.replace`. `unpatch` then undoes the feature. A hook may set an attribute while the model
+runs, if it restores the attribute itself, after Ctrl-C in `Ours.end_interrupted`. `_detach` undoes
+all that `replace` cannot, such as wrapped functions that checkpoint layers.
+
+PEFT attaches adapters (`lora/`); for them, `integrations/install.py` wraps functions of PEFT. That
+file also wraps the functions of Accelerate and the Trainer that receive a model. With a stock
+model, a wrapper only calls the stock function.
 
 `patch` checks the model, but not the number of ranks. `sharding/` checks that ep_size, sp_size,
 cp_size and dp_replicate_size fit the number of ranks, when `apply_ep_fsdp2`, or Accelerate or the

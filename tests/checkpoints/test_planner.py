@@ -1,6 +1,7 @@
 """Each rank plans its own writes for torch.distributed.checkpoint (DCP), as DCP would plan them."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,13 @@ def test_files_are_read_by_stock(tmp_path: Path) -> None:
     """Four ranks with replicas save a model and AdamW with each planner, and torch loads both."""
     for names in run_ranks(_save_and_load, 4, str(tmp_path)):
         assert names == ["DefaultSavePlanner", "SpreadPlanner"]
+
+
+def test_a_save_of_another_thread_plans_with_the_class_of_dcp() -> None:
+    def create() -> DefaultSavePlanner:
+        return dcp.default_planner.DefaultSavePlanner(flatten_state_dict=False)
+
+    with ThreadPoolExecutor() as other_thread, planned_by_each():
+        assert type(other_thread.submit(create).result()) is DefaultSavePlanner
+        assert type(create()) is SpreadPlanner
+    assert type(create()) is DefaultSavePlanner

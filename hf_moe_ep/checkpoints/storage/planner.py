@@ -33,6 +33,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -294,7 +295,7 @@ def _find_part(tensor: Tensor, apart: int, index: MetadataIndex) -> Tensor:
 def planned_by_each(apart: Mapping[str, int] = MappingProxyType({})) -> Iterator[None]:
     """Replace DCP's planner class inside the block, because Accelerate creates its own planner.
 
-    `apart` is the argument of `SpreadPlanner`.
+    Saves of other threads plan with DCP's class. `apart` is the argument of `SpreadPlanner`.
     """
     with _replaced("DefaultSavePlanner", partial(SpreadPlanner, apart=apart)):
         yield
@@ -312,8 +313,13 @@ def loaded_in_parts(apart: Mapping[str, int]) -> Iterator[None]:
 
 @contextmanager
 def _replaced(name: str, planner: Any) -> Iterator[None]:
-    stock = getattr(default_planner, name)
-    setattr(default_planner, name, planner)
+    stock, thread = getattr(default_planner, name), threading.get_ident()
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        is_ours = threading.get_ident() == thread
+        return planner(*args, **kwargs) if is_ours else stock(*args, **kwargs)
+
+    setattr(default_planner, name, create)
     try:
         yield
     finally:
