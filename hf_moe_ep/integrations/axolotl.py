@@ -49,9 +49,9 @@ class ExpertParallel(BasePlugin):
     """Patch the model that axolotl trains, and its reference model.
 
     The experts are computed by hf_moe_ep instead of axolotl's own kernels, so leave out
-    `use_scattermoe`, `use_sonicmoe` and `experts_implementation`. Liger's other kernels and
-    axolotl's cross-entropies stay. Use `cpu_ram_efficient_loading: true` in fsdp_config, so that
-    one process per machine reads the weights.
+    `use_scattermoe`, `use_sonicmoe`, `expert_backend` and `experts_implementation`. Liger's other
+    kernels and axolotl's cross-entropies stay. Use `cpu_ram_efficient_loading: true` in
+    fsdp_config, so that one process per machine reads the weights.
     """
 
     def get_input_args(self) -> str:
@@ -70,11 +70,12 @@ class ExpertParallel(BasePlugin):
                 f"parallelism; leave it out, and write hf_moe_ep: {{ep_size: "
                 f"{cfg.expert_parallel_size}}}"
             )
-        if cfg.experts_implementation not in (None, "eager"):
-            raise ValueError(
-                f"experts_implementation: {cfg.experts_implementation} would replace the experts "
-                f"of hf_moe_ep; leave it out, with use_scattermoe and use_sonicmoe"
-            )
+        for key in ("use_scattermoe", "use_sonicmoe", "experts_implementation"):
+            if getattr(cfg, key) not in (None, False, "eager"):
+                raise ValueError(
+                    f"{key}: {getattr(cfg, key)} would replace the experts of hf_moe_ep; leave out "
+                    f"experts_implementation, expert_backend, use_scattermoe and use_sonicmoe"
+                )
         if cfg.quantize_moe_experts:
             raise ValueError(
                 "quantize_moe_experts: true stores the experts in a layout that hf_moe_ep cannot "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_moe_ep.upstream.replaced_forwards import belongs_to_liger
+from hf_moe_ep.upstream.trainers import chooses_no_experts, how_to_compute_experts
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
@@ -31,16 +32,16 @@ def refuse_experts_implementation(model: Any, implementation: str | dict[str, st
     Users call this method with one name, which would have no effect on patched experts, because
     patched experts have a config of their own. `generate` calls the method with a dict, to select
     another stock implementation until `generate` returns (transformers/generation/utils.py). The
-    call by `generate` is passed on to stock's method.
+    call by `generate` is passed on to stock's method, and so is a name that no user has chosen.
 
     Raises:
-        ValueError: `implementation` is one name.
+        ValueError: `implementation` is one name, which a user has chosen.
     """
-    if isinstance(implementation, str):
+    if isinstance(implementation, str) and not chooses_no_experts(implementation):
         raise ValueError(
             f"set_experts_implementation({implementation!r}) would have no effect, because since "
-            f"patch() the experts of this {type(model).__name__} are computed by hf_moe_ep; use "
-            f"patch(model, experts_backend=...), or call unpatch(model) first"
+            f"patch() the experts of this {type(model).__name__} are computed by hf_moe_ep; "
+            f"{how_to_compute_experts()}"
         )
     type(model).set_experts_implementation(model, implementation)
 

@@ -23,6 +23,7 @@ class _Framework:
         to_shard: a sentence that tells users how to ask for FSDP2.
         sizes: the framework's option for each size of Accelerate's ParallelismConfig.
         all_logits: tells users how to ask for the logits of all tokens; "" if they always get them.
+        experts: names the options that choose an implementation of experts; "" if there are none.
     """
 
     name: str
@@ -30,6 +31,7 @@ class _Framework:
     to_shard: str
     sizes: dict[str, str] = field(default_factory=dict)
     all_logits: str = ""
+    experts: str = ""
 
 
 # All frameworks except TRL import trl themselves, so TRL is looked for last.
@@ -45,6 +47,7 @@ _FRAMEWORKS = (
             "tp_size": "tensor_parallel_size",
             "dp_replicate_size": "dp_replicate_size",
         },
+        experts="experts_implementation, expert_backend, use_scattermoe and use_sonicmoe",
     ),
     _Framework(
         "ms-swift",
@@ -81,6 +84,24 @@ def how_to_keep_all_logits() -> str:
     if framework is None or not framework.all_logits:
         return "leave logits_to_keep out"
     return f"{framework.name}: {framework.all_logits}"
+
+
+def how_to_compute_experts() -> str:
+    """Return how to leave the experts to hf_moe_ep, in the running framework's words."""
+    framework = _running()
+    if framework is None or not framework.experts:
+        return "use patch(model, experts_backend=...), or call unpatch(model) first"
+    return f"{framework.name}: leave {framework.experts} out of the YAML file"
+
+
+def chooses_no_experts(implementation: str) -> bool:
+    """Return True if the running framework passes `implementation` where users chose none.
+
+    axolotl's plugin for kernels then sets "eager" (axolotl/integrations/kernels/args.py), and the
+    loader passes the value to the model (axolotl/loaders/model.py).
+    """
+    framework = _running()
+    return implementation == "eager" and framework is not None and bool(framework.experts)
 
 
 def has_option_of_size(name: str) -> bool:

@@ -58,6 +58,8 @@ def configuration(**fields: Any) -> SimpleNamespace:
         "expert_parallel_size",
         "experts_implementation",
         "quantize_moe_experts",
+        "use_scattermoe",
+        "use_sonicmoe",
     )
     return SimpleNamespace(**(dict.fromkeys(names) | fields))
 
@@ -110,8 +112,15 @@ def test_options_that_contradict_the_plugin_are_named(plugin: Any) -> None:
     expert_parallel = plugin.ExpertParallel()
     with pytest.raises(ValueError, match=r"expert_parallel_size: 4 is .* hf_moe_ep: \{ep_size: 4"):
         expert_parallel.pre_model_load(configuration(expert_parallel_size=4))
-    with pytest.raises(ValueError, match=r"experts_implementation: scattermoe would .* leave it"):
-        expert_parallel.pre_model_load(configuration(experts_implementation="scattermoe"))
+    for name in ("scattermoe", "sonicmoe"):
+        with pytest.raises(ValueError, match=rf"experts_implementation: {name} would .* leave out"):
+            expert_parallel.pre_model_load(configuration(experts_implementation=name))
+        # The plugin of these kernels, if it comes later, replaces "eager" with their name.
+        flag = f"use_{name}"
+        with pytest.raises(ValueError, match=rf"{flag}: True would replace .* and use_sonicmoe"):
+            expert_parallel.pre_model_load(
+                configuration(experts_implementation="eager", **{flag: True})
+            )
     with pytest.raises(ValueError, match=r"quantize_moe_experts: true .* \{experts_dtype: nf4\}"):
         expert_parallel.pre_model_load(configuration(quantize_moe_experts=True))
 

@@ -86,6 +86,21 @@ def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words == "ms-swift: add --use_logits_to_keep false to the command"
 
 
+def test_the_experts_implementation_that_axolotls_kernels_plugin_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """axolotl's loader calls the method of a patched model: with "eager", if no kernel is on."""
+    model = patch(tiny(num_hidden_layers=1, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"use patch\(model, experts_backend="):
+        model.set_experts_implementation("eager")
+    runs("axolotl", monkeypatch)
+    before = model(**batch(model, 2, 7)).loss
+    model.set_experts_implementation("eager")
+    assert torch.equal(model(**batch(model, 2, 7)).loss, before)
+    with pytest.raises(ValueError, match=r"axolotl: leave .* use_sonicmoe out of the YAML file"):
+        model.set_experts_implementation("scattermoe")
+
+
 @needs_tower_in_blocks
 def test_a_tower_in_a_model_whose_forward_ms_swift_sets() -> None:
     """That forward passes on to the forward of the class what it does not know."""
