@@ -281,13 +281,15 @@ def load_random(
 ) -> Any:
     """Wrap `Trainer._load_rng_state`: seed random generators anew if other ranks have saved.
 
-    Stock leaves the generators of a rank alone if the checkpoint has no file for it.
+    Stock leaves the generators of a rank alone if the checkpoint has no file for it. Each rank reads
+    a file of its own, so if one of them cannot be read, every rank raises an error.
     """
     state = None if self.model is None else find_state(self.model)
     if checkpoint is None or state is None:
         return original(self, checkpoint, *args, **kwargs)
     if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
-        return original(self, checkpoint, *args, **kwargs)
+        load = partial(original, self, checkpoint, *args, **kwargs)
+        return together(f"loading the random states of {checkpoint}", load)
     return None
 
 

@@ -1,9 +1,9 @@
 """A damaged or hostile checkpoint runs no code, and loads no wrong value without a message.
 
-The tests take checkpoints of `save_checkpoint` and `accelerator.save_state` and spoil each at
-random: they flip a bit, truncate or delete a file, exchange it with another run's, or insert a
-pickle that runs code at one of the places that hold pickles. An attacker can write a manifest too,
-so a hostile checkpoint has a new manifest, no manifest, or the old one.
+The tests take checkpoints of `save_checkpoint`, `accelerator.save_state` and the Trainer and spoil
+each at random: they flip a bit, truncate or delete a file, exchange it with another run's, or
+insert a pickle that runs code at one of the places that hold pickles. An attacker can write a
+manifest too, so a hostile checkpoint has a new manifest, no manifest, or the old one.
 """
 
 import pickle
@@ -26,45 +26,93 @@ from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_moe_ep import load_checkpoint, save_checkpoint
+from hf_moe_ep import load_checkpoint, patch, save_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
 
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-WAYS = ("save_checkpoint", "save_state")
+# save_checkpoint writes no pickles.
+OWN_LOOP = ("save_state", "save_state", "save_state", "save_checkpoint")
 DAMAGES = ("flipped", "cut", "exchanged", "deleted")
 MANIFESTS = ("new", "none", "old")
+PICKLES = (".pkl", ".bin", ".pt", ".pth")
 
 
 class _Run:
-    """A patched model and its optimizer on this rank, and both ways to save them."""
+    """A patched model and its optimizer on this rank, with two ways to save them."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.loaded: dict[str, Tensor] = {}
         self.accelerator = Accelerator(cpu=True)
         model = tiny(dtype=torch.float32, num_hidden_layers=1)
         _, self.model, self.optimizer = prepared(model, self.accelerator, ep_size=2)
 
-    def step(self) -> None:
-        self.accelerator.backward(self.model(**batch(self.model, 2, 7, seed=self.rank)).loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def save(self, way: str, folder: Path) -> None:
-        if way == "save_state":
-            self.accelerator.save_state(folder)
-        else:
-            save_checkpoint(folder, self.model, self.optimizer.optimizer)
+    def save_two(self, folder: Path) -> dict[str, Tensor]:
+        """Save the states after one and after two steps; return the values of the first state."""
+        states = []
+        for which in ("first", "second"):
+            self.accelerator.backward(self.model(**batch(self.model, 2, 7, seed=self.rank)).loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            states.append(whole_state(self.model, self.optimizer))
+            self.accelerator.save_state(folder / which / "save_state")
+            save_checkpoint(
+                folder / which / "save_checkpoint", self.model, self.optimizer.optimizer
+            )
+        return states[0]
 
     def load(self, way: str, folder: Path) -> None:
         if way == "save_state":
             self.accelerator.load_state(folder)
         else:
             load_checkpoint(folder, self.model, self.optimizer.optimizer)
+        self.loaded = whole_state(self.model, self.optimizer)
 
-    def values(self) -> dict[str, Tensor]:
-        return whole_state(self.model, self.optimizer)
+
+class _TrainerRun(TrainerCallback):
+    """A Trainer, which is made anew for each checkpoint that it loads."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.states: list[dict[str, Tensor]] = []
+        self.loaded: dict[str, Tensor] = {}
+
+    def save_two(self, folder: Path) -> dict[str, Tensor]:
+        self._trainer(folder, save_steps=1).train()
+        dist.barrier()
+        if self.rank == 0:
+            for which, step in (("first", 1), ("second", 2)):
+                (folder / which).mkdir()
+                (folder / f"checkpoint-{step}").rename(folder / which / "Trainer")
+        dist.barrier()
+        return self.states[0]
+
+    def load(self, way: str, folder: Path) -> None:
+        self._trainer(folder).train(resume_from_checkpoint=str(folder))
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.states.append(whole_state(kwargs["model"], kwargs["optimizer"]))
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.save_strategy == "no":  # a checkpoint has been loaded, and no step follows
+            self.loaded = whole_state(kwargs["model"], kwargs["optimizer"])
+            control.should_training_stop = True
+
+    def _trainer(self, folder: Path, save_steps: int = 0) -> Trainer:
+        model = patch(tiny(dtype=torch.float32, num_hidden_layers=1), ep_size=2)
+        rows = [{name: x[0] for name, x in batch(model, 1, 7, seed=i).items()} for i in range(4)]
+        options: Any = {"use_cpu": True, "max_steps": 2, "report_to": [], "disable_tqdm": True}
+        options |= {"output_dir": str(folder), "per_device_train_batch_size": 1}
+        options["save_strategy"] = "steps" if save_steps else "no"
+        arguments = TrainingArguments(**options, save_steps=save_steps or 1, learning_rate=0.1)
+        return Trainer(model, arguments, train_dataset=rows, callbacks=[self])
 
 
 def _damage(kind: str, file: Path, other: Path, generator: random.Random) -> None:
@@ -86,7 +134,7 @@ def _find_pickles(folder: Path) -> list[tuple[str, Path]]:
     return [
         *(("byte item", dcp) for dcp in dcp_folders if _has_byte_items(dcp)),
         *(("metadata", dcp / ".metadata") for dcp in dcp_folders),
-        *(("file", file) for file in _files(folder) if file.suffix in (".pkl", ".bin", ".pt")),
+        *(("file", file) for file in _files(folder) if file.suffix in PICKLES),
     ]
 
 
@@ -137,29 +185,22 @@ def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> 
     return kind_of_pickle, which_manifest
 
 
-def _load_spoiled(rank: int, world: int, folder: str, numbers: list[int]) -> Counter[str]:
+def _load_spoiled(
+    rank: int, world: int, folder: str, ways: tuple[str, ...], numbers: list[int]
+) -> Counter[str]:
     """Load each spoiled checkpoint, and count how many are refused, cause a warning, or load the
     saved values.
     """
     outcomes: Counter[str] = Counter()
-    copy, trace = Path(folder, "copy"), Path(folder, "code ran")
+    root, copy, trace = Path(folder), Path(folder, "copy"), Path(folder, "code ran")
     with launched(**SHARDED):
-        run = _Run(rank)
-        saved: dict[tuple[str, str], Path] = {}
-        run.step()
-        saved_values: dict[str, Tensor] = {}
-        for which in ("first", "second"):
-            for way in WAYS:
-                saved[which, way] = Path(folder, which, way)
-                run.save(way, saved[which, way])
-            if which == "first":
-                saved_values = run.values()
-                run.step()
+        run = _TrainerRun(rank) if "Trainer" in ways else _Run(rank)
+        saved_values = run.save_two(root)
         for number in numbers:
-            way = WAYS[number % 4 != 3]  # mostly save_state, the only one that writes pickles
+            way = ways[number % len(ways)]
             kind_and_manifest = [("", "")]
             if rank == 0:
-                spoiled = (saved["first", way], saved["second", way], copy, trace)
+                spoiled = (root / "first" / way, root / "second" / way, copy, trace)
                 kind_and_manifest = [_spoil(number, *spoiled)]
             dist.broadcast_object_list(kind_and_manifest)
             kind, which_manifest = kind_and_manifest[0]
@@ -177,7 +218,7 @@ def _load_spoiled(rank: int, world: int, folder: str, numbers: list[int]) -> Cou
     return outcomes
 
 
-def _load(run: _Run, way: str, folder: Path, saved_values: dict[str, Tensor]) -> str:
+def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[str, Tensor]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         own_error = _error_of(lambda: run.load(way, folder))
@@ -186,8 +227,7 @@ def _load(run: _Run, way: str, folder: Path, saved_values: dict[str, Tensor]) ->
     assert len({error == "" for error in errors}) == 1, f"only one rank raised: {errors}"
     if own_error:
         return "refused"
-    loaded = run.values()
-    if all(torch.equal(loaded[name], value) for name, value in saved_values.items()):
+    if all(torch.equal(run.loaded[name], value) for name, value in saved_values.items()):
         return "as saved"
     messages: list[Any] = [None, None]
     dist.all_gather_object(messages, [str(warning.message) for warning in caught])
@@ -204,11 +244,20 @@ def _error_of(load: Callable[[], None]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "ways"),
+    [
+        (12, OWN_LOOP),
+        pytest.param(200, OWN_LOOP, marks=pytest.mark.slow),
+        pytest.param(100, ("Trainer",), marks=pytest.mark.slow),
+    ],
+    ids=["12", "200", "100 of the Trainer"],
+)
 def test_spoiled_checkpoints_run_no_code_and_load_no_wrong_values(
-    count: int, tmp_path: Path
+    count: int, ways: tuple[str, ...], tmp_path: Path
 ) -> None:
-    outcomes, _ = run_ranks(_load_spoiled, 2, str(tmp_path), list(range(count)), timeout=900.0)
+    arguments = (str(tmp_path), ways, list(range(count)))
+    outcomes, _ = run_ranks(_load_spoiled, 2, *arguments, timeout=900.0)
     print(dict(outcomes))
     assert outcomes.total() == count
     assert outcomes["refused"] > count / 2
