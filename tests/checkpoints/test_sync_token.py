@@ -1,16 +1,19 @@
 """`hub_tensors(since=token)` sends what has changed, `dtype="fp8"` sends blocks of E4M3."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
+from support.extra_files import is_of_head, write_with_extra
 from support.fp8_files import quantised, stock_product
 from support.hub_files import assert_equal
 from support.tiny_models import batch, tiny
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import ExpertLoad, SyncToken, apply_ep_fsdp2, balance_experts, hub_tensors, patch
 from hf_moe_ep.checkpoints.hub.fp8_blocks import encode_blocks
@@ -209,3 +212,22 @@ def test_what_is_encoded_and_what_is_not() -> None:
     for wrong in ("fp4", torch.float8_e4m3fn, torch.int8):
         with pytest.raises(ValueError, match="is no floating point dtype; try"):
             hub_tensors(model, dtype=wrong)
+
+
+def test_the_config_names_the_extra_tensors_that_are_not_in_fp8(tmp_path: Path) -> None:
+    """The head of DeepSeek-V3 is in FP8 in its checkpoint, the head of Qwen3-Next in bf16."""
+    write_with_extra(tmp_path / "bf16", "qwen3_next")
+    write_with_extra(tmp_path / "fp8", "deepseek_v3")
+    for name in ("bf16", "fp8"):
+        model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / name))
+        stream = hub_tensors(model, dtype="fp8")
+        config, sent = stream.quantization_config, dict(stream)
+        later = hub_tensors(model, dtype="fp8", since=filled(SyncToken(), model))
+        assert not {info.key for info in later.metadata() if is_of_head(info.key, model)}
+        assert later.quantization_config == stream.quantization_config == config
+        head = {key: t for key, t in sent.items() if is_of_head(key, model) and t.ndim > 1}
+        scaled = {key for key in head if f"{key}_scale_inv" in head}
+        assert bool(scaled) == (name == "fp8") and len(head) - 2 * len(scaled) > 3
+        kept = {k for k in head if k not in scaled and not k.endswith("_scale_inv")}
+        named = {key for key in config["modules_to_not_convert"] if is_of_head(key, model)}
+        assert named == {key.removesuffix(".weight") for key in kept}

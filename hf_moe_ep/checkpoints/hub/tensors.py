@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.extra import find_to_copy, send_extra
+from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys, unscaled_keys
 from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     FP8,
     encode_blocks,
@@ -249,7 +250,7 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         return self._source.list_metadata()
 
     def metadata_of_rank(self) -> list[TensorInfo]:
-        """List the same without a collective; the extra tensors are known to rank 0 only.
+        """List the same without a collective; before `metadata()`, only rank 0 knows extra tensors.
 
         With `since`, tensors that have not changed are listed, too.
 
@@ -262,6 +263,8 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
     @property
     def quantization_config(self) -> dict[str, Any]:
         """The entry of config.json with which an engine serves the tensors of `dtype="fp8"`.
+
+        Before `metadata()`, only rank 0 knows the extra tensors.
 
         Raises:
             ValueError: the tensors are not yielded in FP8, or `metadata()` must be called before,
@@ -288,6 +291,7 @@ class _Source:
         self._extra_tensors, self._since = extra_tensors, since
         self._contents: _Contents | None = None
         self._names: _Names | None = None
+        self._extra: dict[str, FileTensor] | None = None
 
     def list_metadata(self) -> list[TensorInfo]:
         return self._list_metadata(self._prepare())
@@ -296,8 +300,7 @@ class _Source:
         """Return the list as this rank knows it, without asking other ranks."""
         names = self._names_of_rank()
         groups = self._describe(names)
-        keys = {key for group in groups for key in group.shapes}
-        extra = find_to_copy(self._state.extra if self._extra_tensors else None, keys)
+        extra = self._extra_of_rank(groups)
         return self._list_metadata(_Contents(groups, self._find_fp8(groups, names), extra, {}))
 
     def _list_metadata(self, contents: _Contents) -> list[TensorInfo]:
@@ -316,8 +319,20 @@ class _Source:
         names = self._names_of_rank()
         groups = self._describe(names)
         in_fp8 = self._find_fp8(groups, names)
-        matrices = (key for g in groups for key, shape in g.shapes.items() if len(shape) > 1)
-        return fp8_config(key for key in matrices if key not in in_fp8)
+        extra = self._extra_of_rank(groups)
+        # Extra tensors keep their dtype: those of an FP8 checkpoint are FP8, all others are not.
+        in_fp8 |= {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
+        shapes = {key: shape for group in groups for key, shape in group.shapes.items()}
+        shapes |= {key: tensor.shape for key, tensor in extra.items()}
+        matrices = {key for key, shape in shapes.items() if len(shape) > 1}
+        return fp8_config(matrices - in_fp8)
+
+    def _extra_of_rank(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
+        """Return the extra tensors that `_prepare` has found, or those that this rank refers to."""
+        if self._extra is not None:
+            return self._extra
+        own_keys = {key for group in groups for key in group.shapes}
+        return find_to_copy(self._state.extra if self._extra_tensors else None, own_keys)
 
     def _names_of_rank(self) -> _Names:
         """Return the names that `_prepare` has found, or those that this rank finds alone."""
@@ -399,7 +414,7 @@ class _Source:
             )
         groups = self._describe(names)
         in_fp8 = self._find_fp8(groups, names)
-        extra = _find_extra(state, groups, self._extra_tensors)
+        extra = self._extra = _find_extra(state, groups, self._extra_tensors)
         signatures: dict[str, str] = {}
         if self._since is not None:
             signatures = self._sign(groups, extra)
