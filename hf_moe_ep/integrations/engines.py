@@ -42,7 +42,8 @@ def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple
 def _stream(sync: Any, model: Any) -> HubTensors:
     """Stream the weights of a model for an object of TRL.
 
-    Extra tensors (checkpoints/hub/extra.py) do not change, so only the first sync sends them.
+    Extra tensors (checkpoints/hub/extra.py) do not change, so they are sent only once, unless the
+    engine loses them.
     """
     first = not getattr(sync, _SENT, False)
     return hub_tensors(model, merge_adapters=True, extra_tensors=first)
@@ -57,6 +58,9 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
     if find_state(self.model) is None:
         original(self)
         return
+    if self.mode == "colocate" and self.enable_sleep_mode:
+        # TRL lets the engine sleep at level 2 after each generation, which discards all weights.
+        setattr(self, _SENT, False)
     try:
         if self.mode == "server":
             # Stock would gather every tensor once only to learn its shape.

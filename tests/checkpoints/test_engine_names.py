@@ -41,6 +41,24 @@ def test_the_engine_takes_every_key(engine: str, model_type: str, tmp_path: Path
     assert set(row.get("together", [])) <= set(keys)
 
 
+def test_keys_that_an_engine_needs_together_come_in_one_list(tmp_path: Path) -> None:
+    """Keys of one attention, also of a carried layer, whose scales lie apart from its weights."""
+    write_with_extra(tmp_path, "deepseek_v3")
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path))
+    lists = list(hub_tensors(model).by_module())
+    keys = [key for key, _ in hub_tensors(model)]
+    assert [key for tensors in lists for key, _ in tensors] == keys
+    attentions = [
+        {key.rpartition(".")[0].rpartition(".")[0] for key, _ in tensors}
+        for tensors in lists
+        if any(".self_attn." in key for key, _ in tensors)
+    ]
+    layers = model.config.num_hidden_layers + 1
+    assert attentions == [{f"model.layers.{layer}.self_attn"} for layer in range(layers)]
+    (rows,) = (rows for name, rows in TABLE.items() if name.startswith("sglang"))
+    assert all(".self_attn." in key for key in rows["deepseek_v3"]["together"])
+
+
 def keys_of(model_type: str, options: dict[str, Any], folder: Path) -> list[str]:
     """Return the sorted keys of the stream of a tiny model, or of its trained head."""
     if not model_type.startswith(HEAD):

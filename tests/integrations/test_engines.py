@@ -17,10 +17,12 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.engine import Engine
+from support.extra_files import write_with_extra
 from support.hub_files import hub_state, read_all
 from support.needs import ARCHITECTURES
 from support.tiny_models import tiny
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, hub_tensors, patch, save_pretrained
 from hf_moe_ep.integrations import engines
@@ -175,6 +177,24 @@ def test_a_stored_error_does_not_keep_the_iterator_alive() -> None:
         engines.sync_weights(lambda self: _fails_inside(self, iterators), sync)
     assert raised.value.__cause__ is not None
     assert [iterator() for iterator in iterators] == [None]
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_an_engine_that_sleeps_gets_the_extra_tensors_again(sleeps: bool, tmp_path: Path) -> None:
+    """TRL's sleep mode discards all weights of the engine after each generation."""
+    import trl.generation.vllm_generation  # noqa: F401
+
+    extra = write_with_extra(tmp_path, "qwen3_next").keys()
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path))
+    keys: list[str] = []
+    engine: Any = SimpleNamespace(load_weights=lambda pairs: keys.extend(key for key, _ in pairs))
+    sync = build_generation(model, "colocate", engine, 0)
+    sync.enable_sleep_mode, sync.llm.wake_up = sleeps, lambda tags: None
+    for is_first in (True, False):
+        keys.clear()
+        sync.sync_weights()
+        assert len(keys) > len(extra) > 10
+        assert extra & set(keys) == (extra if is_first or sleeps else set())
 
 
 def test_patch_wraps_both_functions_of_trl() -> None:

@@ -313,6 +313,8 @@ def find_to_copy(
 ) -> dict[str, FileTensor]:
     """Return the extra tensors to write next to the model's tensors, on the rank that writes.
 
+    They are sorted by key, so that the tensors of a module follow each other.
+
     Args:
         own_keys: the keys of the model's tensors.
         reads: as in `FileReferences.check_unchanged`.
@@ -340,7 +342,7 @@ def find_to_copy(
                 f"two tensors are called {key}: one of the model, and one in {tensor.file}, which "
                 f"the model's class ignores; pass extra_tensors=False to leave out the second"
             )
-    return tensors
+    return dict(sorted(tensors.items()))
 
 
 def copy_groups(

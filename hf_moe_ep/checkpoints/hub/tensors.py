@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +92,8 @@ def hub_tensors(
 ) -> HubTensors:
     """Iterate over (hub key, full tensor) of a patched model, the same on every rank.
 
-        for key, tensor in hub_tensors(model):
-            engine.load_weights([(key, tensor)])
+        for tensors in hub_tensors(model).by_module():
+            engine.load_weights(tensors)
 
     Keys, values and dtypes are those that `save_pretrained` writes. The order is layer by layer;
     tied weights are yielded once. Each tensor is a contiguous copy on the device on which the model
@@ -239,6 +240,16 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
     def close(self) -> None:
         """Stop early. Other ranks that go on iterating raise an error."""
         self._tensors.close()
+
+    def by_module(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Iterate over lists of (hub key, full tensor) of one attention, one expert, and so on.
+
+        Some loaders join tensors of one module in one parameter, and only if one call has all of
+        them: SGLang joins `q_a_proj` and `kv_a_proj_with_mqa` of DeepSeek's attention, and loses
+        one that comes alone. The tensors of one list and the next tensor are in memory together.
+        """
+        for _, tensors in groupby(self, lambda item: item[0].rsplit(".", 2)[0]):
+            yield list(tensors)
 
     def metadata(self) -> list[TensorInfo]:
         """List what will be yielded, in order, without gathering a value.
