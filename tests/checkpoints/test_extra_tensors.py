@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.adapters import EXPERTS
 from support.checks import Check, Found, on_ranks
 from support.extra_files import (
@@ -33,7 +33,7 @@ from support.extra_files import (
 )
 from support.hooked import hooked
 from support.killing import kill_later
-from support.launched import launched
+from support.launched import launched, prepared
 from support.ranks import run_ranks
 from support.tiny_models import batch
 from torch import nn
@@ -60,6 +60,7 @@ from hf_moe_ep.upstream.models import persistent_buffers
 
 WAYS = ("lean", "stock")
 SHARD = "60KB"
+SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
 def load(way: str, folder: Path, **options: Any) -> nn.Module:
@@ -213,7 +214,6 @@ def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> No
 def one_name_twice(rank: int, world: int, folder: str) -> None:
     """A key of the model that is extra too, and two sources of one key, are errors."""
     root = Path(folder)
-    stacked = "model.layers.0.mlp.experts.down_proj"
 
     def write() -> None:
         write_with_extra(root / "base", "qwen3_5_moe_text")
@@ -231,7 +231,6 @@ def one_name_twice(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_checkpoint(root / "step", other, None)
     # An extra tensor whose key is one that the model writes.
-    assert stacked
     references = find_state(model).extra if rank == 0 else None
     if references is not None:
         tensors = references.tensors()
@@ -240,6 +239,47 @@ def one_name_twice(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=rf"two tensors are called lm_head.weight: .*{root}/base/"):
         save_pretrained(model, root / "out")
     assert not (root / "out").exists()
+
+
+def test_a_key_that_the_model_saves_and_that_is_extra_names_both_files(tmp_path: Path) -> None:
+    """The model reads stacked experts and saves single ones; one single expert is ignored."""
+    write_with_extra(tmp_path, "qwen3_next")
+    experts = "model.layers.1.mlp.experts"
+    single = {key: t for key, t in read_files(tmp_path).items() if key.startswith(f"{experts}.")}
+    kinds = {
+        kind: torch.stack([single[f"{experts}.{e}.{kind}_proj.weight"] for e in range(8)])
+        for kind in ("gate", "up", "down")
+    }
+    stacked = {
+        f"{experts}.gate_up_proj": torch.cat([kinds["gate"], kinds["up"]], dim=1),
+        f"{experts}.down_proj": kinds["down"],
+    }
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"] = {k: f for k, f in index["weight_map"].items() if k not in single}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    add_tensors(tmp_path, stacked, "stacked")
+    assert "ignored tensors" in verify(tmp_path).facts
+    key = f"{experts}.3.down_proj.weight"
+    add_tensors(tmp_path, {f"{key}.0": torch.zeros(1), key: single[key]}, "mine")
+    index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    files = [tmp_path / index[name] for name in (key, f"{experts}.down_proj")]
+    assert files[0] != files[1]
+    words = "called {}: one in {}, which is not .* from {};".format(key, *files)
+    with pytest.raises(ValueError, match=words):
+        verify(tmp_path, ignore_unexpected=[r"\.experts\.3\.down_proj"])
+
+
+def test_two_files_with_one_extra_tensor_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hf-moe-ep run` knows the files that stock loads; the last of them has precedence."""
+    write_with_extra(tmp_path, "qwen3_next")
+    file, key = tmp_path / "extra.safetensors", "mtp.norm.weight"
+    other = tmp_path / json.loads((tmp_path / INDEX).read_text())["weight_map"][key]
+    save_file(load_file(file) | {key: torch.zeros(1)}, file, {"format": "pt"})
+    words = f"two tensors are called {key}: one in {file}, and one in {other}"
+    with hooked(monkeypatch), pytest.raises(ValueError, match=words):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def edit_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -263,13 +303,14 @@ def train_adapters(rank: int, world: int, folder: str) -> list[str]:
     save_pretrained(model, root / "adapter")
     stream = dict(hub_tensors(model, merge_adapters=True))
     before = read_files(root / "base")
-    assert_same_bytes(stream, {key: t for key, t in before.items() if key.startswith("mtp.")})
+    assert_same_bytes(stream, {key: t for key, t in before.items() if is_of_head(key, model)})
     return sorted(stream)
 
 
 @pytest.mark.slow
-def test_adapters_are_merged_into_a_base_with_them(tmp_path: Path) -> None:
-    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+@pytest.mark.parametrize("model_type", TYPES)
+def test_adapters_are_merged_into_a_base_with_them(model_type: str, tmp_path: Path) -> None:
+    extra = write_with_extra(tmp_path / "base", model_type)
     before = read_files(tmp_path / "base")
     streams = run_ranks(train_adapters, 2, str(tmp_path))
     assert main(["merge-adapter", *(str(tmp_path / n) for n in ("base", "adapter", "merged"))]) == 0
@@ -277,36 +318,74 @@ def test_adapters_are_merged_into_a_base_with_them(tmp_path: Path) -> None:
     assert merged.keys() == before.keys()
     assert [sorted(merged)] * 2 == streams
     assert_same_bytes(merged, extra)
-    expert = next(key for key in before if re.match(r"model\..*experts.*down_proj", key))
+    own = before.keys() - extra.keys()
+    expert = next(key for key in sorted(own) if re.search(r"\.experts.*down_proj", key))
     assert not torch.equal(merged[expert], before[expert])
 
 
-def with_the_trainer(rank: int, world: int, folder: str) -> None:
-    """trainer.save_model, and the checkpoint of the Trainer that is converted."""
+def with_the_trainer(kind: str, rank: int, world: int, folder: str) -> None:
+    """trainer.save_model, and a checkpoint of the Trainer: itself, converted, and resumed."""
     from transformers import Trainer, TrainingArguments
 
     root = Path(folder)
     write_on_first(rank, lambda: write_with_extra(root / "base", "deepseek_v3"))
     before = read_files(root / "base")
-    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+
+    def trainer(steps: int) -> Trainer:
         args = TrainingArguments(
-            str(root / "run"), max_steps=2, save_steps=2, use_cpu=True, report_to="none",
+            str(root / "run"), max_steps=steps, save_steps=2, use_cpu=True, report_to="none",
             per_device_train_batch_size=1, disable_tqdm=True, learning_rate=1e-2,
         )  # fmt: skip
         model = patch(AutoModelForCausalLM.from_pretrained(root / "base"), ep_size=2)
         rows = [{k: v[0] for k, v in batch(model, 1, 9, seed=i).items()} for i in range(8)]
-        trainer = Trainer(model, args, train_dataset=rows)
-        trainer.train()
-        trainer.save_model(str(root / "saved"))
+        return Trainer(model, args, train_dataset=rows)
+
+    with launched(FSDP_STATE_DICT_TYPE=kind):
+        first = trainer(2)
+        first.train()
+        first.save_model(str(root / "saved"))
     dist.barrier()
     saved = read_files(root / "saved")
-    extra = {key: t for key, t in before.items() if is_of_head(key, model)}
+    extra = {key: t for key, t in before.items() if is_of_head(key, first.model)}
     assert saved.keys() == before.keys() and len(extra) > 40
     assert_same_bytes(saved, extra)
     assert {t.dtype for t in extra.values()} >= {torch.float8_e4m3fn, torch.float32}
-    if rank == 0:
+    if kind == FULL:
+        assert_same_bytes(read_files(root / "run" / "checkpoint-2"), saved)
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            resumed = trainer(3)
+            resumed.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
+            resumed.save_model(str(root / "resumed"))
+        dist.barrier()
+        assert_same_bytes(read_files(root / "resumed"), extra)
+    elif rank == 0:
         convert(root / "run" / "checkpoint-2", root / "converted", config=root / "base")
         assert_same_bytes(read_files(root / "converted"), saved)
+
+
+def with_accelerate(rank: int, world: int, folder: str) -> None:
+    """accelerator.save_state: converted, and loaded again by a model that is saved then."""
+    root = Path(folder)
+    write_on_first(rank, lambda: write_with_extra(root / "base", "glm4_moe"))
+    before = read_files(root / "base")
+    models = [AutoModelForCausalLM.from_pretrained(root / "base") for _ in range(2)]
+    with launched(FSDP_STATE_DICT_TYPE=SHARDED):
+        accelerator, model, optimizer = prepared(models[0], ep_size=2)
+        train(model, optimizer, rank)
+        accelerator.save_state(str(root / "state"))
+        save_pretrained(model, root / "saved")
+    saved = read_files(root / "saved")
+    assert_same_bytes(saved, {key: t for key, t in before.items() if is_of_head(key, model)})
+    assert saved.keys() == before.keys()
+    with launched(FSDP_STATE_DICT_TYPE=SHARDED):
+        accelerator, model, _ = prepared(models[1], ep_size=2)
+        accelerator.load_state(str(root / "state"))
+        save_pretrained(model, root / "again")
+    assert_same_bytes(read_files(root / "again"), saved)
+    if rank == 0:
+        convert(root / "state", root / "converted", config=root / "base")
+        assert_same_bytes(read_files(root / "converted"), saved)
+        assert (root / "state" / "extra_tensors.json").is_file()
 
 
 ON_TWO_RANKS = (
@@ -314,11 +393,17 @@ ON_TWO_RANKS = (
     saves_over_its_own_source,
     undeclared_tensors_need_the_option,
     one_name_twice,
-    with_the_trainer,
+    {"with the trainer": partial(with_the_trainer, SHARDED)},
 )
+IN_OTHER_WAYS = {
+    "with the trainer, full state dict": partial(with_the_trainer, FULL),
+    "with accelerate": with_accelerate,
+}
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, *ON_TWO_RANKS) + on_ranks(2, IN_OTHER_WAYS, slow=True)
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
@@ -589,27 +674,33 @@ def save_until_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [20])
 def test_after_a_kill_the_folder_has_one_version_and_them(rounds: int, tmp_path: Path) -> None:
-    """Every second round saves over the files from which the model was loaded."""
-    draw, versions = random.Random(rounds), set()
+    """Every second round saves over the files from which the model was loaded.
+
+    A round that is killed before its first commit does not count.
+    """
+    draw, versions, checked, number = random.Random(rounds), set(), 0, 0
     extra = write_with_extra(tmp_path / "base", "glm4_moe")
     before = read_files(tmp_path / "base")
     loaded = {float(t.float().mean()) for key, t in before.items() if key not in extra}
-    for number in range(rounds):
-        source = tmp_path / f"base{number}"
+    while checked < rounds:
+        number += 1
+        assert number <= 2 * rounds, "most kills come before the first commit"
+        source, in_place = tmp_path / f"base{number}", checked % 2 == 1
         shutil.copytree(tmp_path / "base", source)
-        target = source if number % 2 else tmp_path / f"out{number}"
+        target = source if in_place else tmp_path / f"out{number}"
         victim, after = draw.randrange(2), draw.uniform(0.3, 1.5)
         arguments = (str(source), str(target), victim, after)
         outcomes = run_ranks_until_death(*arguments)
         assert outcomes[victim] == "ProcessDied", outcomes
         if not (target / INDEX).is_file():
-            continue  # the kill came before the first commit
+            continue
+        checked += 1
         state = read_files(target)
         assert_same_bytes(state, extra)
         own = {key: tensor for key, tensor in state.items() if key not in extra}
         values = {float(tensor.float().mean()) for tensor in own.values()}
         # Before the first commit, the source of the round has the weights that were loaded.
-        assert len(values) == 1 or (number % 2 and values == loaded), f"a mixture: {values}"
+        assert len(values) == 1 or (in_place and values == loaded), f"a mixture: {values}"
         versions |= values if len(values) == 1 else set()
         AutoModelForCausalLM.from_pretrained(target)
     assert len(versions) > 1, "all kills came at the same version"

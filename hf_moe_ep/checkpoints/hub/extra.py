@@ -42,6 +42,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     Reader,
     read_files,
+    read_header,
     read_index,
     read_weights,
 )
@@ -105,6 +106,9 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
 
     Only rank 0 looks for them. A warning says so if it cannot find the checkpoint any more, or
     finds other weights there.
+
+    Raises:
+        ValueError: two files of the checkpoint have an extra tensor of the same key.
     """
     stock = without_adapters(model)
     if rank_of_launch() != 0:
@@ -139,12 +143,33 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     }
     own_keys = _own_keys(hub_layout(model, plan, shapes), base_prefix(stock))
     extra = {key: t for key, t in tensors.items() if key in candidates - own_keys}
+    _check_stored_once(extra, _loaded_files(stock))
     return refer_to(stock, folder, extra)
 
 
 def remember_files(model: nn.Module, files: Sequence[Path]) -> None:
     """Store the files from which stock's from_pretrained has loaded a model, for `find_loaded`."""
     setattr(model, _LOADED_FILES, tuple(files))
+
+
+def _loaded_files(stock: nn.Module) -> tuple[Path, ...]:
+    files: tuple[Path, ...] = getattr(stock, _LOADED_FILES, ())
+    return files
+
+
+def _check_stored_once(extra: Mapping[str, FileTensor], files: Sequence[Path]) -> None:
+    """Raise ValueError if two files have an extra tensor of the same key.
+
+    Stock reads its own tensors from the last file that has them. Nobody knows which of two extra
+    tensors is the right one.
+    """
+    for file in files:
+        for key in extra.keys() & read_header(file)[0].keys():
+            if extra[key].file != file:
+                raise ValueError(
+                    f"two tensors are called {key}: one in {file}, and one in {extra[key].file}; "
+                    f"remove one of them from the checkpoint"
+                )
 
 
 def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
@@ -158,8 +183,7 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
     Raises:
         ValueError: the folder does not exist any more; it is unclear which weights the model has.
     """
-    files: tuple[Path, ...] = getattr(stock, _LOADED_FILES, ())
-    if files:
+    if files := _loaded_files(stock):
         return files[0].parent, read_files(files)
     folders = folders_of_loaded(stock)
     if len(folders) > 1:

@@ -206,7 +206,7 @@ def match_checkpoint(
     ignored = set(others) - set(unexpected)
     extra = {key: file_tensors[key_in_file.get(key, key)] for key in others if key in ignored}
     extra |= {key: file_tensors[key] for key in of_others}
-    check_extra(extra, layout, stored.values())
+    check_extra(extra, layout, stored)
     return Match(stored, sorted(unexpected), extra, dict(file_tensors))
 
 
@@ -233,30 +233,22 @@ def _find_scaled_extra(
 
 
 def check_extra(
-    extra: Mapping[str, FileTensor], layout: Layout, stored: Iterable[StoredParameter] = ()
+    extra: Mapping[str, FileTensor], layout: Layout, stored: Mapping[str, StoredParameter]
 ) -> None:
     """Raise ValueError if a tensor that is not the model's has a key that the model writes.
 
     Args:
         layout: the layout in which the model is saved.
-        stored: the parameters of the model in the same checkpoint, for the error.
+        stored: the parameters of the model that are read from the same checkpoint, for the error.
     """
     own_keys = {piece.key: name for name, pieces in layout.items() for piece in pieces}
-    for key, tensor in extra.items():
-        if key not in own_keys:
-            continue
-        pieces = [(piece, file_tensor) for item in stored for piece, file_tensor in item.pieces]
+    files = {file_name(name): item.pieces[0][1].file for name, item in stored.items()}
+    for key in sorted(extra.keys() & own_keys.keys()):
         name = own_keys[key]
-        of_same_module = [
-            file_tensor.file
-            for piece, file_tensor in pieces
-            if piece.key == name or piece.key.startswith(f"{name.rpartition('.')[0]}.")
-        ]
-        own_file = of_same_module[0] if of_same_module else "the model"
         raise ValueError(
-            f"two tensors are called {key}: one in {tensor.file}, which is not part of the model, "
-            f"and the one that the model saves for {name}, read from {own_file}; remove one of "
-            f"them from the checkpoint"
+            f"two tensors are called {key}: one in {extra[key].file}, which is not part of the "
+            f"model, and the one that the model saves for {name}, read from "
+            f"{files.get(name, 'elsewhere')}; remove one of them from the checkpoint"
         )
 
 
