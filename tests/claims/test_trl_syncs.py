@@ -189,11 +189,10 @@ def _fails(iterator: Any) -> None:
 
 
 CASES = {
-    "GRPO colocate full": partial(syncs, "GRPO", "colocate", False),
-    "GRPO colocate LoRA": partial(syncs, "GRPO", "colocate", True),
-    "GRPO server full": partial(syncs, "GRPO", "server", False),
-    "RLOO colocate full": partial(syncs, "RLOO", "colocate", False),
-    "RLOO server LoRA": partial(syncs, "RLOO", "server", True),
+    f"{kind} {mode} {'LoRA' if lora else 'full'}": partial(syncs, kind, mode, lora)
+    for kind in ("GRPO", "RLOO")
+    for mode in ("colocate", "server")
+    for lora in (False, True)
 }
 
 

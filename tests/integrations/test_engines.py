@@ -139,9 +139,29 @@ def an_unknown_name_is_an_error(rank: int, world: int) -> None:
     assert len(list(hub_tensors(model))) > 50, "ranks are still in step"
 
 
+def refused_keys_are_listed(rank: int, world: int) -> None:
+    """The engine of rank 0 refuses some keys and skips others: every rank gets the whole list."""
+    stock = tiny(dtype=torch.float32)
+    engine = Engine.of(stock)
+    model = apply_ep_fsdp2(stock, ep_size=2)
+    hub_tensors(model).check_engine(engine.load_weights if rank == 0 else None)
+    assert rank or not engine.missing()
+    for layer in range(2):
+        del engine._places[f"model.layers.{layer}.self_attn.q_norm.weight"]
+
+    def load_weights(weights: list[tuple[str, Tensor]]) -> set[str]:
+        return set() if weights[0][0] == "model.norm.weight" else engine.load_weights(weights)
+
+    words = r"take 3 keys: model.layers.\*.self_attn.q_norm.weight \(2\), model.norm.weight \(1\); "
+    words += r"model.layers.0.self_attn.q_norm.weight: no parameter takes model.layers.0"
+    with pytest.raises(ValueError, match=words):
+        hub_tensors(model).check_engine(load_weights if rank == 0 else None)
+
+
 CHECKS = {
     "full": partial(synced_tensors_equal_saved_files, "qwen3_moe"),
     "lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_moe"),
+    "listed": refused_keys_are_listed,
     "refused": an_unknown_name_is_an_error,
     "pictures": partial(synced_tensors_equal_saved_files, "qwen3_vl_moe"),
     "pictures, lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_vl_moe"),
@@ -152,6 +172,15 @@ CHECKS = {
 @pytest.mark.parametrize("claim", on_ranks(4, CHECKS))
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def test_refused_keys_are_listed_in_one_process() -> None:
+    model = patch(tiny(dtype=torch.float32))
+    hub_tensors(model).check_engine(lambda weights: None)
+    with pytest.raises(
+        ValueError, match=r"\.q_norm.weight \(2\), .*lm_head.*: skipped without an e"
+    ):
+        hub_tensors(model).check_engine(lambda weights: [])
 
 
 def _fails_inside(sync: Any, iterators: list[Any]) -> None:

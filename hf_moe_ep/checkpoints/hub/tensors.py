@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -57,7 +59,9 @@ from hf_moe_ep.ranks.together import (
     StillHere,
     check_alike,
     check_everyone_calls,
+    gather,
     on_first,
+    one_line,
     together,
 )
 from hf_moe_ep.state import ModelState, patched_state
@@ -79,6 +83,8 @@ from hf_moe_ep.upstream.module_names import unwrap
 # shard and product; each is up to twice as large as the sent values. An all-gather needs two slabs
 # besides its result.
 _SLABS = 8
+# What engines raise for a key or a shape that they do not know.
+_REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def hub_tensors(
@@ -250,6 +256,40 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         """
         for _, tensors in groupby(self, lambda item: item[0].rsplit(".", 2)[0]):
             yield list(tensors)
+
+    def check_engine(
+        self, load_weights: Callable[[list[tuple[str, Tensor]]], Iterable[str] | None] | None
+    ) -> None:
+        """Send an engine each tensor by itself, and raise one error for all keys that it refuses.
+
+        In a sync, an engine stops at the first unknown key or skips the key without a message. Call
+        this method of a stream of its own before the first sync; every rank calls it.
+
+        Args:
+            load_weights: the engine's method; None on ranks without an engine. A key counts as
+                skipped if the method returns an empty set of parameters, as vLLM's does. SGLang's
+                returns None, so that skipped keys are not noticed.
+
+        Raises:
+            ValueError: on every rank: an engine refuses or skips keys; the error lists all of them,
+                with "*" for each number.
+        """
+        refused: dict[str, str] = {}
+        for key, tensor in self:
+            try:
+                loaded = load_weights([(key, tensor)]) if load_weights is not None else None
+            except _REFUSALS as error:
+                refused[key] = one_line(error)
+            else:
+                if loaded is not None and not set(loaded):
+                    refused[key] = "skipped without an error"
+        refused = {key: why for of_rank in gather(refused) for key, why in of_rank.items()}
+        if not refused:
+            return
+        kinds = Counter(re.sub(r"\d+", "*", key) for key in refused)
+        text = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
+        first, why = next(iter(refused.items()))
+        raise ValueError(f"the engine does not take {len(refused)} keys: {text}; {first}: {why}")
 
     def metadata(self) -> list[TensorInfo]:
         """List what will be yielded, in order, without gathering a value.
