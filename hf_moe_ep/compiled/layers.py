@@ -58,7 +58,12 @@ from hf_moe_ep.upstream.captured_outputs import (
     without_collector,
 )
 from hf_moe_ep.upstream.code import takes_argument
-from hf_moe_ep.upstream.compiler import has_given_up, is_compile_error
+from hf_moe_ep.upstream.compiler import (
+    count_untraced,
+    has_given_up,
+    has_reached_limit,
+    is_compile_error,
+)
 from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import has_hooks, own_children
@@ -135,7 +140,8 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
         key = (type(module), *(type(child) for child in module.children()))
         if key not in kinds:
             forward = inner_forward(type(module))
-            kinds[key] = _Kind(torch.compile(forward, **options), forward)
+            compiled = torch.compile(forward, **options)
+            kinds[key] = _Kind(compiled, forward, options.get("recompile_limit"))
         setattr(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
     if not state.layers_are_compiled:
         _leave_out_mixers(root)
@@ -167,12 +173,16 @@ class _Kind:
 
     Attributes:
         compiled: the result of torch.compile for `forward`.
+        limit: how many graphs torch.compile makes for `forward`; None stands for torch's default.
         is_checked: True once torch.compile is known to have traced `forward`.
+        warned: True once a warning has said that torch.compile makes no further graphs.
     """
 
     compiled: Callable[..., Any]
     forward: Callable[..., Any]
+    limit: int | None
     is_checked: bool = False
+    warned: bool = False
 
 
 def _leave_out_mixers(root: nn.Module) -> None:
@@ -312,6 +322,7 @@ def _call_compiled(
     if state.blocks_are_traced and _ROUTER_LOGITS in collected_outputs():
         # transformers has registered its hooks in this forward, after `BeginForward`.
         state.blocks_are_traced = False
+    untraced = count_untraced()
     try:
         with without_collector():
             output = kind.compiled(module, *args, **kwargs)
@@ -330,6 +341,16 @@ def _call_compiled(
                 f"compile_layers (for the Trainer: without torch_compile)"
             )
         kind.is_checked = True
+    if count_untraced() > untraced and not kind.warned:
+        kind.warned = has_reached_limit(kind.forward, kind.limit)
+        if kind.warned:
+            warnings.warn(
+                f"torch.compile has made as many graphs of {name} ({type(module).__name__}) as its "
+                f"recompile_limit allows, so layers of this kind run uncompiled where no graph "
+                f"fits (TORCH_LOGS=recompiles says why there are so many); raise the limit with "
+                f"compile_layers={{'recompile_limit': ...}}",
+                stacklevel=2,
+            )
     return output
 
 

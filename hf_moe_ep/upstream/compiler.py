@@ -1,7 +1,7 @@
 """Functions of torch.compile, and the decorators of transformers around the forward of a layer.
 
-The private names come from torch/_dynamo/exc.py and eval_frame.py, and from transformers'
-modeling_layers.py and utils/deprecation.py.
+The private names come from torch/_dynamo (exc.py, eval_frame.py, resume_execution.py, utils.py and
+config.py), and from transformers' modeling_layers.py and utils/deprecation.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import inspect
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame
+from torch._dynamo import config, eval_frame
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.resume_execution import ContinueExecutionCache
+from torch._dynamo.utils import counters
 
 # The modules whose decorators handle checkpointing and renamed arguments. Compiled code is called
 # inside these decorators.
@@ -43,6 +45,29 @@ def has_given_up(compiled: Any, function: Any) -> bool:
     if compiled is function or eval_frame._stance.stance != "default":
         return False
     return not eval_frame._debug_get_cache_entry_list(function.__code__)
+
+
+def count_untraced() -> int:
+    """Return how often torch.compile has run a function as it is, because it could not trace it."""
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"]
+
+
+def has_reached_limit(function: Any, limit: int | None) -> bool:
+    """Return True if torch.compile has made all graphs that it allows for a part of `function`.
+
+    A graph break divides a function into parts, each of which has its own graphs.
+
+    Args:
+        function: the function that torch.compile was called with.
+        limit: the argument `recompile_limit` of torch.compile; None stands for torch's default.
+    """
+    if limit is None:
+        limit = config.recompile_limit
+    parts = [function.__code__]
+    for code in parts:
+        parts += ContinueExecutionCache.cache.get(code, {}).values()
+    return any(len(eval_frame._debug_get_cache_entry_list(code)) >= limit for code in parts)
 
 
 def is_decorator_of_layers(function: Any) -> bool:

@@ -1,6 +1,7 @@
 """`compile_layers`: a few graphs serve all layers, and the numbers are those of eager layers."""
 
 import copy
+import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -437,6 +438,36 @@ def test_a_layer_that_cannot_be_traced_is_named() -> None:
         compile_layers(model, backend="aot_eager")
         with pytest.raises(RuntimeError, match=r"no graph of model\.layers\.0 .*compile_layers"):
             model(**batch(model, 2, 9))
+
+
+def _norm_by_mode(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states) * len(self.mode)
+
+
+@pytest.mark.parametrize(
+    "name", ["input_layernorm", pytest.param("post_attention_layernorm", marks=pytest.mark.slow)]
+)
+def test_a_layer_that_reaches_the_recompile_limit_is_named(name: str) -> None:
+    """A graph break divides the layer, and each part has graphs of its own."""
+    torch.compiler.reset()
+    model = _model({}, None, num_hidden_layers=1, mlp_only_layers=[])
+    compile_layers(model, backend="eager", recompile_limit=2)
+    layer = model.model.layers[0]
+    for module in (layer.self_attn, layer.mlp):
+        module.forward = torch.compiler.disable(module.forward)
+    inputs = batch(model, 2, 9)
+    with (
+        mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", _norm_by_mode),
+        mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "mode", "x", create=True),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "torch.compile has made")
+            for mode in ("x", "xy"):
+                getattr(layer, name).mode = mode
+                model(**inputs)
+        getattr(layer, name).mode = "xyz"
+        with pytest.warns(UserWarning, match=r"graphs of model\.layers\.0 .*recompile_limit"):
+            model(**inputs)
 
 
 def test_compilation_that_the_user_has_switched_off_is_no_error() -> None:
