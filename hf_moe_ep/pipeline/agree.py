@@ -230,8 +230,9 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"labels computes the logits of all tokens, and so does one in training mode with "
             f"sp_size or cp_size > 1; leave logits_to_keep out"
         )
-    if any(isinstance(hook, FindDocuments | SplitSequence) for hook in pre_forward_hooks(model)):
-        check_packed_rows(given)
+    for hook in pre_forward_hooks(model):
+        if isinstance(hook, FindDocuments | SplitSequence):
+            check_packed_rows(given, has_mixers=hook.has_mixers)
     has_aux_loss = asks_for("output_router_logits", given, text_config(model.config))
     if trains and state.config.aux_loss_per_layer and not has_aux_loss:
         raise ValueError(

@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from hf_moe_ep.sequence.gather import LayerSlice, find_documents, text_positions
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
+from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, Ours
@@ -132,6 +133,7 @@ class SplitSequence(Ours):
             # caller has shifted the labels.
             given["labels"] = labels
         given["use_cache"] = False
+        _check_axes(given, has_mixers=self.has_mixers)
         positions = given.get("position_ids")
         given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
         if self.has_mixers:
@@ -157,6 +159,8 @@ class FindDocuments(Ours):
     document. Any other forward is not changed.
     """
 
+    has_mixers = True
+
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -176,6 +180,7 @@ def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, A
     positions, tokens = given.get("position_ids"), find_tokens(given)
     if tokens is None:
         return None
+    _check_axes(given, has_mixers=True)
     mask = _choose_mask(positions, given.get("attention_mask"))
     documents = _documents_beside(mask, positions, len(tokens))
     if documents is None:
@@ -433,6 +438,33 @@ def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
     return None if restarts else mask
 
 
-def check_packed_rows(given: dict[str, Any]) -> None:
-    """Raise ValueError if a forward has packed documents and a mask with zeros, as the hooks do."""
+def _check_axes(given: dict[str, Any], *, has_mixers: bool) -> None:
+    """Raise ValueError if positions (3, B, S) of time, row and column restart within a row.
+
+    Stock code reads documents only from the positions of the text, which these lack, so it would
+    mix the documents silently. Only the first token of a document has position 0 on every axis:
+    the tokens of a picture or video begin behind the text in front of them, and get no lower
+    position. Attention may also get the documents from lengths, or from a mask of queries and keys.
+    """
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is None or text_positions(positions) is not None:
+        return
+    visible = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if (describes_packing(given) or mask is not visible) and not has_mixers:
+        return
+    restarts = (positions[..., 1:] == 0).all(0)
+    if visible is not None:
+        restarts = restarts & (visible[:, 1:] * visible[:, :-1]).bool()
+    if restarts.any():
+        raise ValueError(
+            "position_ids (3, B, S) restart within a row, which means packed documents, but stock "
+            "code separates documents only by the positions of the text; put these in front of "
+            "the three axes, which makes position_ids (4, B, S), or pad each document to a row of "
+            "its own"
+        )
+
+
+def check_packed_rows(given: dict[str, Any], *, has_mixers: bool) -> None:
+    """Raise ValueError if a forward has packed documents that cannot be separated, as hooks do."""
+    _check_axes(given, has_mixers=has_mixers)
     _choose_mask(given.get("position_ids"), given.get("attention_mask"))

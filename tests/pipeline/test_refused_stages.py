@@ -212,6 +212,11 @@ def packed_rows_with_padding_are_refused(rank: int, world: int) -> None:
         r"position_ids restart within a row.*leave the mask out",
         lambda: model(**(rows | {"position_ids": positions, "attention_mask": mask})),
     )
+    axes = positions.expand(3, 4, -1)
+    _raises(
+        r"position_ids \(3, B, S\) restart within a row.*\(4, B, S\)",
+        lambda: model(**(rows | {"position_ids": axes})),
+    )
     assert torch.isfinite(model(**rows).loss)
 
 

@@ -27,7 +27,7 @@ from support.architectures.steps import (
     loss_of_sum,
 )
 from support.checks import Check, Found, on_ranks
-from support.close import FP64_MODEL, assert_close
+from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
 from support.needs import SINCE_5_23, SINCE_5_24
@@ -195,6 +195,21 @@ def test_masks_of_flex_attention_hide_other_documents() -> None:
     assert again is not None and again[1]["attention_mask"] is call[1]["attention_mask"]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_of_three_axes_that_restart_are_refused(masked: bool) -> None:
+    """With the positions of the text in front of the axes, each document is alone."""
+    model, stock = (build("qwen3_5_moe_text").eval() for _ in range(2))
+    patch(model)
+    inputs = batch(stock, 1, 7)["input_ids"]
+    given = {"input_ids": inputs} | ({"attention_mask": torch.ones(1, 7)} if masked else {})
+    with pytest.raises(ValueError, match=r"\(3, B, S\) restart within a row.*\(4, B, S\)"):
+        model(**given, position_ids=POSITIONS[0].expand(3, 1, 7))
+    with torch.no_grad():
+        got = model(**given, position_ids=POSITIONS[0].expand(4, 1, 7)).logits
+        want = [stock(input_ids=x, use_cache=False).logits for x in inputs.split([4, 3], 1)]
+    assert_close("logits", got, torch.cat(want, 1), FP32_INSIDE)
+
+
 def test_routes_of_packed_documents_are_recorded_without_process_groups() -> None:
     """The record is that of each document alone."""
     model = patch(build("qwen3_next"))
@@ -357,8 +372,8 @@ def test_a_mixer_beside_experts_is_refused_by_its_path() -> None:
 DESCRIBED = {
     "minimax": "gathered for model.layers.*.self_attn (MiniMaxLightningAttention); the computati",
     "lfm2_moe": "tokens of the previous rank sent for model.layers.*.conv (Lfm2MoeShortConv); eve",
-    "nemotron_h": "heads split in model.layers.*.mixer (NemotronHMamba2Mixer); everything is divi",
-    "glm_moe_dsa": "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); the keys an",
+    "nemotron_h": "heads split in model.layers.*.mixer (NemotronHMamba2Mixer); everything, except",
+    "glm_moe_dsa": "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); all but their",
     "qwen3_next": "heads split in model.layers.*.linear_attn (Qwen3NextGatedDeltaNet); everything",
 }
 

@@ -11,6 +11,7 @@ from support.tiny_models import Row, tiny, vision_batch
 from torch.utils.data import DataLoader
 
 from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep.sequence.split import check_packed_rows
 from hf_moe_ep.vision.positions import PositionCollator
 
 Batch = dict[str, torch.Tensor]
@@ -33,12 +34,14 @@ def first_sample(samples: list[Batch]) -> Batch:
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_outputs_equal_stock(rows: str, left: bool) -> None:
+    """And no row is taken for packed documents, whose positions restart."""
     model = tiny(**MODEL)
     batch = vision_batch(model, ROWS[rows], left=left)
     collated = PositionCollator(model, first_sample)([batch])
     shape = None if rows == "text" else (3, *batch["input_ids"].shape)
     assert getattr(collated.pop("position_ids", None), "shape", None) == shape
     assert collated.keys() == batch.keys()
+    check_packed_rows(PositionCollator(model, first_sample)([batch]), has_mixers=True)
     with torch.no_grad():
         want = model(**batch)
         got = model(**PositionCollator(model, first_sample)([batch]))
