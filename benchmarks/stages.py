@@ -107,13 +107,13 @@ def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
         # Stages that are done early wait here for the others.
         nonlocal waited
         began = time.perf_counter()
-        numbers = stock_broadcast(*args)
+        numbers = stock_gather(*args)
         waited += time.perf_counter() - began
         return numbers
 
-    stock, stock_broadcast = Arrival.wait, run.broadcast_numbers
+    stock, stock_gather = Arrival.wait, run.all_gather
     waits = patch.object(Arrival, "wait", wait)
-    with waits, patch.object(run, "broadcast_numbers", wait_for_loss):
+    with waits, patch.object(run, "all_gather", wait_for_loss):
         for turn in range(4):
             dist.barrier()
             waited, before, began = 0.0, pipeline.num_bytes, time.perf_counter()
