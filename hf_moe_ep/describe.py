@@ -176,10 +176,13 @@ def _way(way: Way, cp_size: int, itemsize: int) -> str:
     if way.width is not None:
         most = "" if way.window is None else "at most "
         values = (cp_size - 1) * way.width
-        sent = f"; sends {most}{values * itemsize:,} bytes per token of its part, "
-        # A ring also sends the keys and values again, and adds gradients in fp32.
-        ring = f"{values * (itemsize + max(itemsize, 4)):,} in backward"
-        sent += ring if way.ring else "as much in backward"
+        forward = values * itemsize
+        # A ring adds gradients in fp32.
+        backward = values * max(itemsize, 4) if way.ring else forward
+        backward += 0 if way.kept else forward
+        sent = f"; sends {most}{forward:,} bytes per token of its part, {backward:,} in backward"
+        if way.kept or way.ring:
+            sent += f" ({backward + forward:,} with activation checkpointing)"
     return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 

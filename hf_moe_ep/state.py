@@ -46,6 +46,7 @@ the row above.
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     upstream/attention_interface.py | _hf_moe_ep_masks __dict__ | a view of the config of models
     sequence/attach.py | mixers context forward | names, for `describe`; forwards of delta nets
+    sequence/context_calls.py | _hf_moe_ep_path | the name of an attention module, for errors
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     lora/computed.py | adapters | the active adapters, during a forward

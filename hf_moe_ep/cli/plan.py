@@ -484,7 +484,8 @@ def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
         return []
     return [
         f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
-        f"per layer in a forward, before the attention of that layer"
+        f"per layer in a forward, before the attention of that layer; nothing hides this transfer "
+        f"unless the model is loaded with attn_implementation='flex_attention'"
     ]
 
 

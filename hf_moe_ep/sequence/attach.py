@@ -35,6 +35,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.plan import as_pattern
+from hf_moe_ep.sequence.context_calls import MODULE_PATH
 from hf_moe_ep.sequence.gather import (
     EndLayer,
     GatherArguments,
@@ -172,7 +173,8 @@ def takes_zigzag_order(parts: Parts) -> bool:
 
     This order divides the work of causal attention evenly. Attention without a causal mask has even
     work in any order. Attention with an indexer or a compressor numbers the queries of its rank, so
-    they must be consecutive.
+    they must be consecutive. All layers have the same order: in a model that mixes windows and full
+    attention, a second order would exchange all tokens between the layers.
     """
     if Split.QUERIES in mixers_by_split(parts):
         return False
@@ -257,6 +259,8 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
         module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
     names = {id(module): name for name, module in parts.root.named_modules()}
     named = [(canonical_name(names[id(module)]), module) for module in attention]
+    for name, module in named:
+        state.replace(module, MODULE_PATH, name)
     state.context = (zigzag, find_ways(named, state.config.sp_size or 1))
 
 

@@ -49,6 +49,8 @@ from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attentio
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# The attribute of an attention module that has its name in the model, for errors.
+MODULE_PATH = "_hf_moe_ep_path"
 # The first and the last token + 1 of each document.
 _Documents = list[tuple[int, int]]
 
@@ -90,9 +92,7 @@ class _Layer:
 
     @property
     def name(self) -> str:
-        index = getattr(self.module, "layer_idx", None)
-        kind = type(self.module).__name__
-        return kind if index is None else f"{kind} of layer {index}"
+        return str(getattr(self.module, MODULE_PATH, type(self.module).__name__))
 
     @property
     def is_causal(self) -> bool:

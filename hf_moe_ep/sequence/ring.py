@@ -23,8 +23,9 @@ gradients travel:
     receives       -          -          rank 3     rank 2     rank 1     gradients from rank 0
 
 Only the keys and values of this rank are saved for backward. A rank sends (cp - 1) * 2 * kv * d
-values per token of its slice in forward, as an all-gather does, and twice as many in backward (half
-of them in fp32 or more), kv being the heads of keys, and d their width.
+values per token of its slice in forward, kv being the heads of keys, and d their width, and twice
+as many in backward, as an all-gather does. Half of those of backward are gradients, which are in
+fp32 or more: in bf16 an all-gather sends 2 bytes for each of them, the ring 4.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_moe_ep.derive import caches_latents
 from hf_moe_ep.plan import as_pattern
-from hf_moe_ep.upstream.attention_interface import uses_flex_attention
+from hf_moe_ep.upstream.attention_interface import uses_flash_attention, uses_flex_attention
 from hf_moe_ep.upstream.models import key_value_width, latent_width
 
 
@@ -22,6 +22,8 @@ class Way:
         class_name: the class of the modules.
         latents: True if latents are gathered, False for keys and values.
         ring: True if keys and values travel from rank to rank (ring.py).
+        kept: True if what was received is kept for backward, unless the layer is checkpointed.
+            Otherwise it is sent again in backward.
         window: the number of tokens that a query sees, if it is limited. A rank then needs only
             the keys and values of this window.
         width: the number of values per token that a rank sends to each other rank; None if unknown.
@@ -31,6 +33,7 @@ class Way:
     class_name: str
     latents: bool
     ring: bool
+    kept: bool
     window: int | None
     width: int | None
 
@@ -45,6 +48,7 @@ def find_ways(named: Iterable[tuple[str, nn.Module]], sp_size: int) -> tuple[Way
         if latents:
             width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))
         ring = uses_flex_attention(module) and window is None and not latents
-        kind = Way(as_pattern(name), type(module).__name__, latents, ring, window, width)
+        kept = latents or uses_flash_attention(module)
+        kind = Way(as_pattern(name), type(module).__name__, latents, ring, kept, window, width)
         ways.setdefault(kind, None)
     return tuple(ways)

@@ -4,7 +4,9 @@ Gradients, their norm, parameters after three steps, the loss and logits are com
 models are compared in test_context_of_types.py.
 """
 
+import re
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from support import checks, parity, split_rows
 from support.adapters import with_lora
+from support.architectures import tiny as tiny_of
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
@@ -19,6 +22,9 @@ from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.split_rows import padded, three_tokens
 from support.tiny_models import batch, tiny
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_ep import apply_ep_fsdp2, describe
 from hf_moe_ep.sequence import slices
@@ -113,6 +119,14 @@ def every_rank_generates_its_own_text(rank: int, world: int) -> None:
         assert torch.equal(*both), f"use_cache={use_cache}"
 
 
+def use_masks_of_keys(model: Any) -> None:
+    """Select an attention function whose masks (B, S) have no row for each query."""
+    ALL_ATTENTION_FUNCTIONS.register("masks_of_keys", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    masks = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_MASK_ATTENTION_FUNCTIONS.register("masks_of_keys", masks)
+    model.config._attn_implementation_internal = "masks_of_keys"
+
+
 def wrong_batches_are_refused(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(seed=rank), ep_size=2, cp_size=2)
     with pytest.raises(
@@ -124,6 +138,12 @@ def wrong_batches_are_refused(rank: int, world: int) -> None:
         model(**micro, logits_to_keep=1)
     with pytest.raises(ValueError, match="return_dict=False is not supported with cp_size=2"):
         model(**micro, return_dict=False)
+    masked = tiny(seed=rank)
+    use_masks_of_keys(masked)
+    apply_ep_fsdp2(masked, ep_size=2, cp_size=2)
+    want = r"model.layers.0.self_attn \(shape \(2, 9\)\) has no row .* cp_size=2 cannot slice it"
+    with pytest.raises(ValueError, match=want):
+        masked(**batch(masked, 2, 9, pad=3))
     report = describe(model)
     assert "cp group [0, 1]" in report
     assert "cp rank i has the chunks i and 3 - i of 4 of each sequence" in report
@@ -134,39 +154,63 @@ def wrong_batches_are_refused(rank: int, world: int) -> None:
     )
 
 
-def keys_and_values_are_sent_once(rank: int, world: int) -> None:
-    """A rank sends 2 x 2 heads of 8 values per token of its slice to the other rank, in forward, in
-    the forward that backward repeats, and as gradients in backward.
+def describe_says_what_is_sent(rank: int, world: int) -> None:
+    """Sent in forward are, with sdpa, 2 x 2 heads of 8 values per token, and latents with a rotary
+    key in DeepSeek-V3. Sent in backward are gradients, and keys again if they were not kept.
     """
-    model = apply_ep_fsdp2(tiny(seed=rank), ep_size=1, cp_size=2)
+    for kind, is_checkpointed in product(("sdpa", "flash", "latents"), (False, True)):
+        model = tiny_of("deepseek_v3") if kind == "latents" else tiny()
+        if kind == "flash":
+            use_fake_flash(model)
+        apply_ep_fsdp2(model, ep_size=1, cp_size=2)
+        if is_checkpointed:
+            CHECKPOINT(model)
+        layers = model.config.num_hidden_layers
+        line = next(x for x in describe(model).splitlines() if "bytes per token" in x)
+        forward, backward, *more = (int(x.replace(",", "")) for x in _SENT.findall(line))
+        assert bool(more) == (kind != "sdpa")
+        want = [forward, more[0] if is_checkpointed and more else backward]
+        assert _sent_per_token(model, layers) == want, f"{kind}, {is_checkpointed=}: {line}"
+        if kind == "sdpa":
+            assert want == [256, 512]
+
+
+# The numbers of bytes in a line of `describe`.
+_SENT = re.compile(r"([0-9,]+) (?:bytes per token|in backward|with activation)")
+
+
+def _sent_per_token(model: nn.Module, layers: int) -> list[int]:
+    """Return the bytes per token and layer that a rank sends in forward and in backward."""
     micro = batch(model, 2, 16)
-    sent = {"all_gather": 0, "swap_slices": 0}
+    sent = 0
 
     def counted(name: str) -> Any:
         stock = getattr(slices, name)
 
         def call(x: torch.Tensor, group: Any) -> torch.Tensor:
-            sent[name] += x.nbytes // (1 if name == "all_gather" else 2)
+            nonlocal sent
+            sent += x.nbytes // (1 if name == "all_gather" else 2)
             return stock(x, group)
 
         return call
 
-    with mock.patch.multiple(slices, **{name: counted(name) for name in sent}):
+    names = ("all_gather", "swap_slices")
+    with mock.patch.multiple(slices, **{name: counted(name) for name in names}):
         loss = model(**micro, use_cache=False).loss
-        forward = dict(sent)
+        forward = sent
         loss.backward()
-    of_layers = 2 * (2 * 8) * (2 * 2 * 8) * 8  # layers, tokens, values, bytes
     # The losses of the slices are gathered as well, and so are their gradients.
-    of_loss = loss.element_size()
-    assert forward == {"all_gather": of_layers + of_loss, "swap_slices": 0}
-    assert sent == {"all_gather": 2 * (of_layers + of_loss), "swap_slices": of_layers}
+    both = forward - loss.nbytes, sent - forward - loss.nbytes
+    tokens = layers * 2 * 8
+    assert [n % tokens for n in both] == [0, 0]
+    return [n // tokens for n in both]
 
 
 CASES = [
     logits_are_in_the_order_of_the_tokens,
     every_rank_generates_its_own_text,
     wrong_batches_are_refused,
-    keys_and_values_are_sent_once,
+    describe_says_what_is_sent,
 ]
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_moe_ep.sequence.context import _FetchPieces, _PieceExchange, _pieces_of
-from hf_moe_ep.sequence.context_calls import Call, plan_calls
+from hf_moe_ep.sequence.context_calls import MODULE_PATH, Call, plan_calls
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
 LENGTH = 8
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def attention(implementation: str, *, is_causal: bool = True) -> Any:
     config = SimpleNamespace(_attn_implementation=implementation)
-    return SimpleNamespace(config=config, is_causal=is_causal, layer_idx=3)
+    return SimpleNamespace(config=config, is_causal=is_causal, **{MODULE_PATH: "layer3"})
 
 
 def context(rank: int = 0, length: int = LENGTH) -> Slice:
@@ -147,12 +147,12 @@ def test_queries_are_padded_if_flash_attention_is_not_causal() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"layer 3 adds a position_bias .* cp_size=2 does not"):
+    with pytest.raises(ValueError, match=r"layer3 adds a position_bias .* cp_size=2 does not"):
         plan("sdpa", position_bias=torch.zeros(1, 1, LENGTH, LENGTH))
-    with pytest.raises(ValueError, match=r"layer 3 \(shape \(1, 8\)\) has no row for each query"):
+    with pytest.raises(ValueError, match=r"layer3 \(shape \(1, 8\)\) has no row for each query"):
         plan("sdpa", torch.ones(1, LENGTH))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
-    with pytest.raises(ValueError, match=r"layer 3 was given 2 rows with packed documents"):
+    with pytest.raises(ValueError, match=r"layer3 was given 2 rows with packed documents"):
         plan("flash_attention_2", rows=2, position_ids=positions)
 
 
