@@ -162,6 +162,11 @@ def add_parser(subparsers: Any) -> None:
         help="train N layers of the head for multi-token prediction (patch(model, mtp_layers=N))",
     )
     add(
+        "--fsdp-double-buffer",
+        action="store_true",
+        help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
+    )
+    add(
         "--offload",
         action="store_true",
         help="keep parameters and optimizer state on the host",
@@ -199,6 +204,7 @@ def run(options: argparse.Namespace) -> int:
     extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     extra |= {"compile_layers": True} if options.compile_layers else {}
     extra |= {"mtp_layers": options.mtp_layers} if options.mtp_layers else {}
+    extra |= {"fsdp_double_buffer": True} if options.fsdp_double_buffer else {}
     from hf_moe_ep.planner.search import LayoutRequest, find_layouts
 
     draw = None if options.plot is None else _import_draw_memory()
@@ -392,6 +398,8 @@ def _format_result(
         lines.append(_about_layers(best, request.shape, request.hardware))
     if best.layout.cp > 1:
         lines += _about_context(best.layout, request)
+    if options.fsdp_double_buffer:
+        lines.append(_about_buffers(best.layout, request))
     if best.time is not None:
         lines.append(f"Parts of its step: {_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
@@ -487,6 +495,17 @@ def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
         f"per layer in a forward, before the attention of that layer; nothing hides this transfer "
         f"unless the model is loaded with attn_implementation='flex_attention'"
     ]
+
+
+def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
+    """Return a line about the fixed buffers of FSDP2 units."""
+    from hf_moe_ep.planner.search import fixed_buffers
+
+    held = fixed_buffers(layout, request)
+    return (
+        f"Fixed buffers (fsdp_double_buffer): a GPU holds {held / 2**20:,.1f} MiB of them between "
+        f"steps, as a part of its peak; with nccl_ub=True they are memory of NCCL's allocator"
+    )
 
 
 def _about_layers(planned: PlannedLayout, shape: Any, hardware: Hardware) -> str:

@@ -49,7 +49,7 @@ from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.extrapolate import FEW, layers_to_run, with_layers
 from hf_moe_ep.planner.hardware import Hardware
-from hf_moe_ep.planner.held import PlanRequest, Unsharded
+from hf_moe_ep.planner.held import PlanRequest, Unsharded, plan_memory
 from hf_moe_ep.planner.options import NODE
 from hf_moe_ep.planner.seconds import StepTime, step_time
 from hf_moe_ep.planner.stages import (
@@ -418,6 +418,14 @@ def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
         return None
     tokens = request.seq * layout.per_forward // layout.cp
     return (layout.cp - 1) * tokens * max(widths) * plan_request.dtype.itemsize
+
+
+def fixed_buffers(layout: Layout, request: LayoutRequest) -> int:
+    """Return the bytes of the fixed buffers of `fsdp_double_buffer` that a GPU holds."""
+    stage = request.of_stage(layout.pp)
+    options = {name: value for name, value in stage.options.items() if name != "offload"}
+    parallel = ParallelConfig(**layout.sizes_of_stage(), **stage.parallel)
+    return plan_memory(stage.shape, parallel, world_size=stage.gpus, **options).buffers
 
 
 def _count_experts(request: LayoutRequest) -> int:

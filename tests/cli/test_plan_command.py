@@ -13,11 +13,12 @@ from support.architectures.models import tiny as tiny_of_type
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 
-from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.cli.plan import _about_gpus, launch_config
+from hf_moe_ep.cli.plan import _about_context, _about_gpus, launch_config
 from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
+from hf_moe_ep.planner.held import plan_memory
 from hf_moe_ep.planner.search import (
     Layout,
     LayoutRequest,
@@ -191,6 +192,9 @@ def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     assert best.patch_line() == "patch(model, ep_size=2, cp_size=2)"
     received = received_per_layer(best, request)
     assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
+    (line,) = _about_context(best, request)
+    assert f"up to {received / 2**20:,.1f} MiB per layer" in line
+    assert "nothing hides this transfer" in line
 
 
 REFUSED = {
@@ -288,6 +292,23 @@ def test_command_for_compiled_layers(folder: Path, capsys: pytest.CaptureFixture
     arguments = ["--gpus", "2", "--gpu", "h100", "--seq", "16", "--batch", "4", "--ep", "2"]
     assert main(["plan", str(folder), *arguments, "--compile-layers"]) == 0
     assert "Best layout: patch(model, ep_size=2, compile_layers=True)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_command_for_fixed_buffers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The buffers of a stage are printed, and the peak contains them."""
+    arguments = ["plan", str(folder), "--gpus", "4", "--gpu-memory", "1", "--seq", "16"]
+    arguments += ["--batch", "4", "--ep", "1", "--pp", "2"]
+    peaks = []
+    for more in ([], ["--fsdp-double-buffer"]):
+        assert main([*arguments, *more, "--json"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["fit"][0]["peak"])
+    parallel = ParallelConfig(ep_size=1, fsdp_double_buffer=True)
+    stage = tiny(num_hidden_layers=1).config
+    held = plan_memory(stage, parallel, world_size=2).buffers
+    assert peaks[0] < peaks[1] < peaks[0] + 1.2 * held
+    assert main([*arguments, "--fsdp-double-buffer"]) == 0
+    assert f"a GPU holds {held / 2**20:,.1f} MiB of them" in capsys.readouterr().out
 
 
 @pytest.mark.slow
