@@ -247,13 +247,13 @@ def test_the_derived_plan_of_qwen3_vl_moe_equals_a_plan_written_by_hand() -> Non
 
 
 def test_a_model_of_235b_is_patched_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """94 layers on the meta device: `derive_plan` takes less than 1 s, `patch` less than 5 s."""
+    """94 layers on meta: `derive_plan` takes less than 1 s of CPU time, `patch` less than 5 s."""
     model = meta_model(find_config("Qwen/Qwen3-235B-A22B"), torch.bfloat16)
-    start = time.perf_counter()
+    start = time.process_time()
     derive_plan(model)
-    derived = time.perf_counter()
+    derived = time.process_time()
     patch(model)
-    patched = time.perf_counter()
+    patched = time.process_time()
     with capsys.disabled():
         print(
             f"\n  94 layers, 235B: plan {derived - start:.2f} s, patched {patched - derived:.2f} s"

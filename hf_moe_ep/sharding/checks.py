@@ -214,7 +214,11 @@ def check_packed(model: nn.Module, options: ShardOptions) -> None:
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
-    """Raise if trainable parameters of a unit have several dtypes; FSDP2 needs a single dtype."""
+    """Raise if trainable parameters of a unit have several dtypes; FSDP2 needs a single dtype.
+
+    FSDP2 itself asserts this in the first forward (`_init_mp_dtypes` of FSDPParamGroup). In torch
+    2.15 the gradients of a unit may have several dtypes, but its trainable parameters may not.
+    """
     dtypes = {
         str(p.dtype)
         for p in parameters

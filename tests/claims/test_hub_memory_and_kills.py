@@ -406,12 +406,11 @@ def test_after_a_kill_the_folder_holds_one_complete_version(
     versions = set()
     for number in range(rounds):
         folder, victim = tmp_path / str(number), draw.randrange(2)
-        started = time.monotonic()
         outcomes = run_ranks(
             _save_until_killed, 2, str(folder), sizes, victim, draw.uniform(1.0, 3.0),
             expect_errors=True, group_timeout=20.0,
         )  # fmt: skip
-        assert outcomes[victim][1] == "ProcessDied" and time.monotonic() - started < 100
+        assert outcomes[victim][1] == "ProcessDied"
         if not (folder / INDEX).is_file():
             versions.add(-1)  # the kill came before the first commit
             continue

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +169,20 @@ def test_every_rate_of_a_gpu_has_a_source() -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
-    """Plan Qwen3-235B in a process of its own; the search plans at most 14 layouts."""
+    """Plan Qwen3-235B in a process that cannot allocate more. At most 14 layouts are planned."""
     shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
     command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
+    output = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=True,
+        preexec_fn=partial(resource.setrlimit, resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30)),
+    ).stdout
     printed = json.loads(output)
     assert printed["fit"] and printed["fit"][0]["time"]["seconds"] > 0
     assert len(printed["fit"]) + len(printed["too_large"]) <= 14
-    # The peak memory of the largest child process that this test process has had, in KiB.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ def _wait_there(place: str, group: dist.ProcessGroup) -> None:
         Saver().start(Path("out/step-1"), lambda _: None, torch.device("cpu"))
 
 
-def _wait_without(rank: int, world: int, gone: int) -> dict[str, tuple[str, float]]:
-    """Wait at each place without rank `gone`. Return the errors and the seconds they took."""
+def _wait_without(rank: int, world: int, gone: int) -> dict[str, str]:
+    """Wait at each place without rank `gone`, and return the errors."""
     patience = timedelta(seconds=PATIENCE)
     groups = {place: dist.new_group(timeout=patience, group_desc=place) for place in PLACES}
     if rank == gone:
@@ -41,27 +41,23 @@ def _wait_without(rank: int, world: int, gone: int) -> dict[str, tuple[str, floa
     errors = {}
     with mock.patch.object(missing, "_QUIET", MOMENT):
         for place, group in groups.items():
-            began = time.monotonic()
             with pytest.raises(RuntimeError) as caught:
                 _wait_there(place, group)
-            errors[place] = (str(caught.value), time.monotonic() - began)
+            errors[place] = str(caught.value)
     default_store().set(f"done {rank}", "")
     return errors
 
 
 @pytest.fixture(scope="module")
-def errors() -> list[dict[str, tuple[str, float]]]:
+def errors() -> list[dict[str, str]]:
     return run_ranks(_wait_without, 3, 1, group_timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_missing_rank_is_named(errors: list[dict[str, tuple[str, float]]], place: str) -> None:
+def test_the_missing_rank_is_named(errors: list[dict[str, str]], place: str) -> None:
     """Ranks wait in a layer's exchange, in `together`, or where a save creates its group."""
     for rank in (0, 2):
-        text, seconds = errors[rank][place]
-        assert "rank 1 stopped, or " in text, text
-        # The ranks may have started to wait at different times.
-        assert seconds < 3 * (PATIENCE + MOMENT), (text, seconds)
+        assert "rank 1 stopped, or " in errors[rank][place]
 
 
 def _name_missing(rank: int, world: int) -> tuple[str, str, str]:

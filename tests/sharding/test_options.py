@@ -11,9 +11,10 @@ from support.checks import Check, Found, on_ranks
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch.distributed.distributed_c10d import Backend, BackendConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.sharding.options import default_device, grad_divisors
+from hf_moe_ep.sharding.options import ShardOptions, default_device, grad_divisors
 
 
 @dataclass
@@ -156,3 +157,23 @@ ON_TWO_RANKS = on_ranks(
 @pytest.mark.parametrize("claim", ON_TWO_RANKS)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "expected"),
+    [(BF16, None, BF16), (BF16, FP32, FP32), (None, FP32, FP32), (None, None, None)],
+)
+def test_gradients_are_reduced_in_the_same_dtype_by_every_torch(
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    expected: torch.dtype | None,
+) -> None:
+    """A `reduce_dtype` of None means `param_dtype` before torch 2.15, and fp32 of masters since."""
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=FP32)
+    options = ShardOptions(policy, OffloadPolicy(), fp32_masters=True, reshard_after_forward=True)
+    passed = options.fully_shard_kwargs()["mp_policy"]
+    assert passed == MixedPrecisionPolicy(param_dtype, expected, output_dtype=FP32)
+    assert options.mp_policy == passed
