@@ -2,7 +2,8 @@
 
     packages   the installed versions, and the ranges that this package allows
     wraps      whether the functions of Accelerate, transformers and PEFT that patch() wraps exist;
-               if one is missing, the feature that wraps it does not work
+               if one is missing, the feature that wraps it does not work; which functions are
+               replaced in this process now
     machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which code each part of a step runs
     launch     how this process was started, or how the next `accelerate launch` starts processes
 
@@ -134,7 +135,12 @@ def _package(package: AllowedPackage) -> Finding:
 
 
 def _wrapped_functions() -> list[Finding]:
+    """Report missing functions, and those that wrappers replace in this process now.
+
+    A process that runs the command has patched no model. In another process, call `examine`.
+    """
     from hf_moe_ep.integrations.install import wraps
+    from hf_moe_ep.upstream.wrap import in_force
 
     rows = wraps()
     resolved = sum(row.resolved for row in rows)
@@ -151,7 +157,8 @@ def _wrapped_functions() -> list[Finding]:
         if left_out:
             text += f"; {left_out} more belong to packages that are not installed"
         findings.append(Finding(OK, "all", text))
-    return findings
+    replaced_now = ", ".join(sorted(in_force())) or "none in this process"
+    return [*findings, Finding(OK, "in force", replaced_now)]
 
 
 def _machine() -> list[Finding]:

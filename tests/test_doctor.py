@@ -18,7 +18,8 @@ from support.tiny_models import tiny
 
 from hf_moe_ep import doctor, patch
 from hf_moe_ep.cli import main as cli
-from hf_moe_ep.upstream import requirements
+from hf_moe_ep.doctor import Finding
+from hf_moe_ep.upstream import requirements, wrap
 from hf_moe_ep.upstream.requirements import AllowedPackage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +112,18 @@ def test_a_function_to_wrap_that_does_not_exist_is_a_failure(
     assert "FAIL transformers.trainer:Trainer.save_model" in text
     assert "saving a sharded model in the hub's layout" in text, "the feature that is switched off"
     assert "functions that patch() wraps exist" not in text
+
+
+@pytest.mark.parametrize(
+    ("targets", "shown"),
+    [(set(), "none in this process"), ({"trl.b:f", "peft.a:g"}, "peft.a:g, trl.b:f")],
+)
+def test_functions_that_are_replaced_now_are_listed(
+    targets: set[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrap, "_in_force", targets)
+    (section,) = (section for section in doctor.examine() if section.title == "wraps")
+    assert section.findings[-1] == Finding("ok", "in force", shown)
 
 
 def test_a_missing_function_that_no_result_depends_on_is_a_note(

@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_moe_ep.config import launch_environment, launched_with_fsdp
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
+from hf_moe_ep.upstream.wrap import find_owner
 
 
 def accelerate_is_in_use() -> bool:
@@ -80,8 +81,10 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
 
     def look_up(names: dict[str, Any], name: str) -> Any:
         if name == "Accelerator":
-            restore()
-            call()
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if caller != find_owner.__module__:  # `wraps()` only looks the class up
+                restore()
+                call()
             return names[name]
         if "__getattr__" in names:
             return names["__getattr__"](name)
