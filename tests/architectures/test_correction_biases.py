@@ -58,6 +58,8 @@ CORRECTED = {
     "minimax_m2": "e_score_correction_bias",
     "minimax_m3_vl_text": "gate.e_score_correction_bias",
     "nemotron_h": "gate.e_score_correction_bias",
+    "sarvam_mla": "gate.e_score_correction_bias",
+    "sarvam_moe": "gate.e_score_correction_bias",
     "solar_open": "gate.e_score_correction_bias",
     "zaya": "gate.balancing_biases",
 }

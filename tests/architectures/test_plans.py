@@ -79,6 +79,7 @@ inkling_text           text  mlp.experts      self_attn norm n_routed_experts  -
 jamba text feed_forward.experts self_attn final_layernorm num_local_experts self period
 jetmoe            text mlp.experts self_attention norm num_local_experts self all
 kimi_linear            text  mlp.experts      -         norm num_local_experts -    sparse
+kimi_k25               whole mlp.experts      self_attn norm num_local_experts -    first_k
 kolibri1               text  mlp.experts      self_attn norm num_experts       -    all
 laguna                 text  mlp.experts      self_attn norm num_experts       self sparse
 lara_mini              text  mlp.experts      self_attn norm num_experts       self all
@@ -109,6 +110,8 @@ qwen3_omni_moe_thinker whole mlp.experts      self_attn norm num_experts       s
 qwen3_vl_moe           whole mlp.experts      self_attn norm num_experts       text step
 qwen4_exp              whole mlp.experts      self_attn -    num_experts       text all
 qwen4_exp_text         text  mlp.experts      self_attn -    num_experts       self all
+sarvam_mla             text  mlp.experts      self_attn norm num_local_experts -    first_k
+sarvam_moe             text  mlp.experts      self_attn norm num_local_experts -    first_k
 solar_open             text  mlp.experts      self_attn norm num_local_experts -    all
 step3p7                whole mlp.experts      self_attn norm num_local_experts -    sparse
 unlimited_ocr          whole mlp.experts      self_attn norm num_experts       -    sparse
@@ -156,7 +159,10 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
 }
 # The same for types whose default config, which the table describes, has no tower.
-TOWERS = {"gemma4": ("vision_tower", "embed_vision")}
+TOWERS = {
+    "gemma4": ("vision_tower", "embed_vision"),
+    "kimi_k25": ("vision_tower", "mm_projector"),
+}
 # How the hub stores the first stacked weight of a layer, if it is not as one gate_proj and one
 # up_proj per expert.
 _W13 = "w1.weight + w3.weight"

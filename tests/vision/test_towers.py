@@ -239,4 +239,4 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 def test_sequence_parallelism_is_refused_with_gathered_towers() -> None:
     with pytest.raises(ValueError, match=r"sp_size \(2\) > 1"):
-        patch(build("kimi_k25"), sp_size=2)
+        patch(build("internvl"), sp_size=2)

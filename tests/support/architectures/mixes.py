@@ -140,7 +140,6 @@ def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) 
     return model
 
 
-COMPOSITES = {"kimi_k25": kimi_k25, "internvl": internvl}
 # patch() refuses this type (steps.py, REFUSED). Its forward is not causal and takes no labels.
 WITHOUT_LABELS = {"diffusion_gemma"}
 TYPES = [
@@ -148,6 +147,12 @@ TYPES = [
     for name in MODEL_TYPES
     if getattr(tiny_config(name), "vision_config", None) is not None and name not in WITHOUT_LABELS
 ]
+# In older Transformers, the config of Kimi-K2.5 does not name the type of its text model.
+COMPOSITES = {
+    name: make
+    for name, make in {"kimi_k25": kimi_k25, "internvl": internvl}.items()
+    if name not in TYPES
+}
 
 
 # The norm after each expert of muse_spark, one for all experts of a layer. It is frozen here; the

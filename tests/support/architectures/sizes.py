@@ -274,6 +274,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "indexer_budget": 6,
         "indexer_compress_ratio": 2,
     },
+    "sarvam_mla": {"q_lora_rank": None},
     "step3p5": {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
         "num_sliding_attention_heads": 6,
@@ -306,6 +307,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 5}},
     "diffusion_gemma": {"canvas_length": 6},
     "gemma4": {"audio_config": None},  # like the published models with experts
+    "kimi_k25": {"projection_hidden_size": 16},  # the hidden size of its tower
     "minimax_m3_vl": {"projector_hidden_size": 28},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 88},
     "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 28},

@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests/architectures.json"
 PAGE = ROOT / "ARCHITECTURES.md"
 COMMAND = "make architectures"
-# The result in the column "vision" of a model without a vision tower.
+# The result in the column "vision" of a model without a tower for pictures or sound.
 TEXT_ONLY = {"none": "text alone"}
 INTRODUCTION = f"""# Architectures
 
 This page lists every Mixture-of-Experts model type of Transformers {{version}}, and what
 tests found when they compared it with stock. Types with a star do not compute their experts
 through the experts interface of Transformers: a file in `model_patches` describes their MoE blocks,
-or says why they are refused.
+or says why they are refused. Types that accept any text model, such as `internvl`, have no row.
 
 `{COMMAND}` runs the tests and writes the page from `tests/architectures.json`. That file
 also holds the largest error, max|got - want| / max|want|, of each comparison.
@@ -95,7 +95,8 @@ def _without_copies_of_ep(
 
 
 def _has_tower(model_type: str) -> bool:
-    return "vision_config" in CONFIG_MAPPING[model_type].sub_configs
+    parts = CONFIG_MAPPING[model_type].sub_configs
+    return "vision_config" in parts or "audio_config" in parts
 
 
 def page(data: Mapping[str, Any]) -> str:

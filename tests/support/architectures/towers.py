@@ -58,6 +58,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "hy_v4_vl_vision": {"max_image_size": 16},
     "inkling2_vision": {"posemb_grid_size": 5, "projection_hidden_dim": 28},
     "inkling_audio": {"n_mel_bins": 5, "mel_vocab_size": 7},
+    "kimi_k25_vision": {"pos_emb_height": 4, "pos_emb_width": 4},
     "llama4_vision_model": {
         "intermediate_size": 64,  # 16 values of each of 2 x 2 patches
         **_same(TEXT_HIDDEN_SIZE, "vision_output_dim"),

@@ -1,20 +1,21 @@
 """Find the MoE types whose experts use the experts interface, or have a plan for their MoE blocks.
 
-The interface is found by reading Transformers' files, and a plan in `model_patches`.
+The interface is found by reading Transformers' files, and a plan in `model_patches`. A type may be
+trained with the class of another one, such as `sarvam_moe` with that of `glm4_moe`, or have a text
+model of another one, such as `kimi_k25` that of `deepseek_v3`. Types whose users choose any text
+model, such as `internvl`, are not listed.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from transformers.models.auto.configuration_auto import (
-    CONFIG_MAPPING_NAMES,
-    model_type_to_module_name,
-)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -39,6 +40,9 @@ NOT_BUILT_UPSTREAM = {
     "Qwen3OmniMoeForConditionalGeneration": "shared_expert_intermediate_size",
     "Qwen3OmniMoeTalkerForConditionalGeneration": "shared_expert_intermediate_size",
 }
+_CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
+# In a config: the type of the text model, if the class of the config does not determine it.
+_TEXT_TYPE = re.compile(r'"text_config": SubConfigSpec\([^()]*\bmodel_type="(\w+)"')
 FAMILIES = (
     "qwen3_5_moe",
     "gpt_oss",
@@ -53,21 +57,30 @@ FAMILIES = (
 
 def _with_experts() -> dict[str, str]:
     """Return model type -> name of the class that is trained."""
-    models = Path(transformers.__file__).parent / "models"
-    folders = {
-        path.parent.name
-        for path in models.glob("*/modeling_*.py")
-        if "@use_experts_implementation" in path.read_text()
-    }
-    class_names = {}
+    folders = Path(transformers.__file__).parent / "models"
+    with_experts: set[str] = set()
+    around_text: dict[str, str] = {}
+    for path in folders.glob("*/modeling_*.py"):
+        source = path.read_text()
+        classes = _CLASS.findall(source)
+        if "@use_experts_implementation" in source:
+            with_experts |= {*classes}
+        config = path.with_name(path.name.replace("modeling", "configuration"))
+        if config.exists() and (text_type := _TEXT_TYPE.search(config.read_text())):
+            around_text |= dict.fromkeys(classes, text_type[1])
+    class_names, composites = {}, {}
     for model_type in CONFIG_MAPPING_NAMES:
         names = (head[model_type] for head in _HEADS if model_type in head)
         name = _HEADLESS.get(model_type) or next(names, None)
-        in_folder = model_type_to_module_name(model_type) in folders
         has_plan = "block" in differences(model_type).fields
-        if (in_folder or has_plan) and name is not None and name not in NOT_BUILT_UPSTREAM:
+        if name is None or name in NOT_BUILT_UPSTREAM:
+            continue
+        if name in with_experts or has_plan:
             class_names[model_type] = name
-    return class_names
+        elif name in around_text and model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+            composites[model_type] = name
+    composites = {n: name for n, name in composites.items() if around_text[name] in class_names}
+    return class_names | composites
 
 
 def _recorded() -> set[str]:
@@ -88,9 +101,12 @@ OUTSIDE = tuple(
     sorted({*REFUSED_OUTSIDE, *(x for x in CLASS_NAMES if "block" in differences(x).fields)})
 )
 INSTALLED = tuple(sorted(CLASS_NAMES))
+# Types with pictures, videos or sound that `pictures.py` cannot make.
+_WITHOUT_INPUTS = {"nemo_speechlm", "nemotron_h_omni"}
 # Types that a newer Transformers adds have no tiny configs yet, and are "not tested" on the page.
 # After their configs are added, `make architectures` tests all types, which records results.
-NEW_TYPES = tuple(sorted(set() if RECORDS in os.environ else CLASS_NAMES.keys() - _recorded()))
+_RECORDED = CLASS_NAMES.keys() if RECORDS in os.environ else _recorded()
+NEW_TYPES = tuple(sorted(CLASS_NAMES.keys() - (_RECORDED - _WITHOUT_INPUTS)))
 MODEL_TYPES = tuple(name for name in INSTALLED if name not in NEW_TYPES)
 
 

@@ -41,7 +41,9 @@ qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp qwen4_exp_text solar_op
 unlimited_ocr zaya
 dbrx jetmoe llama4 llama4_text longcat_flash step3p7
 """
-_SINCE_5_24 = "hy_v4_vl inkling2_loop inkling2_loop_text lara_mini"
+_SINCE_5_24 = """
+hy_v4_vl inkling2_loop inkling2_loop_text kimi_k25 lara_mini sarvam_mla sarvam_moe
+"""
 # Types that do not use all experts. The router of zaya chooses one expert per token, after two
 # GELUs whose mean outweighs the differences between tokens. ernie4_5_vl_moe has experts for the
 # tokens of pictures, which are few.
