@@ -61,6 +61,7 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.training_frameworks import (
     accelerate_is_in_use,
     call_when_accelerator_is_imported,
+    end_wait_for_accelerator,
     gather_again,
 )
 from hf_moe_ep.upstream.wrap import (
@@ -671,6 +672,7 @@ def install(model: nn.Module, state: ModelState) -> None:
 
 def wrap_accelerate() -> None:
     """Install the wrappers that detect when an Accelerator prepares a patched model."""
+    end_wait_for_accelerator()
     wrap_process(ACCELERATE)
     check_targets((*ACCELERATOR_METHODS, OPTIMIZER_STEP, *QUANTISED))
     _wrap_cpu_ranks()

@@ -281,8 +281,8 @@ def load_random(
 ) -> Any:
     """Wrap `Trainer._load_rng_state`: seed random generators anew if other ranks have saved.
 
-    Stock leaves the generators of a rank alone if the checkpoint has no file for it. Each rank reads
-    a file of its own, so if one of them cannot be read, every rank raises an error.
+    Stock leaves the generators of a rank alone if the checkpoint has no file for it. Each rank
+    reads a file of its own, so if one of them cannot be read, every rank raises an error.
     """
     state = None if self.model is None else find_state(self.model)
     if checkpoint is None or state is None:

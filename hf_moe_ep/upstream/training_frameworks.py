@@ -96,6 +96,11 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
         vars(module).setdefault("__all__", [name for name in names if not name.startswith("_")])
 
 
+def end_wait_for_accelerator() -> None:
+    """Restore the attribute `Accelerator` of the package, as its first use would."""
+    _ = accelerate.Accelerator
+
+
 def count_as_shards(parallelism: Any, names: Iterable[str]) -> None:
     """Set sizes of a ParallelismConfig to 1, and multiply its dp_shard_size by them.
 
