@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import AutoModel, Qwen3MoeForCausalLM, Qwen3MoeModel
 
 from hf_moe_ep import from_pretrained, save_pretrained
+from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.checkpoints.hub.read import match_checkpoint
 from hf_moe_ep.upstream.hub import empty_model
 
 IDS = torch.arange(5)[None]
@@ -48,6 +50,18 @@ def test_a_head_is_ignored_and_a_missing_head_is_an_error(tmp_path: Path) -> Non
         for hidden in by_rank:
             # fp32 sums in another order.
             torch.testing.assert_close(hidden, stock_hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_a_missing_tensor_of_a_base_model_is_no_missing_head(tmp_path: Path) -> None:
+    """The prefix of every key is removed, as a base model has none; the checkpoint has a head."""
+    model = tiny(num_hidden_layers=1, dtype=torch.float32)
+    tensors = model.state_dict()
+    del tensors["model.norm.weight"]
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    base = empty_model(tmp_path, AutoModel, torch.get_default_dtype, {})
+    names = [name for name, _ in base.named_parameters()]
+    with pytest.raises(ValueError, match=r"this Qwen3MoeModel: missing 1 tensors: norm.weight$"):
+        match_checkpoint(base, tmp_path, find_plan(base), names)
 
 
 class WithFp32(Qwen3MoeForCausalLM):

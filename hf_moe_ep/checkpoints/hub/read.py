@@ -179,7 +179,7 @@ def match_checkpoint(
     }
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
     layout = hub_layout(model, plan, shapes, copies=False)
-    tensors: Mapping[str, FileTensor] = file_tensors
+    key_in_file: dict[str, str] = {}
     try:
         of_others = _find_scaled_extra(model, file_tensors, layout, ignore_unexpected)
         joined = join_scales(
@@ -193,7 +193,8 @@ def match_checkpoint(
         stored, known = _match_parameters(model, tensors, layout, plan, set(empty))
     except ValueError as error:
         text = str(error)
-        if not file_tensors.keys() & tensors.keys():
+        prefix = base_prefix(without_adapters(model))
+        if key_in_file and all(key == f"{prefix}{old}" for key, old in key_in_file.items()):
             text += (
                 "; it holds a base model without a head, and transformers would add a head "
                 "that is not trained. If you want this, load the checkpoint in transformers "
