@@ -67,7 +67,7 @@ _PART_NAMES = {
     "gradients": "reduce-scatter of gradients",
     "rows": "all-to-all of tokens",
     "counts": "exchange of token counts",
-    "sequence": "sequence parallelism",
+    "sequence": "sequence and context parallelism",
     "numbers": "small all-reduces",
     "bubble": "wait for other stages",
     "stages": "hidden states between stages",

@@ -22,7 +22,9 @@ the collective can overlap computation. In this table, rows are hidden states of
     rows (to experts and back)  all but one of `chunks` parts, during the experts' computation
     gradients of rows           all, while the gradients of the experts' weights are computed
     offload                     all; FSDP2 prefetches its copies between host and device
-    counts of rows, sequence    nothing; the next operator needs the result
+    counts of rows              nothing; the next operator needs the result
+    sequence                    nothing, for the same reason (slices of a sequence, and keys and values
+                                of context parallelism)
     numbers (small all-reduces) nothing, for the same reason
 """
 
@@ -44,6 +46,7 @@ from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.operators import STEPS_INSIDE
 from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.ranks import collectives
+from hf_moe_ep.sequence import context
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode
 from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.operators import (
@@ -384,6 +387,8 @@ class WorkCounter(OperatorMode):
                 return ("parameters" if kind == "all_gather" else "gradients"), 1.0
             if module == collectives.__name__ and purpose == "numbers":
                 purpose = _PURPOSES.get(name, purpose)
+            if module == context.__name__ and purpose == "rows":  # these rows are keys and values
+                purpose = "sequence"
         if purpose != "rows":
             return purpose, 0.0
         if "send_row_grads" in callers and self.experts_train:

@@ -115,6 +115,21 @@ def test_flops_of_adapters_on_experts_by_hand(like_gpu: bool) -> None:
     assert work.flops("grouped") == layers * 2 * pairs * (6 * hidden * inner + factors)
 
 
+def test_keys_and_values_of_other_ranks_are_no_rows_of_experts() -> None:
+    """With windows of 8 tokens, each of two ranks sends one of its two pieces of 24 tokens.
+
+    Forward, its recompute and backward send the piece once each, and the loss 8 bytes in all.
+    """
+    config = tiny(num_hidden_layers=1, use_sliding_window=True, sliding_window=8).config
+    parallel = ParallelConfig(cp_size=2, dispatch_chunks=2)
+    work = plan_step(config, parallel, world_size=2, batch=Batch(4 * 24)).work
+    piece = 4 * 24 * 2 * config.num_key_value_heads * config.head_dim
+    assert work.sent("sequence", 2) == (3 * piece + 8, 0)
+    assert work.sent("rows", 2) == (0, 0)
+    sent = [c for phase in work.phases.values() for c, _ in phase.collectives]
+    assert all(c.hideable == 0 for c in sent if c.purpose == "sequence")
+
+
 def test_bytes_on_the_links_by_hand() -> None:
     """Eight ranks on two nodes of 4; `links` returns bytes of a rank inside and between nodes."""
     world, node = tuple(range(8)), 4
