@@ -23,8 +23,8 @@ the collective can overlap computation. In this table, rows are hidden states of
     gradients of rows           all, while the gradients of the experts' weights are computed
     offload                     all; FSDP2 prefetches its copies between host and device
     counts of rows              nothing; the next operator needs the result
-    sequence                    nothing, for the same reason (slices of a sequence, and keys and values
-                                of context parallelism)
+    sequence                    nothing, for the same reason; these are slices of a sequence, and
+                                keys and values of context parallelism
     numbers (small all-reduces) nothing, for the same reason
 """
 

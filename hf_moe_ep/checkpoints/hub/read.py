@@ -179,6 +179,7 @@ def match_checkpoint(
     }
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
     layout = hub_layout(model, plan, shapes, copies=False)
+    tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
         of_others = _find_scaled_extra(model, file_tensors, layout, ignore_unexpected)
