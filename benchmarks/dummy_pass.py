@@ -10,10 +10,12 @@ kinds of steps in turn:
     rests     the default: the ranks compare their batches, no rank has pictures, and the tower
               does not run
     dummy     as if another rank had a picture: every rank runs the tower once, on one patch of
-              zeros. The step includes the tower's collectives and its update by AdamW. In training
-              other ranks would run the tower on their pictures at that time, which takes longer
+              zeros. The step includes the tower's collectives and, unless the tower is frozen, its
+              update by AdamW. In training other ranks would run the tower on their pictures at
+              that time. Pictures take longer than one patch
 
-The ranks are four processes on one machine, so no GPU and no network is measured.
+The steps are measured with a tower that is trained, and again with a frozen tower. The ranks are
+four processes on one machine, so no GPU and no network is measured.
 """
 
 from __future__ import annotations
@@ -86,10 +88,11 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
         """Ask all ranks as in `rests`, but answer that another rank has an image and a video."""
         return [True for _ in ask_ranks(*args)]
 
-    ways = {"bare": lambda *args: [], "rests": ask_ranks, "dummy": pretend_pictures}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    # For "bare" the list of kinds of pictures is empty, so the tower does not run.
+    kinds = {"bare": lambda *args: [], "rests": ask_ranks, "dummy": pretend_pictures}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for step in range(WARMUP_STEPS + steps):
-        for way, answer in ways.items():
+        for kind, answer in kinds.items():
             dist.barrier()
             start = time.perf_counter()
             with patch.object(TowerOnce, "_seen_anywhere", answer):
@@ -99,7 +102,7 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
             optimizer.zero_grad()
             dist.barrier()
             if step >= WARMUP_STEPS:
-                seconds[way].append(time.perf_counter() - start)
+                seconds[kind].append(time.perf_counter() - start)
     return seconds
 
 
@@ -113,17 +116,17 @@ def main() -> None:
     cells = []
     for tower in ("trained", "frozen"):
         seconds = spawn(timed_rank, WORLD, args.steps, tower == "frozen", **options)[0]
-        for way in ("rests", "dummy"):
-            cells.append(row(f"{tower} | {way}", seconds[way], seconds["bare"]))
+        for kind in ("rests", "dummy"):
+            cells.append(row(f"{tower} | {kind}", seconds[kind], seconds["bare"]))
     text = "\n".join(
         [
             "# A vision tower, and steps of text alone\n",
             *setting("benchmarks/dummy_pass.py", load_before, WORLD),
             f"- the model of `make demo-vision`, ep 2; {ROWS} x {LENGTH} tokens per rank\n",
-            "| tower | way | seconds per step | bare | ratio |\n|---|---|---|---|---|",
+            "| tower | kind | seconds per step | bare | ratio |\n|---|---|---|---|---|",
             *(f"| {cell} |" for cell in cells),
-            f"\nMedian (min .. max) of {args.steps} steps; ratios are taken step by step. The ways "
-            "are explained at the top of `benchmarks/dummy_pass.py`.\n",
+            f"\nMedian (min .. max) of {args.steps} steps; ratios are taken step by step. The "
+            "kinds of steps are explained at the top of `benchmarks/dummy_pass.py`.\n",
         ]
     )
     print(text)

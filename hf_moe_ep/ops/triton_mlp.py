@@ -3,14 +3,15 @@
 The kernels of each pass in their order (`kernels/` defines them; dgated is the backward through
 down and gate):
 
-    forward    sort_pairs -> up (gather, two products, gate) -> grouped_mm (down) -> combine
-    backward   dgated -> grouped_mm, combine (gradient of the rows) -> outer x 2 (of the matrices)
+    forward    sort_pairs -> up (gather, gate and up, formula) -> grouped_mm (down) -> combine
+    backward   dgated, weight_grads (gradients of the routing weights) -> grouped_mm, combine (of
+               the rows) -> outer x 2 (of the matrices), segment_sum x 2 (of the biases)
 
-An adapter of rank P adds `scale * b @ a` to a matrix. Neither b @ a nor a second tensor of the
-output's size is computed: `thin_mm` computes `low_AP = scale * rows @ a^T`, and the kernel that
-multiplies by the matrix adds `low_AP @ b^T` to its sums ("+ low b"). Backward does the same with a
-and b exchanged. The gradients of a and b are four `outer` products. One factor of each of these
-products is a low_AP, so the products are thin: one of their sizes is the rank.
+An adapter of rank P adds `scale * b @ a` to a matrix. It needs no tensor of the size of b @ a, and
+no second one of the size of the output: `thin_mm` computes `low_AP = scale * rows @ a^T`, and the
+kernel that multiplies by the matrix adds `low_AP @ b^T` to its sums ("+ low b"). Backward does the
+same with a and b exchanged. The gradients of a and b are four `outer` products. One factor of each
+of these products is a low_AP, so the products are thin: one of their sizes is the rank.
 
     forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
     backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
@@ -73,13 +74,14 @@ def covers(rows_RH: Tensor) -> bool:
 def route(
     expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
 ) -> Routing:
-    """Sort the pairs by expert, in tiles for the dtype of `rows_RH`; see `sort_pairs`."""
+    """Sort the pairs by expert, in tiles whose size depends on the dtype of `rows_RH`."""
     num_pairs = expert_ids_RK.numel() if counts_L is None else sum(counts_L)
     num_experts = experts.up.shape[0]
     if num_pairs == 0:
         slots_RK = expert_ids_RK.new_zeros(expert_ids_RK.shape, dtype=torch.int32)
         offsets = slots_RK.new_zeros(num_experts + 1)
         empty = slots_RK.new_empty(0)
+        # Outputs of an operator may not share memory, so `empty` is cloned.
         return Routing(empty, slots_RK, offsets, slots_RK.new_empty(0, 2), empty.clone())
     blocks = choose_blocks(rows_RH, num_experts, num_pairs)
     return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
@@ -150,14 +152,12 @@ def backward(
         weights_RK = weights_RK.contiguous()
         # Each function returns only tensors that later functions read, so all others are freed.
         args = (rows_RH, weights_RK, experts, routing, formula, blocks, need)
-        inputs_of_grads, grads = _back_through_down(grad_RH, pre_AG, *args)
-        grad_rows, up_low = _back_to_rows(
-            inputs_of_grads.grad_pre_AG, experts, routing, blocks, need
-        )
+        grad_inputs, grads = _back_through_down(grad_RH, pre_AG, *args)
+        grad_rows, up_low = _back_to_rows(grad_inputs.grad_pre_AG, experts, routing, blocks, need)
         grads |= grad_rows
-        inputs_of_grads = replace(inputs_of_grads, up_low=up_low)
+        grad_inputs = replace(grad_inputs, up_low=up_low)
         finish = partial(
-            _add_expert_grads, grad_RH, inputs_of_grads, experts, routing, blocks, grad_scale, need
+            _add_expert_grads, grad_RH, grad_inputs, experts, routing, blocks, grad_scale, need
         )
     if postpone:
         return grads, finish
@@ -167,7 +167,7 @@ def backward(
 
 
 def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads) -> None:
-    """Set the experts' gradients to zero, because no row has an expert here."""
+    """Set new gradients of the experts to zero, because no row has an expert here."""
     for name, tensor in experts.named_tensors().items():
         if name in need:
             grad, add = grads.buffer(name, tensor)
@@ -177,14 +177,11 @@ def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads)
 
 @dataclass(frozen=True)
 class _GradInputs:
-    """The tensors that `_add_expert_grads` reads, besides the output's gradient.
-
-    `act_AF` is already multiplied by the routing weights.
-    """
+    """The tensors that `_add_expert_grads` reads, besides the output's gradient."""
 
     rows_RH: Tensor
     weights_RK: Tensor
-    act_AF: Tensor
+    weighted_act_AF: Tensor
     grad_pre_AG: Tensor
     down_low: LowRows
     up_low: LowRows = NO_ADAPTER
@@ -206,7 +203,7 @@ def _back_through_down(
         _, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre=True)
     adapter = experts.adapter("down")
     low = _low_rows(grad_RH, adapter and adapter.transposed(), routing, blocks, gather=True)
-    grad_pre_AG, act_AF, partial_CA = dgated(
+    grad_pre_AG, weighted_act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
         _matrices(experts, "down"),
@@ -219,10 +216,10 @@ def _back_through_down(
         need_act=bool(need & {"down", "down_a", "down_b"}),
         need_weights="weights" in need,
     )
-    inputs_of_grads = _GradInputs(rows_RH, weights_RK, act_AF, grad_pre_AG, low)
+    grad_inputs = _GradInputs(rows_RH, weights_RK, weighted_act_AF, grad_pre_AG, low)
     if "weights" not in need:
-        return inputs_of_grads, {}
-    return inputs_of_grads, {"weights": weight_grads(partial_CA, routing, weights_RK)}
+        return grad_inputs, {}
+    return grad_inputs, {"weights": weight_grads(partial_CA, routing, weights_RK)}
 
 
 def _back_to_rows(
@@ -264,7 +261,7 @@ def _low_rows(
 ) -> LowRows:
     """Compute the first product of an adapter.
 
-    With `gather`, `rows` has the rows before the sort, and the kernel loads the row of each pair.
+    With `gather`, `rows` are not sorted by expert, and the kernel loads the row of each pair.
     """
     if adapter is None:
         return NO_ADAPTER
@@ -277,7 +274,7 @@ def _low_rows(
 @on_its_device
 def _add_expert_grads(
     grad_RH: Tensor,
-    inputs: _GradInputs,
+    grad_inputs: _GradInputs,
     experts: ExpertWeights,
     routing: Routing,
     blocks: Blocks,
@@ -298,22 +295,22 @@ def _add_expert_grads(
         outer(left, right, out_LOI, routing, order_L, blocks, scale=scale, add=is_sum, **options)
 
     if "down" in need:
-        add("down", grad_RH, inputs.act_AF, gather_left=True)
+        add("down", grad_RH, grad_inputs.weighted_act_AF, gather_left=True)
     if "up" in need:
-        add("up", inputs.grad_pre_AG, inputs.rows_RH, gather_right=True)
+        add("up", grad_inputs.grad_pre_AG, grad_inputs.rows_RH, gather_right=True)
     if "down_a" in need:
-        add("down_a", inputs.act_AF, inputs.down_low.low_AP, thin=True)
+        add("down_a", grad_inputs.weighted_act_AF, grad_inputs.down_low.low_AP, thin=True)
     if "down_b" in need:
-        low = _low_rows(inputs.act_AF, experts.adapter("down"), routing, blocks)
+        low = _low_rows(grad_inputs.weighted_act_AF, experts.adapter("down"), routing, blocks)
         add("down_b", grad_RH, low.low_AP, gather_left=True, thin=True)
     if "up_a" in need:
-        add("up_a", inputs.rows_RH, inputs.up_low.low_AP, gather_left=True, thin=True)
+        add("up_a", grad_inputs.rows_RH, grad_inputs.up_low.low_AP, gather_left=True, thin=True)
     if "up_b" in need:
-        low = _low_rows(inputs.rows_RH, experts.adapter("up"), routing, blocks, gather=True)
-        add("up_b", inputs.grad_pre_AG, low.low_AP, thin=True)
+        low = _low_rows(grad_inputs.rows_RH, experts.adapter("up"), routing, blocks, gather=True)
+        add("up_b", grad_inputs.grad_pre_AG, low.low_AP, thin=True)
     biases = {
-        "down_bias": (grad_RH, inputs.weights_RK, True),
-        "up_bias": (inputs.grad_pre_AG, None, False),
+        "down_bias": (grad_RH, grad_inputs.weights_RK, True),
+        "up_bias": (grad_inputs.grad_pre_AG, None, False),
     }
     for name, (rows, weights_RK, gather) in biases.items():
         if name in need:

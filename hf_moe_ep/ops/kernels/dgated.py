@@ -1,12 +1,12 @@
 """Backpropagate through the down projection and the gate in one kernel.
 
-g is the gradient of a row's output, s its routing weight and down the matrix of its expert:
+g is the gradient of the row of a pair, s the pair's routing weight and down its expert's matrix:
 
-    grad_act_AF = g @ down (+ its adapter)    never stored
-    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns;
-                                                          bias_dots_kernel computes the bias's term
-    grad_pre_AG = backward of the gate formula for s * grad_act
-    act_AF      = s * act, the right factor of down's gradient
+    grad_act_AF      = g @ down (+ its adapter)    never stored
+    grad_s_A         = <grad_act, act> (+ <g, down_bias>)    one partial sum per block of columns;
+                                                             bias_dots_kernel adds the bias's term
+    grad_pre_AG      = backward of the gate formula for s * grad_act
+    weighted_act_AF  = s * act, the right factor of down's gradient
 
 act is recomputed from the pre-activations.
 """
@@ -37,11 +37,11 @@ _BIAS_COLUMNS = 64
 
 @triton.jit
 def _back_through_gate(
-    grad_act, s, pre, grad_pre, act, o_m, first, num_left, ffn,
+    grad_act, s, pre, grad_pre, weighted_act, o_m, first, num_left, ffn,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, NEED_ACT: tl.constexpr,
 ):  # fmt: skip
-    """Store grad_pre and act for the columns from `first` on. Return the sums of grad_act * act."""
+    """Store grad_pre and weighted_act from column `first` on. Return sums of grad_act * act."""
     PART: tl.constexpr = grad_act.shape[1]
     pre_size = 2 * ffn if GATED else ffn
     o_n = first + tl.arange(0, PART)
@@ -61,24 +61,24 @@ def _back_through_gate(
     b_act, grad_gate, grad_up = activate_backward(
         grad_act * s[:, None], gate, up, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET
     )
-    kind = grad_pre.dtype.element_ty
+    dtype = grad_pre.dtype.element_ty
     if GATED and INTERLEAVED:
         both = tl.reshape(tl.join(grad_gate, grad_up), (grad_act.shape[0], 2 * PART))
-        tl.store(grad_pre + o_pre, both.to(kind), mask=m_both)
+        tl.store(grad_pre + o_pre, both.to(dtype), mask=m_both)
     else:
-        tl.store(grad_pre + o_pre, grad_gate.to(kind), mask=m_mn)
+        tl.store(grad_pre + o_pre, grad_gate.to(dtype), mask=m_mn)
         if GATED:
-            tl.store(grad_pre + o_pre + ffn, grad_up.to(kind), mask=m_mn)
+            tl.store(grad_pre + o_pre + ffn, grad_up.to(dtype), mask=m_mn)
     if NEED_ACT:
-        p_act = act + o_m[:, None] * ffn + o_n[None, :]
-        tl.store(p_act, (b_act * s[:, None]).to(act.dtype.element_ty), mask=m_mn)
+        p_act = weighted_act + o_m[:, None] * ffn + o_n[None, :]
+        tl.store(p_act, (b_act * s[:, None]).to(dtype), mask=m_mn)
     return tl.sum(grad_act * b_act, axis=1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def dgated_kernel(
     grad, pair_of_position, row_of_position, offsets, tiles, weights, down, down_scale, pre,
-    grad_pre, act, partial,
+    grad_pre, weighted_act, partial,
     hidden, ffn, num_pairs,
     grad_stride, down_stride_l, down_stride_h, down_stride_f,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_f,
@@ -101,13 +101,15 @@ def dgated_kernel(
         grad_act = byte_product(
             grad, row_of_position, grad_stride, down, down_scale,
             expert, position, hidden, o_n, column, ffn,
-            KIND, NATIVE, True, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            KIND, NATIVE, BACK=True,
+            BLOCK_K=BLOCK_K, EVEN_N=EVEN_N, EVEN_K=EVEN_K, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         grad_act = tile_product(
             grad, row_of_position, grad_stride, down, down_stride_l, down_stride_h, down_stride_f,
             expert, start, position, hidden, o_n, column * BLOCK_N, ffn,
-            False, MATRIX_BLOCKS, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            ROWS_IN_BLOCKS=False, MATRIX_BLOCKS=MATRIX_BLOCKS,
+            BLOCK_K=BLOCK_K, EVEN_N=EVEN_N, EVEN_K=EVEN_K, PRECISION=PRECISION,
         )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
@@ -120,9 +122,9 @@ def dgated_kernel(
     pre_size = 2 * ffn if GATED else ffn
     pre += start.to(tl.int64) * pre_size
     grad_pre += start.to(tl.int64) * pre_size
-    act += start.to(tl.int64) * ffn
+    weighted_act += start.to(tl.int64) * ffn
     # The gate's formula over a whole block needs more registers than a thread has. It is computed
-    # for halves, for quarters if blocks are wide or columns are interleaved, or else for eighths.
+    # for halves; for quarters if blocks are wide or columns are interleaved; for eighths if both.
     HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
     EIGHTH: tl.constexpr = BLOCK_N // 8
@@ -132,7 +134,7 @@ def dgated_kernel(
         first = column * BLOCK_N + half * HALF
         if BLOCK_N <= 128 and not INTERLEAVED:
             dot += _back_through_gate(
-                grad_act_halves[half], s, pre, grad_pre, act, o_m, first,
+                grad_act_halves[half], s, pre, grad_pre, weighted_act, o_m, first,
                 num_left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
             )  # fmt: skip
         else:
@@ -141,15 +143,15 @@ def dgated_kernel(
                 first_of_quarter = first + quarter * QUARTER
                 if BLOCK_N <= 128 or not INTERLEAVED:
                     dot += _back_through_gate(
-                        quarters[quarter], s, pre, grad_pre, act, o_m, first_of_quarter,
-                        num_left, ffn,
+                        quarters[quarter], s, pre, grad_pre, weighted_act, o_m,
+                        first_of_quarter, num_left, ffn,
                         GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
                     )  # fmt: skip
                 else:
                     eighths = halves(quarters[quarter], BLOCK_M, EIGHTH)
                     for eighth in tl.static_range(2):
                         dot += _back_through_gate(
-                            eighths[eighth], s, pre, grad_pre, act, o_m,
+                            eighths[eighth], s, pre, grad_pre, weighted_act, o_m,
                             first_of_quarter + eighth * EIGHTH, num_left, ffn,
                             GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
                         )  # fmt: skip
@@ -158,13 +160,13 @@ def dgated_kernel(
         tl.store(p_partial, dot, mask=o_m < num_left)
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_pairs"])
+@triton.jit(do_not_specialize=["num_column_blocks", "num_pairs"])
 def bias_dots_kernel(
     grad, row_of_position, offsets, tiles, bias, partial,
-    num_columns, hidden, num_pairs, grad_stride, bias_stride_l,
+    num_column_blocks, hidden, num_pairs, grad_stride, bias_stride_l,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store partial[num_columns, a] = <gradient of the row of a, bias of the expert of a>."""
+    """Store partial[num_column_blocks, a] = <gradient of the row of a, bias of its expert>."""
     expert, start, num_left, _ = open_tile(tiles, offsets, 1, 1)
     if expert < 0:
         return
@@ -178,7 +180,7 @@ def bias_dots_kernel(
         b_bias = tl.load(bias + o_k, mask=o_k < hidden, other=0.0)  # [K]
         b_g = tl.load(p_g + o_k[None, :], mask=(o_k < hidden)[None, :], other=0.0)  # [M, K]
         total += tl.sum(b_g.to(tl.float32) * b_bias.to(tl.float32)[None, :], axis=1)
-    p_partial = partial + num_pairs.to(tl.int64) * num_columns + start + o_m  # [M]
+    p_partial = partial + num_pairs.to(tl.int64) * num_column_blocks + start + o_m  # [M]
     tl.store(p_partial, total, mask=o_m < num_left)
 
 
@@ -196,7 +198,7 @@ def dgated(
     need_act: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return grad_pre_AG, act_AF times the routing weights, and partial sums of grad_s.
+    """Return grad_pre_AG, weighted_act_AF and partial sums of grad_s.
 
     The partial sums are [blocks of columns, A], with the bias's term last if there is a bias. An
     output that is not needed is empty. `weights_RK`, `pre_AG` and rows of `grad_RH` are contiguous.
@@ -204,23 +206,23 @@ def dgated(
     hidden, ffn = down_LHF.shape[1:]
     num_pairs = pre_AG.shape[0]
     block = blocks.dgated
-    columns = triton.cdiv(ffn, block.n)
+    num_column_blocks = triton.cdiv(ffn, block.n)
     grad_pre_AG = torch.empty_like(pre_AG)
-    act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else (0,))
+    weighted_act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else (0,))
     has_bias = down_bias_LH is not None and need_weights
     partial_CA = pre_AG.new_empty(
-        (columns + has_bias, num_pairs) if need_weights else (0,), dtype=torch.float32
+        (num_column_blocks + has_bias, num_pairs) if need_weights else (0,), dtype=torch.float32
     )
     values, scales, *strides = matrix_arguments(down_LHF)
-    matrix, kind = None, ""
+    matrix, block_name = None, ""
     if scales is None:
-        matrix, kind = matrix_blocks(values, block, block.n)
-    dgated_kernel[(routing.tiles.shape[0] * columns,)](
+        matrix, block_name = matrix_blocks(values, block, block.n)
+    dgated_kernel[(routing.tiles.shape[0] * num_column_blocks,)](
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
-        matrix or values, scales, pre_AG, grad_pre_AG, act_AF, partial_CA,
+        matrix or values, scales, pre_AG, grad_pre_AG, weighted_act_AF, partial_CA,
         hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=kind,
+        NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=block_name,
         **matrix_constants(down_LHF),
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
@@ -231,7 +233,8 @@ def dgated(
         assert down_bias_LH is not None
         bias_dots_kernel[(routing.tiles.shape[0],)](
             grad_RH, routing.row_A, routing.offsets, routing.tiles, down_bias_LH,
-            partial_CA, columns, hidden, num_pairs, grad_RH.stride(0), down_bias_LH.stride(0),
+            partial_CA, num_column_blocks, hidden, num_pairs,
+            grad_RH.stride(0), down_bias_LH.stride(0),
             BLOCK_M=blocks.m, BLOCK_K=_BIAS_COLUMNS,
         )  # fmt: skip
-    return grad_pre_AG, act_AF, partial_CA
+    return grad_pre_AG, weighted_act_AF, partial_CA

@@ -63,7 +63,8 @@ def up_kernel(
         sums = byte_product(
             rows, row_of_position, row_stride, weight, weight_scale,
             expert, position, hidden, o_g, column, pre_size,
-            KIND, NATIVE, False, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            KIND, NATIVE, BACK=False,
+            BLOCK_K=BLOCK_K, EVEN_N=EVEN_N, EVEN_K=EVEN_K, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         sums = tile_product(
@@ -71,7 +72,8 @@ def up_kernel(
             weight_stride_l, weight_stride_h, weight_stride_g,
             expert, start, position, hidden, o_g,
             column * (BLOCK_N if MATRIX_BLOCKS == "halves" else WIDTH), pre_size,
-            False, MATRIX_BLOCKS, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+            ROWS_IN_BLOCKS=False, MATRIX_BLOCKS=MATRIX_BLOCKS,
+            BLOCK_K=BLOCK_K, EVEN_N=EVEN_N, EVEN_K=EVEN_K, PRECISION=PRECISION,
         )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
@@ -134,11 +136,11 @@ def up(
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
     block: Block = (low.rank and blocks.up_adapted) or blocks.up
     values, scales, *strides = matrix_arguments(weight_LGH)
-    matrix, kind = None, ""
+    matrix, block_name = None, ""
     if scales is None:
         width = 2 * block.n if formula.gated else block.n
         in_halves = formula.gated and not formula.interleaved
-        matrix, kind = matrix_blocks(values.mT, block, width, in_halves=in_halves)
+        matrix, block_name = matrix_blocks(values.mT, block, width, in_halves=in_halves)
     grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
     up_kernel[grid](
         rows_RH, routing.row_A, routing.offsets, routing.tiles, matrix or values, scales, bias_LG,
@@ -146,7 +148,7 @@ def up(
         rows_RH.stride(0), *strides, 0 if bias_LG is None else bias_LG.stride(0),
         *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=kind,
+        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=block_name,
         **matrix_constants(weight_LGH),
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,

@@ -137,11 +137,11 @@ def _launch(
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
     values, scales, *strides = matrix_arguments(matrix_LIO)
-    matrix, kind = None, ""
+    matrix, block_name = None, ""
     if scales is None:
-        matrix, kind = matrix_blocks(values, block, block.n)
+        matrix, block_name = matrix_blocks(values, block, block.n)
     rows_in_blocks = None
-    if kind and row_A is None:
+    if block_name and row_A is None:
         rows_in_blocks = row_blocks(rows, block, blocks.m, block.k)
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
@@ -150,7 +150,8 @@ def _launch(
         0 if bias_LO is None else bias_LO.stride(0), *low.kernel_arguments(),
         1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
-        SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None, MATRIX_BLOCKS=kind,
+        SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None,
+        MATRIX_BLOCKS=block_name,
         **matrix_constants(matrix_LIO),
         BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,

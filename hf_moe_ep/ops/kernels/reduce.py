@@ -46,15 +46,15 @@ def combine_kernel(
     tl.store(out + row * hidden + o_h, total.to(out.dtype.element_ty), mask=o_h < hidden)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_columns", "num_slots"])
+@triton.jit(do_not_specialize=["num_pairs", "num_column_blocks", "num_slots"])
 def weight_grads_kernel(
-    partial, slots, out, num_pairs, num_columns, num_slots, BLOCK: tl.constexpr
+    partial, slots, out, num_pairs, num_column_blocks, num_slots, BLOCK: tl.constexpr
 ):
     o_slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_slot = o_slot < num_slots
     position = tl.load(slots + o_slot, mask=m_slot, other=num_pairs).to(tl.int64)  # [BLOCK]
     total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(num_columns):
+    for _ in range(num_column_blocks):
         total += tl.load(partial + position, mask=position < num_pairs, other=0.0)  # [BLOCK]
         partial += num_pairs
     tl.store(out + o_slot, total.to(out.dtype.element_ty), mask=m_slot)
@@ -112,12 +112,13 @@ def combine(
 
 def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tensor:
     """Return the gradient of the routing weights, zero for pairs without an expert here."""
-    columns, num_pairs = partial_CA.shape
+    num_column_blocks, num_pairs = partial_CA.shape
     out_RK = torch.empty_like(like_RK, memory_format=torch.contiguous_format)
     num_slots = out_RK.numel()
     weight_grads_kernel[(triton.cdiv(num_slots, _WEIGHTS),)](
-        partial_CA, routing.slots_RK, out_RK, num_pairs, columns, num_slots, BLOCK=_WEIGHTS
-    )
+        partial_CA, routing.slots_RK, out_RK, num_pairs, num_column_blocks, num_slots,
+        BLOCK=_WEIGHTS,
+    )  # fmt: skip
     return out_RK
 
 
