@@ -64,7 +64,7 @@ def in_digits(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
-def main() -> None:
+def main() -> GRPOTrainer:
     parser = HfArgumentParser((ScriptArguments, GRPOConfig))
     args, training_args = parser.parse_args_into_dataclasses()
 
@@ -97,6 +97,7 @@ def main() -> None:
     trainer.save_state()
     if trainer.is_world_process_zero() and args.ep_size > 0:
         print(describe(model))
+    return trainer
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""examples/rl/own_loop.py: an engine in a process of its own samples from the trained weights.
+"""examples/rl: an engine in a process of its own samples from the trained weights.
 
-The checkpoint has a layer for multi-token prediction, which the engine receives in the first sync.
+The checkpoint of own_loop.py has a layer for multi-token prediction, which the engine receives in
+the first sync. In trl_grpo.py, TRL's own code sends the weights.
 """
 
+import contextlib
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.extra_files import assert_same_bytes, read_files, write_with_extra
-from support.scripts import ROOT, run_command
+from support.scripts import CPU_4, ROOT, run_command, run_script
 
 EXAMPLES = ROOT / "examples" / "rl"
 STEPS = 4
@@ -26,26 +30,32 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.slow
-def test_the_engine_has_the_weights_of_each_step(tmp_path: Path) -> None:
-    extra = write_with_extra(tmp_path / "start", "qwen3_next")
+@contextlib.contextmanager
+def engine_of(model: Path, output: Path) -> Iterator[str]:
+    """Run the engine in the block, and yield its port; the trainer has to stop it."""
     port = str(free_port())
-    model = ("--model", str(tmp_path / "start"), "--port", port)
-    with open(tmp_path / "engine.txt", "w") as output:
-        engine = subprocess.Popen(
-            [sys.executable, EXAMPLES / "engine.py", *model], stdout=output, stderr=output
-        )
+    command = [sys.executable, EXAMPLES / "engine.py", "--model", model, "--port", port]
+    with open(output, "w") as file:
+        engine = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", str(EXAMPLES / "own_loop.py"), *model]
-        command += ["--steps", str(STEPS), "--output_dir", str(tmp_path / "out")]
-        path = os.pathsep.join([str(ROOT), str(EXAMPLES)])
-        output = tmp_path / "trainer.txt"
-        run_command(command, output=output, variables={"PYTHONPATH": path}, timeout=300)
-        text = output.read_text()
-        assert engine.wait(60) == 0, (tmp_path / "engine.txt").read_text()
+        yield port
+        assert engine.wait(60) == 0, output.read_text()
     finally:
         engine.kill()
+
+
+@pytest.mark.slow
+def test_the_engine_has_the_weights_of_each_step(tmp_path: Path) -> None:
+    start, output = tmp_path / "start", tmp_path / "trainer.txt"
+    extra = write_with_extra(start, "qwen3_next")
+    with engine_of(start, tmp_path / "engine.txt") as port:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", str(EXAMPLES / "own_loop.py"), "--port", port]
+        command += ["--model", str(start), "--steps", str(STEPS)]
+        command += ["--output_dir", str(tmp_path / "out")]
+        path = os.pathsep.join([str(ROOT), str(EXAMPLES)])
+        run_command(command, output=output, variables={"PYTHONPATH": path}, timeout=300)
+    text = output.read_text()
     lines = re.findall(r"step \d: reward \S+, sent (\d+) tensors, .* differ by (\S+)", text)
     assert len(lines) == STEPS, text
     assert all(float(distance) < FP32 for _, distance in lines), lines
@@ -53,3 +63,31 @@ def test_the_engine_has_the_weights_of_each_step(tmp_path: Path) -> None:
     saved = read_files(tmp_path / "out")
     assert sent[0] == len(saved) and sent[1] <= len(saved) - len(extra)
     assert_same_bytes(saved, extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "LoRA"])
+def test_trl_sends_the_weights_of_each_step(kind: str, tmp_path: Path) -> None:
+    """The trainer's log has the distance of the engine's log-probabilities."""
+    pytest.importorskip("trl", minversion="1.16")
+    start, folder = tmp_path / "start", tmp_path / "out"
+    subprocess.run([sys.executable, EXAMPLES.parent / "make_small_model.py", start], check=True)
+    flags = "--ep_size 2 --use_cpu --bf16 False --learning_rate 3e-3 --logging_steps 1"
+    flags += " --lr_scheduler_type constant --num_generations 4 --max_completion_length 6"
+    flags += " --per_device_train_batch_size 4 --report_to none --disable_tqdm True"
+    flags += f" --save_strategy no --max_steps {STEPS}" + " --lora" * (kind == "LoRA")
+    with engine_of(start, tmp_path / "engine.txt") as port:
+        run_script(
+            EXAMPLES / "trl_grpo.py",
+            *["--model", str(start), "--output_dir", str(folder), "--vllm_server_port", port],
+            *flags.split(),
+            output=tmp_path / "trainer.txt",
+            config_file=CPU_4,
+            timeout=400,
+        )
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    name = "sampling/sampling_logp_difference/max"
+    distances = [entry[name] for entry in log if name in entry]
+    print(distances)
+    assert len(distances) == STEPS and max(distances) < FP32, distances
+    assert any(entry.get("grad_norm", 0) > 0 for entry in log)
