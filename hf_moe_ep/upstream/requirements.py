@@ -23,6 +23,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
+# Why a version outside of a range is not allowed, by the result of `AllowedPackage.problem`, and why
+# a package cannot be older.
+_WHY = {"too old": "older versions are not tested", "too new": "newer versions are not tested"}
+_WHY_NOT_OLDER = {
+    "transformers": "the experts of older versions lack the flag is_concatenated, or are not tested",
+    "bitsandbytes": "older versions quantise to other values on a CPU",
+}
 # The extras whose packages are used in training; "" stands for the packages without an extra.
 _FOR_TRAINING = ("", "peft", "trl", "quant")
 
@@ -45,11 +52,15 @@ class AllowedPackage:
         return "too new" if minimum.contains(version, prereleases=True) else "too old"
 
     def sentence(self, version: str | None) -> str:
-        """Return the problem, the allowed range and the fix; "" for a version in the range."""
+        """Return the problem, the allowed range, its reason and the fix; "" if there is none."""
         problem = self.problem(version)
         subject = "" if version is None else f"{version} is "
+        reason = _WHY.get(problem, "")
+        if problem == "too old":
+            reason = _WHY_NOT_OLDER.get(self.name, reason)
+        allowed = (self.range or "any") + (reason and f" ({reason})")
         fix = f"pip install {self.for_pip}"
-        return problem and f"{subject}{problem}, allowed is {self.range or 'any'}: {fix}"
+        return problem and f"{subject}{problem}, allowed is {allowed}: {fix}"
 
     @property
     def for_pip(self) -> str:
