@@ -8,7 +8,7 @@
     hf-moe-ep verify out/model
     hf-moe-ep inspect out/checkpoint-300
     hf-moe-ep architecture mixtral
-    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
+    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep-size 8 --gpu-memory 80
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit

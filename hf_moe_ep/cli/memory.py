@@ -1,7 +1,7 @@
 """`hf-moe-ep memory`: plan the memory per GPU that training needs at one parallel layout.
 
-    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
-    hf-moe-ep memory out/config.json --gpus 8 --ep 8 --seq 4096 --checkpointing
+    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep-size 8 --gpu-memory 80
+    hf-moe-ep memory out/config.json --gpus 8 --ep-size 8 --seq 4096 --checkpointing
 
 Without `--seq` the command plans the memory that a rank holds between steps (`planner/held.py`).
 With `--seq` it plans the peak of a whole step (`planner/step.py`). If the peak is larger than
@@ -60,30 +60,46 @@ def add_parser(subparsers: Any) -> None:
         metavar="GIB",
         help="memory of one GPU; the output then says if the plan fits",
     )
-    add("--ep", type=int, default=1, metavar="N", help=f"expert parallel size; {_DEFAULT}")
     add(
+        "--ep-size",
+        "--ep",
+        dest="ep",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"expert parallel size; {_DEFAULT}",
+    )
+    add(
+        "--etp-size",
         "--etp",
+        dest="etp",
         type=int,
         default=1,
         metavar="N",
         help=f"expert tensor parallel size; {_DEFAULT}",
     )
     add(
+        "--sp-size",
         "--sp",
+        dest="sp",
         type=int,
         default=1,
         metavar="N",
         help=f"sequence parallel size; {_DEFAULT}",
     )
     add(
+        "--cp-size",
         "--cp",
+        dest="cp",
         type=int,
         default=1,
         metavar="N",
         help=f"context parallel size; {_DEFAULT}",
     )
     add(
+        "--dp-replicate-size",
         "--dp-replicate",
+        dest="dp_replicate",
         type=int,
         default=1,
         metavar="N",
@@ -96,7 +112,12 @@ def add_parser(subparsers: Any) -> None:
         help=f"dtype of the model; {_DEFAULT}",
     )
     add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
-    add("--double-quant", action="store_true", help="quantise the NF4 scales as well")
+    add(
+        "--experts-double-quant",
+        "--double-quant",
+        action="store_true",
+        help="quantise the NF4 scales as well",
+    )
     add(
         "--masters",
         choices=MASTERS,
@@ -200,11 +221,11 @@ def _batch_per_rank(options: argparse.Namespace) -> int:
     if options.batch is None:
         return 1
     if options.batch < 1 or options.batch % data_ranks:
-        context = f" --cp {options.cp}" if options.cp > 1 else ""
+        context = f" --cp-size {options.cp}" if options.cp > 1 else ""
         raise ValueError(
             f"--batch ({options.batch}) counts all GPUs and must be a multiple of the {data_ranks} "
-            f"data ranks of --gpus {options.gpus} --sp {options.sp}{context}; try --batch "
-            f"{max(-(-options.batch // data_ranks), 1) * data_ranks}"
+            f"data ranks of --gpus {options.gpus} --sp-size {options.sp}{context}; try "
+            f"--batch {max(-(-options.batch // data_ranks), 1) * data_ranks}"
         )
     return int(options.batch) // data_ranks
 
@@ -220,7 +241,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
         experts_dtype=settings["experts_dtype"],
-        experts_double_quant=settings["double_quant"],
+        experts_double_quant=settings["experts_double_quant"],
         fsdp_double_buffer=settings["fsdp_double_buffer"],
         mtp_layers=settings["mtp_layers"],
     )

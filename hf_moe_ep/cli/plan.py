@@ -39,18 +39,8 @@ if TYPE_CHECKING:
 
 _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
-_POSITIVE = (
-    "gpus",
-    "gpu_memory",
-    "seq",
-    "batch",
-    "ep",
-    "etp",
-    "sp",
-    "cp",
-    "dp_replicate",
-    "train_tokens",
-)
+_SIZES = ("ep", "etp", "sp", "cp", "dp_replicate")
+_POSITIVE = ("gpus", "gpu_memory", "seq", "batch", *_SIZES, "train_tokens")
 _GIB = 2**30
 # Accelerate checkpoints the layers while it shards them, and refuses a model that is sharded.
 _FOR_SHARDED = (
@@ -109,37 +99,49 @@ def add_parser(subparsers: Any) -> None:
     add("--seq", type=int, metavar="S", help="tokens per sequence")
     add("--batch", type=int, metavar="B", help="sequences per optimizer step, summed over all GPUs")
     add(
+        "--ep-size",
         "--ep",
+        dest="ep",
         type=int,
         metavar="N",
         help=f"ep_size; default: powers of two up to {NODE}",
     )
     add(
+        "--etp-size",
         "--etp",
+        dest="etp",
         type=int,
         metavar="N",
         help="etp_size; default: 1, larger for a model with fewer experts than ranks",
     )
     add(
+        "--sp-size",
         "--sp",
+        dest="sp",
         type=int,
         metavar="N",
         help="sp_size; default: 1, larger if nothing fits",
     )
     add(
+        "--cp-size",
         "--cp",
+        dest="cp",
         type=int,
         metavar="N",
         help="cp_size; default: 1, larger if nothing fits with any sp_size",
     )
     add(
+        "--dp-replicate-size",
         "--dp-replicate",
+        dest="dp_replicate",
         type=int,
         metavar="N",
         help=f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
     )
     add(
+        "--pp-size",
         "--pp",
+        dest="pp",
         type=int,
         nargs="+",
         default=[1],
@@ -259,11 +261,12 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
-            flag = "--" + name.replace("_", "-")
+            size = "-size" if name in _SIZES else ""
+            flag = "--" + name.replace("_", "-") + size
             finite = " and finite" if isinstance(value, float) else ""
             raise ValueError(f"{flag} ({value:g}) must be more than 0{finite}")
     if min(options.pp) < 1:
-        raise ValueError(f"--pp ({min(options.pp)}) must be more than 0")
+        raise ValueError(f"--pp-size ({min(options.pp)}) must be more than 0")
     if options.experts_dtype is not None and options.lora_rank is None:
         raise ValueError(
             f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "

@@ -206,8 +206,8 @@ class PlanRequest:
         if pp_size > 1:
             raise ValueError(
                 f"pp_size is {pp_size}, but this plan is for one pipeline stage; use `hf-moe-ep "
-                f"plan --pp {pp_size}`, or plan a config with num_hidden_layers / {pp_size} layers "
-                f"on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
+                f"plan --pp-size {pp_size}`, or plan a config with num_hidden_layers / {pp_size} "
+                f"layers on {self.world_size // pp_size or 1} GPUs, with pp_size=1"
             )
         if self.world_size < 1:
             raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")

@@ -3,7 +3,7 @@
     limit 24 GiB    options as given           30.1 GiB
                     --fused-head               30.0 GiB
                     --optimizer adamw_fused    28.6 GiB
-                    --double-quant             27.3 GiB
+                    --experts-double-quant     27.3 GiB
                     --masters model            23.7 GiB    fits
 
 `shrink` plans the step again with each change, and drops a change that does not lower the peak. The
@@ -43,7 +43,7 @@ CHANGES = (
     Change("batch", 1, lambda options: options["batch"] > 1),
     Change("experts_dtype", "fp8", lambda options: _has_frozen_experts(options)),
     Change("experts_dtype", "nf4", lambda options: options["experts_dtype"] == "fp8"),
-    Change("double_quant", True, lambda a: a["experts_dtype"] == "nf4" and not a["double_quant"]),
+    Change("experts_double_quant", True, lambda options: _quantises_scales_once(options)),
     Change("masters", "model", lambda a: bool(a["lora_rank"]) and a["masters"] == "fp32"),
     Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _adapts_experts(a)),
 )
@@ -77,6 +77,10 @@ def shrink(
 
 def _has_frozen_experts(options: Options) -> bool:
     return bool(options["lora_rank"]) and options["experts_dtype"] is None
+
+
+def _quantises_scales_once(options: Options) -> bool:
+    return options["experts_dtype"] == "nf4" and not options["experts_double_quant"]
 
 
 def _adapts_experts(options: Options) -> bool:

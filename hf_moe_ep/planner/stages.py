@@ -63,7 +63,7 @@ def stage_config(config: Any, parallel: ParallelConfig) -> Any:
     if layer_descriptions(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
         raise ValueError(
             f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
-            f"a stage of pp_size={parallel.pp_size} has them; leave out --pp, or plan a "
+            f"a stage of pp_size={parallel.pp_size} has them; leave out --pp-size, or plan a "
             f"config.json with these layers alone, on the GPUs of one stage"
         )
     return stage

@@ -23,11 +23,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
-# Why a version outside of a range is not allowed, by the result of `AllowedPackage.problem`, and why
-# a package cannot be older.
+# Why versions outside of a range are not allowed, by the result of `AllowedPackage.problem`, and
+# packages with a better reason why they must not be older.
 _WHY = {"too old": "older versions are not tested", "too new": "newer versions are not tested"}
 _WHY_NOT_OLDER = {
-    "transformers": "the experts of older versions lack the flag is_concatenated, or are not tested",
+    "transformers": "older versions are not tested, and their experts may lack is_concatenated",
     "bitsandbytes": "older versions quantise to other values on a CPU",
 }
 # The extras whose packages are used in training; "" stands for the packages without an extra.

@@ -124,7 +124,8 @@ def test_layouts_with_etp_are_planned(tmp_path: Path, capsys: pytest.CaptureFixt
     assert set(peaks) == {(1, 1), (2, 1), (2, 2)}
     assert peaks[2, 2] < peaks[2, 1] < peaks[1, 1]
     few.config.save_pretrained(tmp_path)
-    arguments = ["--gpus", "4", "--gpu-memory", "1", "--seq", "16", "--batch", "8", "--etp", "2"]
+    arguments = ["--gpus", "4", "--gpu-memory", "1", "--seq", "16", "--batch", "8"]
+    arguments += ["--etp-size", "2"]
     assert main(["plan", str(tmp_path), *arguments]) == 0
     assert "2 x etp 2" in capsys.readouterr().out
 
@@ -140,7 +141,7 @@ WRONG = {
         "--calibrate has no effect without --gpu",
     ),
     "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is not a file"),
-    "negative": (["--gpu", "h100", "--ep", "-2"], r"--ep (-2) must be more than 0"),
+    "negative": (["--gpu", "h100", "--ep-size", "-2"], r"--ep-size (-2) must be more than 0"),
     "infinite": (["--gpu-memory", "inf"], "--gpu-memory (inf) must be more than 0 and finite"),
     "infinite tokens": (
         ["--gpu", "h100", "--train-tokens", "inf"],
@@ -274,8 +275,8 @@ def test_command_prints_and_writes_the_best_layout(
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
-    arguments = ["--gpus", "2", "--gpu-memory", "1", "--seq", "16", "--batch", "4", "--ep", "2"]
-    arguments += ["--gpu", "h100", "--train-tokens", "1e6"]
+    arguments = ["--gpus", "2", "--gpu-memory", "1", "--seq", "16", "--batch", "4"]
+    arguments += ["--ep-size", "2", "--gpu", "h100", "--train-tokens", "1e6"]
     assert main(["plan", str(folder), *arguments, "--write", str(written)]) == 0
     out = capsys.readouterr().out
     assert "Best layout: patch(model, ep_size=2)" in out and "s/step" in out
@@ -295,7 +296,7 @@ def test_command_prints_and_writes_the_best_layout(
 
 @pytest.mark.slow
 def test_command_for_compiled_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--gpus", "2", "--gpu", "h100", "--seq", "16", "--batch", "4", "--ep", "2"]
+    arguments = ["--gpus", "2", "--gpu", "h100", "--seq", "16", "--batch", "4", "--ep-size", "2"]
     assert main(["plan", str(folder), *arguments, "--compile-layers"]) == 0
     assert "Best layout: patch(model, ep_size=2, compile_layers=True)" in capsys.readouterr().out
 
@@ -324,7 +325,7 @@ def test_command_for_a_head_for_multi_token_prediction(
     """The head takes memory, and a type without a tested head is refused as in training."""
     tiny_of_type("glm4_moe").config.save_pretrained(tmp_path)
     arguments = ["plan", str(tmp_path), "--gpus", "2", "--gpu-memory", "1", "--seq", "16"]
-    arguments += ["--batch", "2", "--ep", "2"]
+    arguments += ["--batch", "2", "--ep-size", "2"]
     peaks = []
     for layers in ("0", "1"):
         assert main([*arguments, "--mtp-layers", layers, "--json"]) == 0

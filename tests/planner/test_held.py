@@ -394,7 +394,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_command(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
+    out = run_command(capsys, folder, "--gpus", 4, "--ep-size", 2, "--gpu-memory", 0.5)
     plan = Case("", {"ep_size": 2}).plan(4)
     assert f"{plan.total:,} parameters, {plan.trained:,} trained, {plan.active:,} active" in out
     assert "4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2, sp 1; bfloat16, masters fp32" in out
@@ -405,7 +405,7 @@ def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--gpus", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
+    options = ("--gpus", 8, "--ep-size", 2, "--sp-size", 2, "--dp-replicate-size", 2, "--json")
     training = ("--dtype", "float16", "--masters", "model", "--optimizer", "sgd")
     lora = ("--lora-rank", 3, "--lora-targets", "attention", "--gpu-memory", 5e-5)
     printed = json.loads(run_command(capsys, folder / "config.json", *options, *training, *lora))
@@ -435,7 +435,7 @@ def test_command_takes_sizes_of_experts_and_fixed_buffers(
 ) -> None:
     parallel = ParallelConfig(ep_size=2, etp_size=2, fsdp_double_buffer=True)
     plan = plan_memory(tiny().config, parallel, world_size=8)
-    arguments = ("--gpus", 8, "--ep", 2, "--etp", 2, "--fsdp-double-buffer")
+    arguments = ("--gpus", 8, "--ep-size", 2, "--etp-size", 2, "--fsdp-double-buffer")
     out = run_command(capsys, folder, *arguments)
     assert "8 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2 x etp 2, sp 1; " in out
     assert f"fixed buffers{plan.buffers / 2**30:>20.3f}" in out and plan.buffers > 0
@@ -448,7 +448,7 @@ def test_command_plans_a_head_for_multi_token_prediction(
 ) -> None:
     config = tiny_of_type("glm4_moe").config
     config.save_pretrained(tmp_path)
-    arguments = ("--gpus", 2, "--ep", 2, "--json", "--seq", 16)
+    arguments = ("--gpus", 2, "--ep-size", 2, "--json", "--seq", 16)
     without, with_head = (
         json.loads(run_command(capsys, tmp_path, *arguments, "--mtp-layers", n)) for n in (0, 1)
     )
@@ -460,21 +460,35 @@ def test_command_plans_a_head_for_multi_token_prediction(
     )
 
 
+def test_short_spellings_of_the_sizes_are_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny().config.save_pretrained(tmp_path)
+    long = ("--ep-size", 2, "--etp-size", 2, "--sp-size", 2, "--cp-size", 1)
+    short = ("--ep", 2, "--etp", 2, "--sp", 2, "--cp", 1, "--dp-replicate", 2)
+    plans = [
+        run_command(capsys, tmp_path, "--gpus", 8, *sizes)
+        for sizes in ((*long, "--dp-replicate-size", 2), short)
+    ]
+    assert plans[0] == plans[1]
+    assert "8 ranks = dp_replicate 2 x ep_fsdp 1 x ep 2 x etp 2, sp 2" in plans[0]
+
+
 ERRORS = {
     "no world": (["{}"], "needs --gpus"),
     "batch": (
-        ["{}", "--gpus", "4", "--sp", "2", "--seq", "8", "--batch", "3"],
-        r"--batch \(3\) counts all GPUs .* 2 data ranks of --gpus 4 --sp 2; try --batch 4",
+        ["{}", "--gpus", "4", "--sp-size", "2", "--seq", "8", "--batch", "3"],
+        r"--batch \(3\) counts all GPUs .* 2 data ranks of --gpus 4 --sp-size 2; try --batch 4",
     ),
     "no such shape": (
         ["Qwen9", "--gpus", "2"],
         "'Qwen9' is no known model.*Qwen/Qwen3-30B-A3B",
     ),
     "no ranks": (["{}", "--gpus", "0"], r"world_size \(0\)"),
-    "experts": (["{}", "--gpus", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
-    "ranks": (["{}", "--gpus", "6", "--ep", "4"], r"ep_size \(4\) must divide.*6 / 1"),
-    "replicas": (["{}", "--gpus", "4", "--dp-replicate", "3"], r"\(3\).*\(4\)"),
-    "heads": (["{}", "--gpus", "8", "--sp", "8"], r"sp_size \(8\)"),
+    "experts": (["{}", "--gpus", "6", "--ep-size", "3"], r"ep_size \(3\) must divide.*\(8\)"),
+    "ranks": (["{}", "--gpus", "6", "--ep-size", "4"], r"ep_size \(4\) must divide.*6 / 1"),
+    "replicas": (["{}", "--gpus", "4", "--dp-replicate-size", "3"], r"\(3\).*\(4\)"),
+    "heads": (["{}", "--gpus", "8", "--sp-size", "8"], r"sp_size \(8\)"),
     "rank": (["{}", "--gpus", "2", "--lora-rank", "0"], r"lora_rank \(0\)"),
     "memory": (["{}", "--gpus", "2", "--gpu-memory", "-1"], r"--gpu-memory \(-1\)"),
     "infinite memory": (

@@ -167,7 +167,7 @@ def test_layouts_with_stages_are_listed_next_to_others() -> None:
 def test_the_command_shows_stages(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tiny(num_hidden_layers=4).config.save_pretrained(tmp_path)
     arguments = ["plan", str(tmp_path), "--gpus", "4", "--gpu-memory", "1", "--seq", "16"]
-    arguments += ["--batch", "8", "--ep", "2", "--pp", "2"]
+    arguments += ["--batch", "8", "--ep-size", "2", "--pp-size", "2"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "  bubble      share of the step" in out and "  20.0%  " in out
@@ -177,4 +177,4 @@ def test_the_command_shows_stages(tmp_path: Any, capsys: pytest.CaptureFixture[s
     assert (first["layout"]["pp"], first["bubble"]) == (2, 0.2)
     assert first["sent_between_stages"] == 4 * 16 * 32 * 2
     assert main([*arguments[:-1], "0"]) == 2
-    assert "--pp (0) must be more than 0" in capsys.readouterr().err
+    assert "--pp-size (0) must be more than 0" in capsys.readouterr().err

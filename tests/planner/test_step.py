@@ -357,7 +357,7 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
         "optimizer": "adamw",
         "batch": 1,
         "experts_dtype": None,
-        "double_quant": False,
+        "experts_double_quant": False,
         "lora_rank": 4,
         "lora_targets": "both",
         "masters": "model",
@@ -400,7 +400,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_names_options_that_make_the_step_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--gpus", "2", "--ep", "2", "--seq", "64", "--batch", "4", "--gpu-memory", "1e-4"]
+    arguments = ["--gpus", "2", "--ep-size", "2", "--seq", "64", "--batch", "4"]
+    arguments += ["--gpu-memory", "1e-4"]
     assert main(["memory", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
     parallel = ParallelConfig(ep_size=2)
