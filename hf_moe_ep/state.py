@@ -38,7 +38,7 @@ the row above.
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
     compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
-    compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, and if it has all
+    compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
     moe/attach.py | chooses_none in_described_block | of layers and models with described blocks
     moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch

@@ -158,6 +158,12 @@ def add_parser(subparsers: Any) -> None:
         help="compile the decoder layers (patch(model, compile_layers=True))",
     )
     add(
+        "--whole-logits",
+        action="store_true",
+        help="compute the logits of whole batches, as the Trainer does with compute_metrics, and a "
+        "loop of your own without fused_loss=True",
+    )
+    add(
         "--mtp-layers",
         type=int,
         metavar="N",
@@ -223,6 +229,7 @@ def run(options: argparse.Namespace) -> int:
         cp=options.cp,
         dp_replicate=options.dp_replicate,
         pp=tuple(dict.fromkeys(options.pp)),
+        only_loss_is_read=not options.whole_logits,
         options={name: getattr(options, name) for name in _OPTIONS},
         parallel=extra,
         hardware=hardware,

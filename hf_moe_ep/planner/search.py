@@ -87,6 +87,7 @@ class LayoutRequest:
         hardware: the rates from which seconds are planned; None plans memory only.
         on_plan: called with each layout before it is planned.
         pp: the numbers of pipeline stages to try.
+        only_loss_is_read: as for `Batch`; True is the Trainer's default.
     """
 
     shape: Any
@@ -104,6 +105,7 @@ class LayoutRequest:
     cp: int | None = None
     etp: int | None = None
     pp: tuple[int, ...] = (1,)
+    only_loss_is_read: bool = True
 
     @property
     def node(self) -> int:
@@ -474,11 +476,18 @@ def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -
     request.on_plan(layout)
     rows = layout.per_forward // layout.micro_batches
     accumulates = layout.accumulated * layout.micro_batches > 1
+    batch = Batch(
+        request.seq,
+        rows,
+        layout.checkpointing,
+        accumulates,
+        only_loss_is_read=request.only_loss_is_read,
+    )
     step = plan_step(
         request.shape,
         ParallelConfig(**layout.sizes_of_stage(), **request.parallel),
         world_size=request.gpus,
-        batch=Batch(request.seq, rows, layout.checkpointing, accumulates),
+        batch=batch,
         few=few,
         **request.options,
     )

@@ -72,6 +72,8 @@ class Batch:
         fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
             tokens at once. The plan runs TRL's code without Triton, which needs more memory than
             TRL's kernels.
+        only_loss_is_read: True for the Trainer without `compute_metrics`, with which
+            `fused_loss="auto"` computes no logits. False for a loop of your own.
     """
 
     seq: int
@@ -79,6 +81,7 @@ class Batch:
     checkpointing: bool = False
     accumulates: bool = False
     fused_head: bool = False
+    only_loss_is_read: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "batch"):
@@ -214,6 +217,7 @@ def _run_marked_step(
     """Run a step in which torch.compile only marks the regions that it would compile."""
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
+    state.only_loss_is_read = batch.only_loss_is_read
     choices = _make_choices(built, request, load)
     head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
     with fake_group(_planned_rank(choices, state, request), request.world_size):

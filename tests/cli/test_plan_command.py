@@ -319,6 +319,18 @@ def test_command_for_fixed_buffers(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+def test_command_for_whole_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(vocab_size=999).config.save_pretrained(tmp_path)
+    arguments = ["plan", str(tmp_path), "--gpus", "1", "--gpu-memory", "1", "--seq", "600"]
+    arguments += ["--batch", "1", "--json"]
+    peaks = []
+    for options in ([], ["--whole-logits"]):
+        assert main([*arguments, *options]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["fit"][0]["peak"])
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.slow
 def test_command_for_a_head_for_multi_token_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,27 @@ def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: b
     assert planned.work.launches() == step.work.launches()
 
 
+def test_a_plan_for_the_trainer_holds_no_logits() -> None:
+    """Its peaks are those of a real step with `fused_loss=True`."""
+    model = tiny(num_hidden_layers=1, vocab_size=999).float()
+    options: dict[str, Any] = {"world_size": 1, "dtype": torch.float32, "like_gpu": False}
+    whole = plan_step(model.config, batch=Batch(300, 2), **options)
+    planned = plan_step(model.config, batch=Batch(300, 2, only_loss_is_read=True), **options)
+    with group_of_one():
+        layers = find_parts(model).layers
+        apply_ep_fsdp2(model, fused_loss=True).train()
+        optimizer = make_optimizer("adamw", model.parameters())
+        ids = torch.randint(999, (2, 300))
+        inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        for _ in range(2):
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step = count_step(model, layers, optimizer, inputs)
+    assert planned.peaks == step.peaks()
+    assert planned.peak < 0.75 * whole.peak
+
+
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
 @pytest.mark.slow
 def test_the_peak_with_trls_head_and_adapters_in_bf16() -> None:
