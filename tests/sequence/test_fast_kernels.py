@@ -24,6 +24,7 @@ BATCH, LENGTH = 2, 12
 # Kernel -> its arguments with one entry per head, and the dimension that counts heads.
 HEADS = {
     "chunk_gated_delta_rule": dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
+    "chunk_kda": dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
     "mamba_chunk_scan_combined": dict.fromkeys(("x", "dt", "B", "C"), 2)
     | dict.fromkeys(("A", "D", "dt_bias"), 0),
     "selective_scan_fn": dict.fromkeys(("u", "delta", "z"), 1)
@@ -34,6 +35,8 @@ FUSED = "mamba_split_conv1d_scan_combined"
 # Model type -> the kernels that its forward calls.
 TYPES = {
     "qwen3_next": {"causal_conv1d_fn", "chunk_gated_delta_rule"},
+    "kimi_linear": {"causal_conv1d_fn", "chunk_kda"},
+    "bailing_hybrid": {"causal_conv1d_fn", "chunk_kda"},
     "nemotron_h": {"causal_conv1d_fn", "mamba_chunk_scan_combined"},
     "jamba": {"causal_conv1d_fn", "selective_scan_fn"},
     "lfm2_moe": {"causal_conv1d_fn"},

@@ -120,32 +120,39 @@ def _short_convolution(config: Any) -> Sent:
 
 
 def _bytes_sent(model_type: str, count: Any, rank: int, world: int) -> None:
-    """A rank exchanges the values of its tokens, and gathers a few tokens per slice for halos."""
+    """A rank exchanges the values of its tokens, and gathers a few tokens per slice for halos. The
+    gradients are as many in backward.
+    """
     model = build(model_type, seed=rank)
     config = model.config
     apply_ep_fsdp2(model, sp_size=world)
-    swapped: list[int] = []
-    gathered: list[int] = []
-    swap, gather = ulysses.swap_slices, slices.all_gather
+    sizes: dict[str, list[int]] = {"swap": [], "gather": [], "gather, backward": []}
+
+    def counted(kind: str, stock: Any) -> Any:
+        return lambda x, group: sizes[kind].append(x.nbytes) or stock(x, group)
+
     with (
-        mock.patch.object(
-            ulysses, "swap_slices", lambda x, group: swapped.append(x.nbytes) or swap(x, group)
-        ),
-        mock.patch.object(
-            slices, "all_gather", lambda x, group: gathered.append(x.nbytes) or gather(x, group)
-        ),
+        mock.patch.object(ulysses, "swap_slices", counted("swap", ulysses.swap_slices)),
+        mock.patch.object(slices, "all_gather", counted("gather", slices.all_gather)),
+        mock.patch.object(slices, "swap_slices", counted("gather, backward", slices.swap_slices)),
     ):
-        model(**batch(model, 2, 12), use_cache=False)
+        loss = model(**batch(model, 2, 12), use_cache=False).loss
+        forward = {kind: list(x) for kind, x in sizes.items()}
+        loss.backward()
     sent: Sent = count(config)
     heads = config.num_attention_heads + config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * heads * head_dim * config.layer_types.count("full_attention")
     tokens = 2 * 6 * 8
-    assert sum(swapped) == tokens * (sent.swapped + attention)
-    (*others, of_loss) = gathered
+    assert sum(forward["swap"]) == tokens * (sent.swapped + attention)
+    assert sum(sizes["swap"]) == 2 * sum(forward["swap"])
+    (*others, of_loss) = forward["gather"]
     width = 2  # tokens in front of the last one of a kernel
     halos = sum(2 * width * channels * 8 for channels in sent.halos)
     assert sum(others) == halos + tokens * sent.gathered and of_loss in (4, 8)
+    assert not forward["gather, backward"]
+    assert sum(sizes["gather, backward"]) == world * sum(others), "one part for each rank"
+    assert sizes["gather"] == [*others, of_loss, of_loss]
 
 
 def _equals_stock(

@@ -24,6 +24,12 @@ _KERNELS = {
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens",
         "torch_chunk_gated_delta_rule",
     ),
+    ("fla", "chunk_kda"): (
+        "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel "
+        "use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound "
+        "disable_recompute return_intermediate_states state_v_first cu_seqlens",
+        "chunk_kimi_delta_attention",
+    ),
     ("mamba_ssm", "mamba_chunk_scan_combined"): (
         "x dt A B C chunk_size D z dt_bias initial_states seq_idx cu_seqlens dt_softplus dt_limit "
         "return_final_states return_varlen_states",
