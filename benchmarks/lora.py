@@ -13,14 +13,15 @@ without expert parallelism, is compared with `apply_ep_fsdp2(model, ep_size=4)`.
                    process before the model was built. Each side runs in its own process
     training       the same peak minus the memory of the process before the first step, when the
                    model already exists (on 4 ranks, sharded)
-    step           forward, backward and AdamW, until the slowest rank is done. Both sides take
-                   turns in one process, so a busy machine slows down both
+    step           forward, backward and AdamW, until the slowest rank is done. This is measured
+                   apart from memory: both sides take turns in one process, so a busy machine slows
+                   down both
 
 With `--experts-dtype` two ranks (ep_fsdp 2) hold the base in bf16, and its experts in each format:
 
     held           bytes of the expert matrices and their scales on both ranks, per parameter
     gathered       bytes of the units of experts that FSDP2 gathers on a rank in one step
-    peak           maximum over the operators of a step of the bytes of all live tensors
+    live peak      maximum over the operators of a step of the bytes of all live tensors
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def report_held(sizes: Sizes, ranks: list[dict[str, Held]], about: list[str]) ->
         f"{sizes.experts} experts of {sizes.intermediate}, bf16, frozen; adapters of rank "
         f"{sizes.rank} on experts, q_proj and v_proj; {sizes.tokens} tokens per rank, "
         f"{sizes.steps} steps\n",
-        "| experts | held, bytes per parameter | gathered per step, MiB | / bf16 | peak, MiB "
+        "| experts | held, bytes per parameter | gathered per step, MiB | / bf16 | live peak, MiB "
         "| / bf16 | step, s |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -246,12 +247,12 @@ def report_held(sizes: Sizes, ranks: list[dict[str, Held]], about: list[str]) ->
         cells += [f"{peak / bf16_peak:.2f}", spread(first.seconds)]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     lines.append(
-        "\nBytes are of one step; seconds median (min .. max) over steps. What is held counts "
-        "matrices of experts with their scales. What is gathered has their adapters beside them, "
-        "in bf16 for experts in bf16 and as they lie, in fp32, for the others; the peak has all "
-        "adapters, their moments, the dense part and activations: alike for every format, so "
-        "neither falls as far as what is held. Every figure is explained at the top of "
-        "`benchmarks/lora.py`."
+        "\nBytes are of one step; seconds are the median (min .. max) over steps. Held bytes count "
+        "the matrices of experts and their scales. Gathered bytes also include the adapters of "
+        "experts, in bf16 for experts in bf16 and in fp32 for the others. The live peak also "
+        "includes all adapters, their moments, the dense part and activations, which are the same "
+        "for every format. So both shrink less than the held bytes. Every figure is explained at "
+        "the top of `benchmarks/lora.py`."
     )
     return "\n".join(lines) + "\n"
 

@@ -98,7 +98,10 @@ class Tokens:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype in which weights and ids are sent: fp32, or wider if the rows are wider."""
+        """The dtype in which weights and ids are sent: fp32, or wider if rows or weights are wider.
+
+        fp32 represents all ids up to 2**24. In bf16, ids above 256 would be rounded.
+        """
         rows_dtype = torch.promote_types(self.row_dtype, torch.float32)
         return torch.promote_types(self.weights_TK.dtype, rows_dtype)
 
@@ -108,8 +111,6 @@ class Tokens:
         This needs no counts, so a layer calls it while the counts are exchanged.
         """
         with torch.no_grad():
-            # Ids are sent as floats. fp32 represents all integers up to 2**24, but bf16 only those
-            # up to 256.
             self._messages_TI = join_columns(
                 self.x_TH,
                 self.weights_TK,

@@ -142,7 +142,7 @@ the row above.
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
-    integrations/shared_batches.py | _hf_moe_ep_sequence_sizes | their sizes, for errors
+    integrations/shared_batches.py | _hf_moe_ep_batch_sizes | their sizes, for errors
     integrations/shared_batches.py | _hf_moe_ep_stages | the number of pipeline stages
     upstream/training_frameworks.py | dp_shard_size setattr | of a ParallelismConfig, taken over
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing

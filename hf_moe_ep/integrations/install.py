@@ -1,9 +1,9 @@
 """Wrap functions of Accelerate, transformers, PEFT and trainers: the table of all wrappers.
 
-The table has one row per function; the rows form groups. `import hf_moe_ep` replaces no function,
-and `patch` only sets methods of its model, such as `save_pretrained`. The functions of a group are
-replaced when the process starts to use the group's library. In a training loop that uses only
-PyTorch, no function is replaced:
+The table has one row (`Wrap`) per function; the rows form groups, which are constants below.
+`import hf_moe_ep` replaces no function, and `patch` only sets methods of its model, such as
+`save_pretrained`. The functions of a group are replaced when the process starts to use the group's
+library. In a training loop that uses only PyTorch, no function is replaced:
 
     group        time of the replacement                              functions replaced
     ACCELERATE   when the process shows a sign of using Accelerate    3
@@ -505,7 +505,7 @@ FRAMEWORK_METHODS = (
         features.TRAINER_SLICES,
         (
             "compute_loss",
-            shared_batches.compute_loss_of_process,
+            shared_batches.compute_loss_of_swift,
             "averages over data ranks, where ms-swift averages over processes",
         ),
     ),

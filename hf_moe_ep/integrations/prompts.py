@@ -36,19 +36,22 @@ def compute_prompt_to_save(
 
 
 def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `PeftModel.get_prompt`: gather sharded parameters and compute without gradients."""
+    """Wrap `PeftModel.get_prompt`: gather sharded parameters, and then compute without gradients.
+
+    If no parameter is sharded, stock code runs, with gradients.
+    """
     sharded, call = _sharded_parameters(self), partial(original, self, *args, **kwargs)
     if not sharded:
         return call()
     with torch.no_grad():
         whole = {name: gather_whole(parameter) for name, parameter in sharded.items()}
-        return _compute_with(prompt_encoders(self), whole, call)
+        return _call_with(prompt_encoders(self), whole, call)
 
 
 def begin_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `PeftModelForCausalLM.prepare_inputs_for_generation`: initialise FSDP2's root first.
 
-    In this function PEFT calls the embedding before it calls the model.
+    PEFT calls the embedding there, before the model.
     """
     begin_with_root(self)
     return original(self, *args, **kwargs)
@@ -58,7 +61,7 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
     """Call PEFT's `save` on one rank, with the prompt encoders' tensors of a gathered state dict.
 
     Raises:
-        ValueError: the state dict lacks tensors of the prompt encoders.
+        ValueError: the prompt encoders have other tensors than the state dict.
     """
     prefix = f"{PROMPT_ENCODERS}."
     values = {
@@ -68,11 +71,11 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
     }
     if values.keys() != dict(prompt_encoders(model).named_parameters()).keys():
         raise ValueError(
-            f"state_dict lacks tensors named {prefix}*, which save_pretrained of a sharded model "
-            f"with prompts needs; pass state_dict=accelerator.get_state_dict(model) as it is, or "
-            f"none, on every rank"
+            f"state_dict does not have exactly the tensors of this model named {prefix}*, which "
+            f"save_pretrained of a sharded model with prompts needs; on every rank pass "
+            f"state_dict=accelerator.get_state_dict(model) as it is, or omit state_dict"
         )
-    _compute_with(prompt_encoders(model), values, save)
+    _call_with(prompt_encoders(model), values, save)
 
 
 def _sharded_parameters(model: Any) -> dict[str, DTensor]:
@@ -93,8 +96,7 @@ class _CallWithEncoders(nn.Module):
         return self._call()
 
 
-def _compute_with(
-    encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]
-) -> Any:
+def _call_with(encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]) -> Any:
+    """Run `call` while `values` are the parameters of the encoders."""
     named = {f"encoders.{name}": tensor for name, tensor in values.items()}
     return functional_call(_CallWithEncoders(encoders, call), named, ())

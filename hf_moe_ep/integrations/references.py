@@ -140,8 +140,8 @@ def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
     if size not in (1, shared_batches.processes_per_batch(accelerator)):
         raise ValueError(
             f"this model was patched with {state.config.sequence_sizes}, but the trained model has "
-            f"{shared_batches.sequence_sizes(accelerator)}; patch both with the same sizes, or "
-            f"this model with sp_size=1 and cp_size=1"
+            f"{shared_batches.sizes_of_shared_batch(accelerator)}; patch both with the same sizes, "
+            f"or this model with sp_size=1 and cp_size=1"
         )
 
 

@@ -5,7 +5,7 @@ processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same
 pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks {0 2}
 and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
 `processes_per_batch` returns this number. Accelerate assumes that every process has its own
-batches, so these functions are corrected for that Accelerator and its Trainer:
+batches, so the functions below are corrected for that Accelerator and its Trainer:
 
     function              what it does after the correction
     prepare_data_loader   splits samples over the data ranks instead of the processes
@@ -17,7 +17,7 @@ batches, so these functions are corrected for that Accelerator and its Trainer:
                           of whole sequences
 
 The Trainer divides its counts by the result of `get_tp_size()`, the only number of processes per
-batch that it knows.
+batch that it knows. This package multiplies that result by the number of processes per data rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepar
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"
-_SIZES = "_hf_moe_ep_sequence_sizes"
+_SIZES = "_hf_moe_ep_batch_sizes"
 _STAGES = "_hf_moe_ep_stages"
 Original = Callable[..., Any]
 
@@ -93,7 +93,7 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     """Let ranks share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: ranks share batches, and each rank generates its own completions, or the Trainer
+        ValueError: ranks share batches, and the Trainer lets each rank generate completions or
             reads the logits of whole sequences.
     """
     shares = state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
@@ -114,8 +114,8 @@ def processes_per_batch(accelerator: Accelerator) -> int:
     return getattr(accelerator, _SHARING, 1)
 
 
-def sequence_sizes(accelerator: Accelerator) -> str:
-    """Return the sizes for which ranks share a batch, for errors: "sp_size=2"."""
+def sizes_of_shared_batch(accelerator: Accelerator) -> str:
+    """Return `_sizes_of_batch` of the model whose batches the ranks of an Accelerator share."""
     sizes: str = getattr(accelerator, _SIZES, "sp_size=1")
     return sizes
 
@@ -189,7 +189,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     if self.dispatch_batches:
         raise ValueError(
             f"dispatch_batches=True sends each rank a batch of its own, but with "
-            f"{sequence_sizes(self)} the ranks of a group share one batch; set "
+            f"{sizes_of_shared_batch(self)} several ranks share one batch; set "
             f"dispatch_batches=False"
         )
     data_ranks = self.num_processes // processes_per_batch(self)
@@ -202,10 +202,10 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
-            f"with {sequence_sizes(self)} the ranks of a group share their samples; use "
-            f"another strategy"
+            f"with {sizes_of_shared_batch(self)} several ranks share their samples; use another "
+            f"strategy"
         )
-    elif getattr(sampler, "generator", self) is None and data_ranks == 1:
+    elif data_ranks == 1 and hasattr(sampler, "generator") and sampler.generator is None:
         # With one data rank Accelerate does not synchronise the generators of the ranks.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(_share_seed_of_rank_0(torch.initial_seed() % 2**63))
@@ -278,10 +278,10 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide the number by the ranks that share the batch.
+    """Wrap `Trainer.floating_point_ops`: divide the FLOPs by the ranks that share the batch.
 
-    The Trainer adds up the numbers of all ranks. The number is not divided by the pipeline stages:
-    each stage counts only its own parameters, so the numbers of the stages add up to the model's.
+    The Trainer adds up the FLOPs of all ranks. They are not divided by the number of stages: each
+    stage counts only its own parameters, so the FLOPs of the stages add up to the model's.
     """
     num_ranks = processes_per_batch(self.accelerator) // _num_stages(self.accelerator)
     return original(self, inputs) // num_ranks
@@ -365,8 +365,8 @@ def _loss_on_last_stage(
     if num_items is None:
         raise ValueError(
             f"compute_loss_func with pp_size={state.config.pp_size} must divide by "
-            f"num_items_in_batch, which the Trainer has not counted, because batches have no "
-            f"labels; use the model's own loss, or leave pp_size at 1"
+            f"num_items_in_batch, which the Trainer has not counted; use the model's own loss, or "
+            f"leave pp_size at 1"
         )
     try:
         state.caller_loss = CallerLoss(function, labels, num_items)
@@ -376,7 +376,7 @@ def _loss_on_last_stage(
         state.caller_loss, trainer.compute_loss_func = None, function
 
 
-def compute_loss_of_process(
+def compute_loss_of_swift(
     original: Original,
     self: transformers.Trainer,
     model: Any,
@@ -406,8 +406,10 @@ def compute_loss_of_sft(
 ) -> Any:
     """Wrap SFTTrainer's `compute_loss`: pass the divisor of the loss to the pipeline stages.
 
-    The trainer divides the sum of token losses by `num_items_in_batch`, and then multiplies by the
-    number of data ranks and divides the aux loss by the number of accumulated batches (TRL 1.15).
+    The trainer's loss is sum * data_ranks / num_items + aux / accumulation (TRL 1.15); without
+    `average_tokens_across_devices`, data_ranks counts as 1. Stages compute sum / divisor + aux,
+    which has the same gradients up to a factor (`pipeline/token_losses.py`) if divisor is
+    num_items / (data_ranks * accumulation).
     """
     state = find_state(self.model)
     if state is None or (state.config.pp_size or 1) == 1:

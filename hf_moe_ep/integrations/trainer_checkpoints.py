@@ -260,7 +260,8 @@ def load_optimizer(
 ) -> Any:
     """Wrap `Trainer._load_optimizer_and_scheduler`: refuse code in the files of DCP.
 
-    The state is loaded in hub order (row e is expert e), also if experts have moved to other rows.
+    DCP reads what each rank's shards need, so the layout may differ from that of the save. The
+    state is loaded in hub order (row e is expert e), also if experts have moved to other rows.
     """
     if checkpoint is None or self.model is None or find_state(self.model) is None:
         return original(self, checkpoint, *args, **kwargs)

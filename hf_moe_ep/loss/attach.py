@@ -63,7 +63,10 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Register the hooks on the causal LM, if its loss can be computed in chunks."""
+    """Register the hooks on the causal LM, if its loss can be computed in chunks.
+
+    With fused_loss="auto" (neither True nor False) each forward decides if nobody reads its logits.
+    """
     if state.config.fused_loss is False or parts.causal_lm is None:
         return
     reason = _why_not(parts)

@@ -1,8 +1,8 @@
 """Reuse the exchanges of a checkpointed layer's first run when backward recomputes the layer.
 
-Activation checkpointing runs a layer twice: once in forward, and once more in backward. The second
-run, the recompute, must not plan the exchanges of tokens again, for two reasons. To plan, the ranks
-send each other token counts, which costs a host sync. And a router whose scores differ by a
+Activation checkpointing runs a layer twice: in forward (the first run), and again in backward (the
+recompute). The recompute must not plan the exchanges of tokens again, for two reasons. To plan, the
+ranks send each other token counts, which costs a host sync. And a router whose scores differ by a
 rounding error (or by noise) may choose other experts: backward would get other rows than forward.
 
 transformers and torch call a function to checkpoint a layer. These functions are wrapped: instead

@@ -1,4 +1,4 @@
-"""Find the function that computes a module: the forward of its class, or a replacement of it.
+"""Find the function that runs as the forward of a module: stock code or a replacement.
 
 Liger (liger_kernel/transformers/monkey_patch.py, called by transformers/integrations/liger.py)
 binds forwards to the modules of a model. Liger also replaces classes of transformers by its own
@@ -47,7 +47,6 @@ def _wrapped_method(wrapper: Any, module: Any) -> Any:
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of the module's class."""
     function: Callable[..., Any] = type(module).forward
     return function
 
@@ -59,14 +58,13 @@ def class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]]:
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a function with the name of its module, for errors."""
+    """Return the dotted Python path of a function, for errors."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', '?')}.{name}"
 
 
-def belongs_to_liger(function: Any) -> bool:
-    """Return True if a function or a class belongs to Liger."""
-    return str(getattr(function, "__module__", "")).partition(".")[0] == _LIGER
+def belongs_to_liger(function_or_class: Any) -> bool:
+    return str(getattr(function_or_class, "__module__", "")).partition(".")[0] == _LIGER
 
 
 def is_computed_by_liger(module: nn.Module) -> bool:

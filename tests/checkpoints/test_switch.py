@@ -1,4 +1,7 @@
-"""A save over a checkpoint, killed before each file operation, leaves one complete checkpoint."""
+"""A save over a checkpoint, killed before each file operation, leaves one complete checkpoint.
+
+claims/test_kills.py lists the tests of kills in other saves.
+"""
 
 import os
 import shutil

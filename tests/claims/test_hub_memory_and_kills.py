@@ -1,4 +1,7 @@
-"""Loading from damaged checkpoints, saving to a full disk, and ranks killed during a save."""
+"""Loading from damaged checkpoints, saving to a full disk, and ranks killed during a save.
+
+test_kills.py lists the tests of kills in other saves.
+"""
 
 import errno
 import json

@@ -4,7 +4,8 @@ The save is `accelerator.save_state` or one of the Trainer. Each round saves sta
 to state B and saves again, in the folder of A or in the next folder that Accelerate or the Trainer
 names. A rank is killed (SIGKILL) during the second save. Two new ranks then load A or B bit by bit,
 or raise an error because the folder is torn; they never load a mixture of A and B. With pipeline
-stages a rank compares the state of its stage.
+stages a rank compares the state of its stage. test_kills.py lists the tests of kills in other
+saves.
 """
 
 import random

@@ -218,7 +218,7 @@ def _a_sampler_that_deals_rows_to_all_ranks_is_refused(rank: int, folder: str) -
         model=_model_of_sp_2(),
         train_dataset=_rows(),
     )
-    with pytest.raises(ValueError, match=r"'batch_rebalance' assigns .* with sp_size=2 the ranks"):
+    with pytest.raises(ValueError, match=r"'batch_rebalance' assigns .* sp_size=2 several ranks"):
         trainer.get_train_dataloader()
 
 

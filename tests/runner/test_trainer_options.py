@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from hf_moe_ep import patch
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.integrations.prepare import check_parallelism, take_over_sizes
-from hf_moe_ep.integrations.shared_batches import compute_loss_of_process
+from hf_moe_ep.integrations.shared_batches import compute_loss_of_swift
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream import trainers
 
@@ -188,7 +188,7 @@ def test_a_loss_that_ms_swift_multiplies_by_the_number_of_processes() -> None:
         for num_items, want in ((None, 3.0), (7, 6.0 if accepts else 12.0)):
             for with_outputs in (True, False):
                 call = (theirs, trainer, None, {}, with_outputs, num_items)
-                got = compute_loss_of_process(*call)
+                got = compute_loss_of_swift(*call)
                 assert got == ((want, "outputs") if with_outputs else want)
 
 

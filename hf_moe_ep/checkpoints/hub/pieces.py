@@ -154,6 +154,8 @@ def per_expert_pieces(
 ) -> list[Piece]:
     """Describe a stacked weight [E, out, in] that the checkpoint stores expert by expert.
 
+    Reading these pieces stacks the experts; no other function joins their tensors.
+
     Args:
         module: the name of the experts module.
         names: the tensors that make up the rows of one expert, in order, with a placeholder for the

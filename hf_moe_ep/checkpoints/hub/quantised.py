@@ -42,8 +42,8 @@ class HeldAsBytes:
 
     Attributes:
         local: the quantised values and scales on this rank, [L, rows, ..].
-        boxes: for each tensor of `local`, in the order of `by_name`, its box in the global tensor;
-            the box of its first rows, if it has two ranges of rows.
+        boxes: the boxes of the tensors of `local` in the global tensors, in the order of `by_name`.
+            If this rank has two ranges of rows, these are the boxes of the first range.
         shape_OI: the shape of one whole matrix.
         quantisation: the format.
         transposed: True if the model's parameter is [E, I, O].
@@ -68,14 +68,14 @@ class HeldAsBytes:
         """Read this rank's experts from a checkpoint and quantise them on `device`."""
         if self.local.values.numel() == 0:
             return
-        copies_bytes = self.quantisation.kind == "fp8" and _has_the_same_blocks(stored)
-        experts, rows, in_bytes = self.boxes[0]
+        copies_bytes = self.quantisation.kind == "fp8" and _has_expert_blocks(stored)
+        experts, rows, byte_columns = self.boxes[0]
         ranges = [rows] if self.second_rows is None else [rows, self.second_rows]
         # Double quantisation needs the scales of all rows.
         if self.quantisation.nested:
             ranges = [(0, self.shape_OI[0])]
         per_byte = self.quantisation.values_per_byte
-        columns = (in_bytes[0] * per_byte, in_bytes[1] * per_byte)
+        columns = (byte_columns[0] * per_byte, byte_columns[1] * per_byte)
         num_columns = columns[1] - columns[0]
         # All experts use one buffer. With a buffer each, memory could become fragmented.
         shape = (1, sum(stop - start for start, stop in ranges), num_columns)
@@ -98,7 +98,7 @@ class HeldAsBytes:
                 self._slice_rows(quantised).copy_into(target)
 
     def _slice_rows(self, matrix: Quantised) -> Quantised:
-        """Slice this rank's rows from a matrix if all of its rows were quantised."""
+        """Return this rank's rows of a matrix. Double quantisation has quantised all rows."""
         if not self.quantisation.nested:
             return matrix
         tensors = zip(matrix.by_name("").values(), self.boxes, strict=True)
@@ -122,7 +122,7 @@ class HeldAsBytes:
             *outer, rows, columns = in_file
             factors = reader.read(tensor.scales, (*outer, _in_blocks(rows), _in_blocks(columns)))
             expert, *others = in_target
-            blocks = (slice(*_in_blocks((dim.start, dim.stop))) for dim in others)
+            blocks = (slice(*_in_blocks((part.start, part.stop))) for part in others)
             piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
 
 
@@ -134,7 +134,8 @@ def _rows_of(matrix: Quantised, rows: slice) -> Quantised:
 
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
-    shards, apart = {}, find_apart(model)
+    shards = {}
+    apart = find_apart(model)  # the dims in which gate and up are held apart (`etp.py`)
     for name, matrix, quantisation in quantised_matrices(model):
         tensors, dim = matrix.by_name("").values(), apart.get(id(matrix.values))
         _, num_rows, row_bytes = stock_shape(matrix.values.shape, dim)
@@ -156,7 +157,7 @@ def _find_compute(model: nn.Module, name: str) -> Compute:
     return layer.compute
 
 
-def _has_the_same_blocks(stored: StoredParameter) -> bool:
+def _has_expert_blocks(stored: StoredParameter) -> bool:
     """Return True if a stack is stored in FP8, with the blocks that the expert's matrix has."""
     return all(
         isinstance(tensor, ScaledTensor)

@@ -1,10 +1,10 @@
-"""Gradients that stock computes in fp32 even in an fp64 model, which get a tolerance of 1e-6.
+"""Gradients that stock computes in fp32 even in an fp64 model. Their tolerance is 1e-6 or more.
 
 `FP32_SUMS`: stock casts some weights of a type to fp32, so their gradients are sums over tokens in
 fp32. Ranks with other tokens, or the same tokens in another order, round these sums differently.
 All other gradients of such a type stay fp64. `FP32_EVERYWHERE`: the hidden states themselves are
 summed in fp32, and all values after them are rounded. `test_every_model_type.py` checks both tables
-by running the same rows one by one and together.
+by running the same sequences one by one and together.
 """
 
 import re
@@ -14,7 +14,7 @@ from support.close import FP32_INSIDE, FP64_MODEL
 _ROUTER = r"\.gate\.(weight|global_scale)$"  # F.linear(x.float(), weight.float())
 _NORM = r"norm(_\w+)?\.weight$"  # (1 + weight.float()) * x.float()
 _STATE = r"\.(A_log|D|dt_bias|dt_proj\.bias)$|\.forget_gate\.|\.o_norm\.weight$"
-# One number, so its gradient is a sum over all tokens and channels, in which most terms cancel.
+# The gradient of a scalar is a sum over all tokens and channels, in which most terms cancel.
 _NUMBER = r"\.(global_scale|alpha)$"
 _STREAMS = r"_hc\."  # mixes of hyper-connections
 

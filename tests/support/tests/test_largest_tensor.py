@@ -1,4 +1,4 @@
-"""`LargestTensor` measures the storages of new tensors, and not those that existed before."""
+"""`LargestTensor` measures the storages of new tensors, and not those of known ones."""
 
 import torch
 from support.largest_tensor import LargestTensor
