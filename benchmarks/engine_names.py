@@ -1,12 +1,12 @@
-"""Record whether vLLM's own model classes take every key of our stream, one tensor at a time.
+"""Record whether vLLM's own model classes take every tensor of `hub_tensors`, one at a time.
 
     PYTHONPATH=VLLM_SOURCE python benchmarks/engine_names.py tests/checkpoints/engine_names.json
 
 For each type, vLLM builds its own class from the config of a tiny model, in one process on the
 CPU, and its `load_weights` gets the tensors of `hub_tensors` one by one, as TRL sends them.
-Recorded are the keys that it skips without a word or refuses, and its parameters that no key has
-filled. No forward runs, so no compiled kernels of vLLM are needed: its choice of kernels for
-experts is replaced.
+The keys that it skips without a message are recorded, and its parameters that no key has filled. If
+it refuses a key, the traceback is printed and nothing is recorded. No forward runs, so no compiled
+kernels of vLLM are needed: its choice of kernels for experts is replaced.
 
 The test `tests/checkpoints/test_engine_names.py` compares the keys of today's stream with the
 recorded ones, without vLLM.
@@ -46,7 +46,7 @@ TYPES = (
     "olmoe",
     "granitemoe",
 )
-# Fields that published configs have, vLLM reads, and the config classes of transformers lack.
+# Fields of published configs that vLLM reads and the config classes of transformers lack.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": lambda model: model.model.layers[0].self_attn.head_dim},
@@ -117,7 +117,7 @@ def record(model_type: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record all types, and add them to the file."""
+    """Record the given types, and add them to the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("types", nargs="*", default=TYPES)

@@ -1,7 +1,7 @@
 """Time a step of `hf_moe_ep.Muon` on 4 CPU ranks against torch.optim.Muon in one process.
 
     python benchmarks/muon.py
-    python benchmarks/muon.py --plan    # its share of a planned step of Qwen3-30B on 8 H100
+    python benchmarks/muon.py --plan    # Muon's share of a planned step of Qwen3-30B on 8 H100
 
 The one process holds the whole model. torch.optim.Muon takes matrices, so each matrix of an expert
 is a parameter of its own there. Both sides time the optimizer's step alone. With fewer cores than
@@ -137,7 +137,8 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
 def _bytes_by_hand(assignment: Any) -> int:
     """Return the bytes that a rank sends in a step, as an average over the ranks.
 
-    Of the elements of a sharded matrix, 1 / ranks are with the owner already.
+    The elements of a sharded matrix are sent to its owner and back, hence the factor 2. The owner
+    has 1 / ranks of them already.
     """
     nbytes = 0
     for entry in assignment.matrices:
@@ -150,7 +151,7 @@ def _bytes_by_hand(assignment: Any) -> int:
 
 
 def _operations(assignment: Any, rank: int | None) -> int:
-    """Return the operations of this rank (`rank` None) or of another rank of its groups."""
+    """Return the operations of rank `rank` of each group; None: of this rank."""
     owned = [run for runs in assignment.whole for run in runs]
     for bucket in assignment.buckets:
         owned += bucket.runs[dist.get_rank(bucket.group) if rank is None else rank]
@@ -195,7 +196,7 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
         f"- {sizes}",
         f"- torch.optim.Muon in one process: {stock.clock:.3f} s, {stock.cpu:.3f} CPU seconds",
         "",
-        "| layout | seconds / one process | CPU seconds of the busiest rank / one process "
+        "| layout | seconds, x one process | CPU seconds of the busiest rank, x one process "
         "| MB sent by all ranks | by hand | operations, busiest / mean | buckets "
         "| MB of the largest bucket |",
         "|---|---|---|---|---|---|---|---|",
@@ -220,7 +221,7 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
 
 
 def work_of_a_rank(config: Any, parallel: ParallelConfig, world: int) -> tuple[int, int]:
-    """Deal out a model's matrices without memory.
+    """Assign a model's matrices to ranks, without allocating them.
 
     Returns:
         The operations of the busiest rank, and the bytes that a rank sends.

@@ -281,7 +281,7 @@ def read_ours(
         with Watch() as watch:
             ranks = ranks_needed(targets, saved)
             if ranks is not None:
-                names = [name for name in names if part_files.of_rank(name) in ranks]
+                names = [name for name in names if part_files.writer_of(name) in ranks]
             number = part_files.read_parts(
                 (folder / name for name in nearest_first(names, rank, world)), targets
             )

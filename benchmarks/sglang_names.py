@@ -1,4 +1,4 @@
-"""Record whether SGLang's own model classes take every key of our stream, one tensor at a time.
+"""Record whether SGLang's own model classes take every tensor of `hub_tensors`, one at a time.
 
     PYTHONPATH=SGLANG_SOURCE python benchmarks/sglang_names.py tests/checkpoints/engine_names.json
 
@@ -185,7 +185,7 @@ def _count_missing(parameters: dict[str, torch.nn.Parameter]) -> int:
 
 
 def main() -> None:
-    """Record all types, each in a process of its own, and add them to the file."""
+    """Record the given types, each in a process of its own, and add them to the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("types", nargs="*", default=[*TYPES, *(f"head of {x}" for x in HEADS)])

@@ -17,7 +17,7 @@
     step     forward, backward and AdamW, until the slowest rank is done
     ratio    with stages / without, turn by turn
     sent     all bytes that a node's interface sends in a step
-    by hand  hidden states or gradients of all tokens of a node, which is what a stage sends
+    by hand  the hidden states, or the gradients, of all tokens of a node: a stage sends these
 """
 
 from __future__ import annotations
@@ -129,16 +129,16 @@ def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
 
 
 def measure(sizes: Sizes) -> Figures:
-    """Run steps of both models in turn, and drop the first turn."""
+    """Run steps of both models in turn; the first turn is a warm-up."""
     models, optimizers = {}, {}
     for name, layout in LAYOUTS.items():
         torch.manual_seed(0)
         models[name] = apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), **layout).train()
         optimizers[name] = torch.optim.AdamW(models[name].parameters(), lr=1e-5)
-    rows = sizes.tokens // sizes.seq
+    num_rows = sizes.tokens // sizes.seq
     generator = torch.Generator().manual_seed(0)
     # With stages there are two data ranks, without them four: both train the same rows.
-    everything = torch.randint(VOCAB, (4 * rows, sizes.seq), generator=generator)
+    everything = torch.randint(VOCAB, (4 * num_rows, sizes.seq), generator=generator)
     rank = dist.get_rank()
     rows_of = {"stages": everything.chunk(2)[rank % 2], "ep 4": everything.chunk(4)[rank]}
     batches = {name: {"input_ids": rows, "labels": rows} for name, rows in rows_of.items()}
@@ -165,19 +165,19 @@ def report_bubbles(milliseconds: int) -> list[str]:
 
 
 def report_nodes(sizes: Sizes, rate: str, figures: Figures) -> list[str]:
-    ours, theirs = (figures[name] for name in LAYOUTS)
-    rows = sizes.tokens // sizes.seq
-    by_hand = 4 * rows * sizes.seq * sizes.hidden * 4 / 2**20
+    staged, ep_only = (figures[name] for name in LAYOUTS)
+    num_rows = sizes.tokens // sizes.seq
+    by_hand = 4 * num_rows * sizes.seq * sizes.hidden * 4 / 2**20
     return [
         f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
-        f"{sizes.experts} experts of {sizes.intermediate}, fp32; {4 * rows} sequences of "
+        f"{sizes.experts} experts of {sizes.intermediate}, fp32; {4 * num_rows} sequences of "
         f"{sizes.seq} tokens per step, {RANKS} gloo ranks of one thread each, {sizes.steps} steps",
         f"- link between the nodes: {rate} each way, by `tc tbf`; all on one machine",
         "- stages: pp 2 x ep 2, 8 micro-batches, a stage per node; without: ep 4 over both nodes\n",
         "| | 2 stages x ep 2 | ep 4 | ratio |",
         "|---|---|---|---|",
-        f"| {row('step, s', ours['seconds'], theirs['seconds'])} |",
-        f"| {row('sent by a node, MiB', ours['sent'], theirs['sent'])} |",
+        f"| {row('step, s', staged['seconds'], ep_only['seconds'])} |",
+        f"| {row('sent by a node, MiB', staged['sent'], ep_only['sent'])} |",
         f"\nA stage sends {by_hand:.1f} MiB of hidden states or gradients in a step, by hand.",
     ]
 

@@ -29,7 +29,7 @@ from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, known_digests
 from hf_moe_ep.checkpoints.hub.head import add_empty_head
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.read import described_model
+from hf_moe_ep.checkpoints.hub.read import model_from_config
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
     group_tensors,
@@ -105,7 +105,7 @@ def convert(
     if not (config_folder / CONFIG).is_file():
         raise ValueError(f"{config_folder} has no {CONFIG}; name the model's folder with --config")
     reader, metadata = _open_checkpoint(folder)
-    model, plan = described_model(config_folder)
+    model, plan = model_from_config(config_folder)
     add_empty_head(model, plan, metadata.state_dict_metadata)
     saved_in = dtype or next(p.dtype for p in model.parameters())
     tensors = distinct_tensors(model)

@@ -50,9 +50,9 @@ from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.read import (
-    described_model,
     dtype_of_weights,
     find_weights,
+    model_from_config,
 )
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, write_checkpoint
@@ -141,7 +141,7 @@ def merge_adapter(
     _check_not_quantized(folder)
     config = read_lora_config(adapter_folder)
     adapter_tensors = _read_adapter(adapter_folder)
-    model, plan = described_model(folder, partial(dtype_of_weights, folder))
+    model, plan = model_from_config(folder, partial(dtype_of_weights, folder))
     patterns = check_patterns(ignore_unexpected)
     stored, extra = _find_base(model, folder, plan, patterns)
     num_in_base = len(distinct_tensors(model))

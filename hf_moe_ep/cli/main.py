@@ -84,8 +84,8 @@ def _parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
     """
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",
-        description="Inspect, check and rewrite models, checkpoints and adapters without a "
-        'training job. Run "hf-moe-ep COMMAND --help" for the options of a command.',
+        description="Plan and run MoE training; inspect, check and convert checkpoints and "
+        'adapters. Run "hf-moe-ep COMMAND --help" for the options of a command.',
     )
     parser.add_argument(
         "--version",

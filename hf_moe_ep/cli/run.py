@@ -3,8 +3,8 @@
     hf-moe-ep run --ep-size 8 -- axolotl train cfg.yml
     hf-moe-ep run --ep-size 8 --sp-size 2 -- accelerate launch --config_file fsdp2.yaml train.py
 
-Every MoE model that transformers loads or creates in a Python process of the command is patched.
-The command and its options stay as they are.
+Every MoE model that transformers loads or creates in a Python process of the command is patched
+(`runner/hook.py`). The command and its options stay as they are.
 """
 
 from __future__ import annotations

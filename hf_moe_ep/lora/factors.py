@@ -8,8 +8,8 @@
 In PEFT's layout an expert owns every E-th column of lora_B, which no DTensor placement can
 describe. With experts as the first dim, both factors are sharded, gathered and checkpointed like
 stacked weights. With etp_size > 1 a sharded model may store the dim 2F of gate_up_proj as two dims
-(2, F), in the weight and in the factor that has this dim (`etp.py`). The shape letter P is the rank
-r of an adapter.
+(2, F), in the weight and in the factor that has this dim (`etp.cut_of_factor`).
+`sharding/values.py` splits the factors. The shape letter P is the rank r of an adapter.
 """
 
 from __future__ import annotations

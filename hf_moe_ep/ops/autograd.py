@@ -1,4 +1,4 @@
-"""Helpers of autograd functions that pass gradients to each other outside of the autograd graph."""
+"""Helpers for autograd functions that pass gradients to each other outside of the graph."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
     """Return a placeholder gradient of the given shape, in the memory of one element.
 
     A node returns the placeholder to autograd if it passes the real gradient to the next node
-    outside of the autograd graph. The element is shared, so it needs no kernel launch: autograd
-    writes to no tensor whose elements overlap.
+    outside of the autograd graph. All placeholders share one cached element, so they need no kernel
+    launch. This is safe: autograd writes to no tensor whose elements overlap.
     """
     if shape.numel() > 1 and type(like) is Tensor:
         return _zero(like.dtype, like.device).expand(shape)

@@ -8,19 +8,20 @@ the results that forward has not written. `Fusion` counts these kernels:
     x -> to fp32 -> square -> mean -> rsqrt -> times x -> to bf16 -> times weight -> product
 
 Uncompiled, this norm of a bf16 tensor of N bytes moves about 20 N bytes in 7 launches. Compiled, it
-is one kernel that reads x and writes the factor of the product: 2 N bytes. Its backward reads x
+is one kernel that reads x and writes the input of the product: 2 N bytes. Its backward reads x
 again, instead of the results that autograd has saved.
 
 A tensor is written to memory if
 
 - a product, attention, or an operator outside of the compiled code made it, or reads it;
 - it crosses the border of a graph: a graph ends where the MoE block or a layer begins or ends;
-- it is a sum over rows, which is small, and which a separate kernel may need.
+- it has at most 1/16 of the size of its operator's largest input, such as the sum of each row: a
+  separate kernel may need it.
 
 Any other tensor is computed again by each kernel that needs it. Such a kernel reads the tensors
 from which the needed tensor is computed. A kernel is a series of operators without a product or
-attention in between. A sum over columns, such as the gradient of a norm's weight, is a separate
-kernel: it needs all rows, while other kernels compute one row at a time.
+attention in between. A sum of all rows, such as the gradient of a norm's weight, is a separate
+kernel, because other kernels compute one row at a time.
 
 The code of training itself decides which regions are compiled: inside of `mark_compiled_regions`,
 torch.compile marks a region instead of compiling it. Autograd numbers its nodes. An operator of
@@ -63,16 +64,17 @@ class _Node:
 
     Attributes:
         graph: the number of the graph that contains the operator; None outside of compiled code.
-        in_backward: True for the backward of the graph.
+        in_backward: True for the backward of the graph; False for its forward, even when backward
+            recomputes it.
         fuses: True if the operator only moves bytes.
-        sums_columns: True if the operator adds up all rows of its input.
+        sums_rows: True if the operator adds up all rows of its input.
     """
 
     phase: str
     graph: int | None
     in_backward: bool
     fuses: bool
-    sums_columns: bool
+    sums_rows: bool
     dtype: str
     reads: tuple[_Use, ...]
     writes: tuple[_Use, ...]
@@ -139,7 +141,7 @@ class Fusion:
             graph,
             not self._running,
             fuses,
-            fuses and _sums_columns(reads, writes),
+            fuses and _sums_rows(reads, writes),
             operator.dtype,
             tuple(map(self._use, reads)),
             tuple(map(self._use, writes)),
@@ -150,6 +152,7 @@ class Fusion:
     def kernels(self) -> list[Kernel]:
         """Return the kernels of all operators for which `add` has returned True."""
         written = self._find_written()
+        # For each tensor that is not written: the tensors in memory from which it is computed.
         sources: dict[int, tuple[_Use, ...]] = {}
         kernels: list[Kernel] = []
         reads: dict[int, int] = {}
@@ -177,7 +180,7 @@ class Fusion:
             if not node.fuses:
                 continue
             needed = [source for use in node.reads for source in sources.get(use.storage, (use,))]
-            if node.sums_columns:
+            if node.sums_rows:
                 nbytes = sum(use.nbytes for use in dict.fromkeys((*needed, *node.writes)))
                 kernels.append(Kernel(node.phase, node.dtype, nbytes, 1))
                 continue
@@ -233,8 +236,8 @@ class Fusion:
         return _Use(known[1], tensor.numel() * tensor.element_size())
 
 
-def _sums_columns(reads: list[Tensor], writes: list[Tensor]) -> bool:
-    """Return True if the operator's result has the width of its input, and few or no rows."""
+def _sums_rows(reads: list[Tensor], writes: list[Tensor]) -> bool:
+    """Return True if the operator's result has the width of its input, but far fewer rows."""
     if not reads or not writes:
         return False
     rows, result = reads[0], writes[0]

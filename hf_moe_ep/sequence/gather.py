@@ -399,7 +399,8 @@ def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, 
     """Return the bounds of the documents in every row, or None if each row is one document.
 
     As in transformers (masking_utils.py, find_packed_sequence_indices), a document begins where the
-    position is not the previous one plus 1. The function copies the positions to the host.
+    position is not the previous one plus 1. `split.py` calls rows with a mask packed only if their
+    positions restart (`_restarts`). The function copies the positions to the host.
 
     Args:
         positions: (B or 1, S), or (4, B or 1, S) with the positions of the text first. Positions of

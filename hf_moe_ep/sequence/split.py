@@ -207,7 +207,10 @@ def _documents_beside(
 
 
 def _restarts(positions: Tensor | None) -> bool:
-    """Return True if positions do not ascend within a row. This is a host sync."""
+    """Return True if positions do not ascend within a row; `find_documents` also sees gaps.
+
+    This is a host sync.
+    """
     text = None if positions is None else text_positions(positions)
     return text is not None and bool((text.diff() <= 0).any())
 

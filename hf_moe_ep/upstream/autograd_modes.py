@@ -1,4 +1,4 @@
-"""The state of autograd for which torch has no public function: backward, modes, hooks, views.
+"""Private functions of torch: a running backward, modes, hooks, views, asserts on the device.
 
 The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
 torch/utils/checkpoint.py, torch/autograd/__init__.py, torch/csrc/autograd/init.cpp and
@@ -23,8 +23,7 @@ def backward_is_running() -> bool:
 def saved_tensors_are_hooked() -> bool:
     """Return True if a function replaces the tensors that autograd saves.
 
-    Checkpoints that are not reentrant do so, and so does a function that moves activations to the
-    host.
+    Non-reentrant activation checkpointing does so, and so does offloading activations to the host.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -32,7 +31,8 @@ def saved_tensors_are_hooked() -> bool:
 def hidden_from_modes() -> AbstractContextManager[Any]:
     """Return a context manager inside which no dispatch mode sees the operators.
 
-    Selective activation checkpointing, for example, is a mode that counts operators.
+    Selective activation checkpointing, for example, has a mode that needs the same operators in
+    forward and in its recompute.
     """
     modes: AbstractContextManager[Any] = _disable_current_modes()
     return modes
@@ -67,12 +67,12 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def next_sequence_number() -> int:
-    """Return the number of the next node of autograd's graph that this thread makes in forward."""
+    """Return the sequence number of the next autograd node that this thread makes in forward."""
     number: int = vars(torch.autograd)["_get_sequence_nr"]()
     return number
 
 
 def running_sequence_number() -> int | None:
-    """Return the number of the node that backward runs, or None outside of a backward."""
+    """Return the sequence number of the node that backward runs, or None outside of a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()

@@ -1,4 +1,4 @@
-"""Classes of vLLM and SGLang take every key of our stream: none is unknown, none is skipped.
+"""Classes of vLLM and SGLang take every key of `hub_tensors`: none is unknown, none is skipped.
 
 `benchmarks/engine_names.py` and `benchmarks/sglang_names.py` have recorded what the engines do with
 each key. The keys of today's stream must be the recorded ones. The rows "head of .." are the

@@ -18,7 +18,7 @@ from transformers import GptOssForCausalLM, Mxfp4Config
 from hf_moe_ep import from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
-from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
+from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 
@@ -122,6 +122,6 @@ def test_missing_scales_and_wrong_shapes_are_refused(tmp_path: Path, damage: str
         state[f"{name}_blocks"] = state[f"{name}_blocks"][:, :60].contiguous()
         text = rf"{name}_blocks \(8, 60, 3, 16\) .*which needs \(8, 64, 3, 16\)"
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    model, plan = described_model(tmp_path)
+    model, plan = model_from_config(tmp_path)
     with pytest.raises(ValueError, match=text):
         find_weights(model, tmp_path, plan, [name for name, _ in model.named_parameters()])

@@ -30,7 +30,7 @@ from transformers import (
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
-from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
+from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.checkpoints.training.base import describe_base
@@ -144,7 +144,7 @@ def read_fp8(folder: Path, weight: str) -> Quantised:
 
 def locate_weights(folder: Path) -> dict[str, StoredParameter]:
     """Find where the files of a checkpoint store each weight."""
-    model, plan = described_model(folder)
+    model, plan = model_from_config(folder)
     names = [name for name, _ in model.named_parameters()]
     return find_weights(model, folder, plan, names).stored
 

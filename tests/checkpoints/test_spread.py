@@ -142,7 +142,7 @@ def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
         ):
             folder.read_tensors(path, parts, state)
         assert all(torch.equal(tensors[name].to_local(), values[name]) for name in values)
-        ranks = {part_files.of_rank(call.args[0].name) for call in read.mock_calls}
+        ranks = {part_files.writer_of(call.args[0].name) for call in read.mock_calls}
     return ranks
 
 

@@ -5,8 +5,8 @@ in the background. One rank is killed (SIGKILL) at a random moment, mostly durin
 must equal that of an uninterrupted run at the same step.
 
 Other kinds of saves are killed in test_hub_memory_and_kills.py (`save_pretrained`),
-test_state_kills.py (`save_state` and the Trainer), checkpoints/test_switch.py (before each file operation) and
-checkpoints/test_extra_tensors.py.
+test_state_kills.py (`save_state` and the Trainer), checkpoints/test_switch.py (before each file
+operation) and checkpoints/test_extra_tensors.py.
 """
 
 import os

@@ -43,7 +43,7 @@ def has_blocks(shape: tuple[int, ...]) -> bool:
 
 
 def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
-    """Return the names in checkpoints of the parameters that are encoded if they are large enough.
+    """List, by their names in checkpoints, the parameters that are encoded if `has_blocks`.
 
     These are stacked experts, and the weights of Linear layers except the output head and routers.
     """
@@ -58,14 +58,14 @@ def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
     return weights
 
 
-def fp8_config(others: Iterable[str]) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint in FP8; the matrices `others` are not FP8."""
+def fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
+    """Return the quantization_config of a checkpoint in FP8, except the matrices `unencoded`."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [_BLOCK, _BLOCK],
-        "modules_to_not_convert": sorted(key.removesuffix(".weight") for key in others),
+        "modules_to_not_convert": sorted(key.removesuffix(".weight") for key in unencoded),
     }
 
 
@@ -73,6 +73,7 @@ def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Encode a weight [.., out, in]; return E4M3 values of its shape, and the scales of its blocks.
 
     The formula is that of transformers' Fp8Quantize (integrations/finegrained_fp8.py).
+    `ops/quantised.py` has it as well, for matrices of experts without incomplete blocks.
     """
     *outer, rows, columns = weight.shape
     blocks = math.ceil(rows / _BLOCK), math.ceil(columns / _BLOCK)

@@ -2,9 +2,9 @@
 
 The model is built on the meta device, and `find_weights` finds its parameters in the checkpoint.
 Then the model is sharded, and `load_weights` allocates each rank's shards and reads their byte
-ranges. Besides its shards a rank needs memory for its part of one tensor, or, for experts that are
-held quantised (`quantised.py`), for one matrix of one expert. With dp_replicate_size > 1 every
-replica reads the files.
+ranges. Reading also needs memory for this rank's part of the tensor that is being read, or, for
+experts that are held quantised (`quantised.py`), for one matrix of one expert. With
+dp_replicate_size > 1 every replica reads the files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from hf_moe_ep.upstream.modules import allocate_meta
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def described_model(
+def model_from_config(
     folder: Path, find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 ) -> tuple[nn.Module, ModelPlan]:
     """Build a model on the meta device from the config in a folder; return it and its plan.
@@ -117,8 +117,8 @@ def find_weights(
                 model,
                 directory,
                 f"{list_names('unexpected', found.unexpected)}; if the model does not need them, "
-                f"from_pretrained(.., ignore_unexpected=[pattern]) carries tensors whose keys "
-                f"match a regular expression on to every checkpoint that is saved",
+                f"pass ignore_unexpected=[regex] to from_pretrained, which copies the tensors with "
+                f"matching keys into every saved checkpoint",
             )
         return Weights(found.stored, found.extra), fingerprint(found.file_tensors)
 
@@ -145,7 +145,7 @@ class Match(NamedTuple):
     Attributes:
         stored: the parameters that were asked for, and all persistent buffers, by name.
         unexpected: the keys that belong to no parameter and that the model's class does not ignore.
-        extra: the tensors that belong to no parameter and are ignored, as they are in the files.
+        extra: the ignored tensors, undecoded, by the keys under which they are saved.
         file_tensors: all tensors of the checkpoint, by their keys in the files.
     """
 
@@ -182,9 +182,9 @@ def match_checkpoint(
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
-        of_others = _find_scaled_extra(model, file_tensors, layout, ignore_unexpected)
+        ignored_scaled = _find_scaled_extra(model, file_tensors, layout, ignore_unexpected)
         joined = join_scales(
-            {key: tensor for key, tensor in file_tensors.items() if key not in of_others},
+            {key: tensor for key, tensor in file_tensors.items() if key not in ignored_scaled},
             Path(directory),
         )
         key_in_file = _rename_keys(model, joined, layout)
@@ -207,7 +207,7 @@ def match_checkpoint(
     unexpected = unexpected_keys(model, others, ignore_unexpected)
     ignored = set(others) - set(unexpected)
     extra = {key: file_tensors[key_in_file.get(key, key)] for key in others if key in ignored}
-    extra |= {key: file_tensors[key] for key in of_others}
+    extra |= {key: file_tensors[key] for key in ignored_scaled}
     check_extra(extra, layout, stored)
     return Match(stored, sorted(unexpected), extra, dict(file_tensors))
 
@@ -295,10 +295,10 @@ def check_same_weights(own_fingerprint: str, folder: str) -> None:
     if fingerprints is None:
         return
     folders = gather(folder)
-    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
-    if others:
+    rank = next((r for r, x in enumerate(fingerprints) if x != fingerprints[0]), None)
+    if rank is not None:
         raise ValueError(
-            f"ranks read different weights: rank {others[0]} in {folders[others[0]]}, rank 0 in "
+            f"ranks read different weights: rank {rank} in {folders[rank]}, rank 0 in "
             f"{folders[0]}; name one folder on all ranks, and copy it to every node"
         )
 
@@ -347,8 +347,8 @@ def _match_parameters(
     known = {piece.key for pieces in pieces_of.values() for piece in pieces} | tied_keys
     # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
     ids = {id(tensor) for _, tensor in parameters}
-    others = [names for key, names in aliases.items() if key not in ids]
-    known |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
+    unread = [name for key, names in aliases.items() if key not in ids for name in names]
+    known |= {piece.key for name in unread for piece in layout[file_name(name)]}
     stored = {
         name: StoredParameter(
             [(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name]
@@ -367,7 +367,7 @@ def _find_single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor
 
 
 def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
-    """Raise ValueError if tied tensors differ, because only the first one would be read."""
+    """On rank 0, raise ValueError if tied tensors differ, because only the first one is read."""
     first, *others = tensors or [""]
     for other in others if is_first() else ():
         if not same_values(tensors[first], tensors[other]):

@@ -130,7 +130,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{Path(folder)} has no {MANIFEST}: this checkpoint was not finished; take an older one"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, LookupError, AttributeError, TypeError) as e:
-        raise ValueError(f"{path} is damaged ({e}); take an older checkpoint") from e
+        raise ValueError(f"{path} is damaged ({e}); load an older checkpoint") from e
     return dict(content)
 
 
@@ -174,7 +174,7 @@ def check(
             if actual != expected:
                 raise ValueError(
                     f"{path / name} has changed since it was written: sha256 {actual}, {MANIFEST} "
-                    f"says {expected}; take an older checkpoint"
+                    f"says {expected}; load an older checkpoint"
                 )
 
     together(f"reading {path}", check_files, group)
@@ -292,7 +292,7 @@ def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:
         except FileNotFoundError as error:
             raise ValueError(
                 f"{folder / name} is missing, but {MANIFEST} says that it has {entry['size']} "
-                f"bytes; take an older checkpoint"
+                f"bytes; load an older checkpoint"
             ) from error
         if size != entry["size"]:
             raise ValueError(

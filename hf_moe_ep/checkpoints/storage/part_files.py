@@ -1,7 +1,7 @@
 """Write the shards of each rank to files, and read them on ranks of any other layout.
 
-A file has at most one shard of a tensor. A rank whose shard is two boxes (`etp.py`) writes the
-second box to another file.
+A file has at most one box (index ranges) of a tensor. A rank whose shard is two boxes (`etp.py`)
+writes the second box to another file.
 
     shard-00002-model-00001-of-00001.safetensors     written by rank 1; file names count from 1
     header    {"__metadata__": {"DCP_SHARDING_INFO": "{\"w\": {\"saved_offsets\": [4, 0]}, .. }"},
@@ -65,7 +65,7 @@ def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, A
     return written
 
 
-def of_rank(name: str) -> int:
+def writer_of(name: str) -> int:
     """Return the rank that wrote a file; raise ValueError if `file_name` cannot make the name."""
     match = re.fullmatch(r"shard-(\d+)-model-\d+-of-\d+\.safetensors", name)
     if match is None:
@@ -78,10 +78,10 @@ def nearest_first(names: Iterable[str], rank: int, world: int) -> list[str]:
 
     If the number of ranks has not changed, the rank's own file is the first. Otherwise the first
     file is that of the rank at the same relative position. Ranks hold shards in order, so the
-    shards that a rank needs are in this file or near it. If there are fewer ranks than at the save,
-    they are also in the files after this file.
+    shards that a rank needs are in this file or near it. With fewer ranks than at the save, later
+    files have some of them, too.
     """
-    writers = {name: of_rank(name) for name in names}
+    writers = {name: writer_of(name) for name in names}
     position = rank * (1 + max(writers.values(), default=0)) // world
     return sorted(writers, key=lambda name: (abs(writers[name] - position), -writers[name], name))
 
@@ -120,7 +120,7 @@ Parts = Sequence[tuple[Box, Tensor]]
 
 
 def read_parts(files: Iterable[Path], targets: Mapping[str, Parts]) -> int:
-    """Fill this rank's shards of `targets` from files, in their order, until the shards are full.
+    """Fill this rank's shards of `targets` from `files`, in order, until all shards are full.
 
     Returns:
         The number of files whose headers were read.
@@ -151,7 +151,7 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Parts]) -> int:
         raise ValueError(
             f"{num_files} files lack {shard.num_missing} of "
             f"{math.prod(shard.local.shape)} values in this rank's shard of {name} "
-            f"({len(missing)} tensors are incomplete); take an older checkpoint"
+            f"({len(missing)} tensors are incomplete); load an older checkpoint"
         )
     return num_files
 

@@ -240,7 +240,7 @@ class FileReferences:
             )
             references.tensors()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+            raise ValueError(f"{path} is damaged ({error}); load an older checkpoint") from error
         return references
 
 

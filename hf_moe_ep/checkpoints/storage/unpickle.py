@@ -122,7 +122,7 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
             loaded.storage_meta.checkpoint_id = os.fspath(self.path)
         except _UNREADABLE as error:
             raise ValueError(
-                f"{path} cannot be loaded: {error}; take an older checkpoint"
+                f"{path} cannot be loaded: {error}; load an older checkpoint"
             ) from error
     metadata: Metadata = loaded
     return metadata
@@ -144,7 +144,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
             f"loading it could run code that someone put into the file, or the file is damaged "
-            f"({_describe_reason(error)}); take an older checkpoint, or allow a class of your own "
+            f"({_describe_reason(error)}); load an older checkpoint, or allow a class of your own "
             f"by torch.serialization.add_safe_globals"
         ) from error
     put_value(planner, item.dest_index.fqn, loaded)

@@ -133,7 +133,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         number = content["format"]
         is_complete = {"model", "experts_dtype", "experts_double_quant", "hashes"} <= content.keys()
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+        raise ValueError(f"{path} is damaged ({error}); load an older checkpoint") from error
     if number != _FORMAT or not is_complete:
         raise ValueError(f"{path} has format {number}, this version reads {_FORMAT}")
     return content

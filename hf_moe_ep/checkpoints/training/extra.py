@@ -61,7 +61,7 @@ def read_extra(path: Path) -> FileReferences | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         problem = content.get("problem")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+        raise ValueError(f"{path} is damaged ({error}); load an older checkpoint") from error
     if problem is not None:
         raise ValueError(
             f"the tensors in {content.get('folder')} that the model's class ignores were lost "

@@ -34,9 +34,9 @@ from hf_moe_ep.checkpoints.storage.part_files import (
     Parts,
     Shards,
     nearest_first,
-    of_rank,
     read_parts,
     write_parts,
+    writer_of,
 )
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
@@ -132,7 +132,7 @@ def read_tensors(path: Path, targets: Mapping[str, Parts], saved: StateFile) -> 
     names = [Path(name).name for name in known if name.startswith(f"{TENSORS}/")]
     ranks = ranks_needed(targets, saved)
     if ranks is not None:
-        names = [name for name in names if of_rank(name) in ranks]
+        names = [name for name in names if writer_of(name) in ranks]
     ordered = nearest_first(names, this_rank(), world_size())
     read_parts((path / TENSORS / name for name in ordered), targets)
 

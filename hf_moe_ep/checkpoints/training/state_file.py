@@ -170,7 +170,7 @@ def read(path: Path) -> StateFile:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is damaged ({reason}); take an older checkpoint") from error
+        raise ValueError(f"{path} is damaged ({reason}); load an older checkpoint") from error
 
 
 def _form_to_json(form: TensorForm, numbers: dict[Spread, int]) -> dict[str, Any]:
