@@ -70,6 +70,11 @@ class WeightSource:
     flat: bool = False
     transposed: bool = False
 
+    @property
+    def is_per_expert(self) -> bool:
+        """True if the block has one parameter for each expert."""
+        return "{}" in "".join(self.parts)
+
 
 @dataclass(frozen=True)
 class MoEBlock:

@@ -54,7 +54,7 @@ class Update:
             a, b = a[experts[0]], b[experts[0]]
         a, b = a[..., columns], b[..., rows, :]
         dtype = b.dtype
-        if b.device.type == "cpu" and dtype in _HALF:
+        if b.device.type == "cpu" and dtype in _HALF:  # as in PEFT
             a, b = a.float(), b.float()
         # For a transposed stack PEFT's einsum exchanges the operands, and the rounding differs if a
         # dim is small. Here the operands are exchanged in the same case.
@@ -65,7 +65,7 @@ class Update:
 
 
 def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Convert the factors of a stack, from either layout, to [E, r, in] and [E, out, r]."""
+    """Convert factors of a stack, in either layout of `factors.py`, to [E, r, in], [E, out, r]."""
     if is_stacked(a):
         return join_gate_and_up(a, b)
     return stack_a(a, num_experts), stack_b(b, num_experts)

@@ -43,9 +43,9 @@ from hf_moe_ep.upstream.modules import name_of_child
 
 _logger = logging.getLogger("hf_moe_ep")
 
-# A chunk has half as many tokens as the hidden size: its logits, and what autograd makes of them,
-# then need about as much memory as the sum of the gradients of the head's weight. Smaller chunks
-# would mostly read and write that sum.
+# A chunk has half as many tokens as the hidden size: its logits and their gradients then need about
+# as much memory as the sum of the gradients of the head's weight. Smaller chunks would mostly read
+# and write that sum.
 _TOKENS_PER_HIDDEN = 0.5
 _SMALLEST_CHUNK = 256
 

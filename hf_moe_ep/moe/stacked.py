@@ -51,7 +51,8 @@ class StackedExperts(nn.Module):
 
     Attributes:
         description: the description of the block.
-        changed: the weights that are not the stock parameters of the same names.
+        changed: the names of the weights that are made from stock parameters. Each other weight is
+            a stock parameter itself.
         stock_order: the names of the children of the stock block.
         num_experts: the number of experts with weights.
         num_identity_experts: the number of experts that return their input.
@@ -175,8 +176,8 @@ def stack_experts(model: nn.Module, description: MoEBlock | None) -> None:
     A block that has such a module already is left as it is.
 
     Raises:
-        ValueError: a block does not fit the description, or PEFT has adapted a weight that differs
-            from the stock parameters. No block is changed then.
+        ValueError: a block does not fit the description, or PEFT has adapted stock parameters from
+            which a weight would be made. No block is changed then.
     """
     if description is None:
         return
@@ -211,7 +212,7 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def count_blocks(model: nn.Module, description: MoEBlock) -> tuple[int, int]:
-    """Return the numbers of experts and of blocks in a stock model; (0, 0) without a block."""
+    """Return the number of experts of a block, and of blocks in a stock model; (0, 0) for none."""
     blocks = [block for _, block in _find_blocks(model, description)]
     counts = [int(_attribute(block, description.num_experts)) for block in blocks]
     return (counts[0] if counts else 0), len(counts)
@@ -225,7 +226,7 @@ def changes_parameters(model: nn.Module, description: MoEBlock) -> bool:
 
 
 def check_adapters(model: nn.Module, targets: Any) -> None:
-    """Raise ValueError if PEFT would adapt weights that differ from the stock parameters.
+    """Raise ValueError if PEFT would adapt weights that are made from stock parameters.
 
     `targets` are the `target_parameters` of an adapter's config, or None.
     """
@@ -275,9 +276,9 @@ def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
                 )
             named.add(id(parameter))
             kinds.add((parameter.dtype, parameter.requires_grad))
-            rows, is_of_one_expert = parameter.shape[0], "{}" in "".join(source.parts)
+            rows = parameter.shape[0]
             fits = rows % num_experts == 0 if source.flat else rows >= num_experts
-            if not is_of_one_expert and not fits:
+            if not source.is_per_expert and not fits:
                 raise ValueError(
                     f"'{part}' of {kind} has {rows} rows, which cannot be {num_experts} experts; "
                     f"correct MoEBlock(weights=...) or MoEBlock(num_experts=...)"
@@ -318,7 +319,7 @@ def _adapter_error(name: str, description: MoEBlock, weight: str) -> ValueError:
 
 
 def _changed_weights(block: nn.Module, description: MoEBlock) -> list[str]:
-    """Return the weights that are not the stock parameters of the same names."""
+    """List the weights for which no stock parameter has the same name and the same experts."""
     changed = []
     for weight, source in description.weights.items():
         same = source == WeightSource((f"{description.experts}.{weight}",))
@@ -405,7 +406,7 @@ def _replaced_children(description: MoEBlock) -> list[str]:
 
 def _parts_of(source: WeightSource, num_experts: int) -> list[str]:
     """Return the names of all parameters of a source: part by part, or expert by expert."""
-    if "{}" not in "".join(source.parts):
+    if not source.is_per_expert:
         return list(source.parts)
     return [part.format(expert) for expert in range(num_experts) for part in source.parts]
 
@@ -414,7 +415,7 @@ def _stack_tensors(
     values: list[Tensor], source: WeightSource, num_experts: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return a stacked weight, and the unused experts or None, from the values of `_parts_of`."""
-    if "{}" in "".join(source.parts):
+    if source.is_per_expert:
         num_parts = len(source.parts)
         values = [torch.stack(values[part::num_parts]) for part in range(num_parts)]
     elif source.flat:
@@ -434,7 +435,7 @@ def _unstack_tensor(stacked: Any, unused: Any, source: WeightSource) -> dict[str
     values = stacked.chunk(len(source.parts), 1)
     if source.transposed:
         values = [value.transpose(1, 2) for value in values]
-    if "{}" in "".join(source.parts):
+    if source.is_per_expert:
         by_part = [value.unbind(0) for value in values]
         return {
             part.format(expert): of_part[expert]
@@ -449,6 +450,7 @@ def _unstack_tensor(stacked: Any, unused: Any, source: WeightSource) -> dict[str
 def _replace_by_stock(
     tensors: dict[str, Any], experts: StackedExperts, experts_name: str, block_name: str
 ) -> None:
+    """Replace the stacked weights of one experts module in `tensors`; see `as_stock`."""
     start = f"{block_name}." if block_name else ""
     for weight, source in experts.description.weights.items():
         unused = tensors.pop(f"{start}{weight}{UNUSED}", None)
@@ -461,9 +463,10 @@ def _replace_by_stock(
 def _stock_state_dict(
     block: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Hook of a block: give the state dict of a model that is not sharded the stock parameters.
+    """Hook of a block: replace its stacked weights in a state dict by the stock parameters.
 
-    With keep_vars=True a state dict has the parameters themselves, and is not changed.
+    State dicts of a sharded model, and those with keep_vars=True, have no plain tensors and are not
+    changed.
     """
     experts = next(m for m in block.modules() if isinstance(m, StackedExperts))
     experts_name = f"{prefix}{experts.description.experts}"

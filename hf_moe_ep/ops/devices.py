@@ -1,4 +1,4 @@
-"""`on_its_device` launches kernels on the device of their tensors, whichever device is current."""
+"""Launch kernels on the device of their tensors, whichever device is current (`on_its_device`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# `devices`: the devices whose CUDA context is current in this thread or was made current by
-# `_make_context_current`.
+# `devices`: the devices for which `_make_context_current` has run in this thread.
 _thread = threading.local()
 
 
@@ -22,8 +21,8 @@ def on_its_device(
 ) -> Callable[Concatenate[Tensor, _P], _R]:
     """Make the first argument's device current during a call of `function`.
 
-    Triton launches kernels on the current device. It describes blocks to TMA through CUDA's driver,
-    which needs a context that is current in the calling thread.
+    Triton launches kernels on the current device. For loads by TMA it calls CUDA's driver, which
+    needs a context that is current in the calling thread.
     """
 
     @wraps(function)

@@ -36,7 +36,7 @@ class Boundary:
         sent_sums: `received_sums` plus what the routers of this stage add, for the next stage.
         share: the number of rows in the micro-batch, divided by the rows of the batch.
         rows: the slice of the batch that these rows are.
-        losses_are_summed: True if the caller divides the loss of the batch by a number of tokens.
+        losses_are_summed: True if the caller has passed `num_items_in_batch`.
         defers_aux_loss: True with "gpipe", whose aux loss is computed after all forwards.
         deferred: on the last stage with "gpipe", the sums of all routers, one tensor per
             micro-batch.
@@ -78,7 +78,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter or a persistent buffer of the whole model.
+    """The description of a parameter or a persistent buffer of the whole model.
 
     Attributes:
         shape, dtype: those of the loaded model, before it is sharded.
@@ -100,16 +100,16 @@ class Stage:
         num_layers: the number of decoder layers of all stages.
         boundary: the tensors of the micro-batch whose forward runs.
         moe_names: the names of the experts modules of all stages, in order.
-        aliases: for a head whose weight is tied to the embedding: its name in this stage, and the
-            name of the parameter in the whole model.
+        aliases: if the weight of the head is tied to the embedding: maps its name in this stage to
+            the name of the parameter in the whole model.
         tied: on the first and on the last stage, the module that holds the tied weight, and the
             name of the weight in it; None if the weights are not tied.
         tensors: all tensors of the whole model by name, in order, without tied copies.
         values: values that rank 0 has sent for parameters that are not sharded yet.
         routed: the `RoutedLayers` of the whole model, without their modules; or a text that says
             why its routing cannot be replayed.
-        keys_of_adapters: on rank 0, after adapters of all stages were gathered: for each adapter,
-            the keys of PEFT's file, and the names of their tensors in the gathered state dict.
+        keys_of_adapters: on rank 0, after adapters of all stages were gathered: by adapter, maps
+            the keys of PEFT's file to the names of their tensors in the gathered state dict.
     """
 
     index: int
