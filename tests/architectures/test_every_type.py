@@ -21,7 +21,6 @@ from support.architectures.steps import (
     adamw,
     assert_same_step,
     batches,
-    budget_of,
     build,
     count_tokens,
     exactly,
@@ -43,7 +42,7 @@ def assert_equals_stock(
         model, stock = build(model_type, seed=rank), build(model_type)
         shard(model)
         optimizers = adamw(model), adamw(stock)
-        return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
+        return assert_same_step(model_type, (model, stock), optimizers)
 
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))
