@@ -9,7 +9,8 @@ Every model has one decoder layer, whose mixer is measured in three ways:
     stock      the unpatched model computes the whole sequence
     gathered   sp_size 4, and the mixer gets whole sequences (sequence/gather.py)
     divided    sp_size 4, and the mixer is divided as in training: its keys are gathered
-               (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py)
+               (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py);
+               lightning attention is not divided
 
 The figures of a rank:
 
@@ -64,15 +65,19 @@ WAYS_OF_RECURRENCES = ("all heads", "states")
 class Kind:
     """A kind of mixer: the model type that has it, and the fields of its config.
 
-    `states` is True for a recurrence whose states can be passed on.
+    `states` is True for a recurrence whose states can be passed on. `is_divided` is False for a
+    mixer that always gets whole sequences.
     """
 
     model_type: str
     fields: dict[str, Any]
     states: bool = False
+    is_divided: bool = True
 
     @property
     def ways(self) -> tuple[str, ...]:
+        if not self.is_divided:
+            return WAYS[:2]
         return WAYS + WAYS_OF_RECURRENCES if self.states else WAYS
 
 
@@ -88,6 +93,20 @@ KINDS = {
     "Mamba-1": Kind("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "short convolution": Kind("lfm2_moe", {"layer_types": ["conv"]}),
     "attention with an indexer": Kind("deepseek_v32", _LATENT | {"v_head_dim": 32}),
+    "attention with a compressor": Kind(
+        "deepseek_v4",
+        {
+            "layer_types": ["heavily_compressed_attention"],
+            "mlp_layer_types": ["moe"],
+            "compress_rates": {"heavily_compressed_attention": 128},
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "q_lora_rank": 64,
+            "o_lora_rank": 64,
+            "o_groups": 2,
+        },
+    ),
+    "lightning attention": Kind("minimax", {"layer_types": ["linear_attention"]}, is_divided=False),
 }
 # The fields that several of these configs have.
 _COMMON: dict[str, Any] = {

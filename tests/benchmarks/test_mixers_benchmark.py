@@ -16,16 +16,21 @@ KINDS = {name: kind for name, kind in bench.KINDS.items() if kind.model_type in 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     """Keys of the whole sequence are a large part of attention over so few tokens."""
-    found = {way: bench.measure_bytes(KINDS[name], way, SIZES) for way in bench.WAYS}
-    stock, gathered, divided = found.values()
+    ways = [way for way in KINDS[name].ways if way in bench.WAYS]
+    found = {way: bench.measure_bytes(KINDS[name], way, SIZES) for way in ways}
+    stock, gathered = found["stock"], found["gathered"]
+    assert stock.sent == 0 and gathered.sent > 0
+    assert gathered.activations == pytest.approx(stock.activations, rel=0.05)
+    if not KINDS[name].is_divided:
+        return
+    divided = found["divided"]
     if KINDS[name].states:
         all_heads, states = (
             bench.measure_bytes(KINDS[name], way, SIZES) for way in bench.WAYS_OF_RECURRENCES
         )
         assert states.activations < 0.6 * all_heads.activations, (states, all_heads)
         assert states.peak < all_heads.peak
-    assert stock.sent == 0 and gathered.sent > 0 and divided.sent > 0
-    assert gathered.activations == pytest.approx(stock.activations, rel=0.05)
+    assert divided.sent > 0
     limit = 0.40 if "indexer" in name else 0.30
     assert divided.activations <= limit * stock.activations, found
     assert divided.peak < gathered.peak
