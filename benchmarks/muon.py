@@ -7,7 +7,10 @@ The one process holds the whole model. torch.optim.Muon takes matrices, so each 
 is a parameter of its own there. Both sides time the optimizer's step alone. With fewer cores than
 ranks the seconds of a clock say little, so the CPU seconds of the busiest rank are printed as well.
 The table also has the bytes that all ranks send in a step, counted by hand and at the collective,
-the operations of the busiest rank, and the largest bucket, of which a rank has two at a time.
+the operations of the busiest rank, the matrices that a rank owns in its largest bucket, and the
+peak of all tensors that a step creates. While a bucket is orthogonalised, the next one is sent to
+its owners and the results of the one before are sent back, and each of these two needs a tensor to
+send from and one to receive in. So the peak is several times the largest bucket.
 
 With `--plan` nothing is timed: the matrices of the whole model are assigned to 8 ranks, and their
 operations and bytes become seconds at the rates of `hf-moe-ep plan`.
@@ -26,6 +29,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from figures import setting
+from mixers import PeakBytes
 from models import qwen3_moe
 from ranks import spawn
 from torch import nn
@@ -56,7 +60,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank: seconds of a step, bytes sent, bytes by hand, operations, and its buckets."""
+    """One rank: seconds of a step, bytes sent, bytes by hand, operations, buckets, peak bytes."""
 
     clock: float
     cpu: float
@@ -65,6 +69,7 @@ class Measured:
     operations: int = 0
     buckets: int = 0
     largest_bucket: int = 0
+    peak: int = 0
 
 
 def _fill_gradients(model: nn.Module) -> None:
@@ -110,7 +115,7 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
         return start(received, values, **kwargs)
 
     start = muon.start_all_to_all
-    with patch.object(muon, "start_all_to_all", count):
+    with patch.object(muon, "start_all_to_all", count), PeakBytes() as tensors:
         optimizer.step()
     assignment = optimizer._assignment
     assert assignment is not None
@@ -131,6 +136,7 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
         _operations(assignment, None),
         len(assignment.buckets),
         max(sizes_of_buckets, default=0),
+        tensors.peak,
     )
 
 
@@ -198,8 +204,8 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
         "",
         "| layout | seconds, x one process | CPU seconds of the busiest rank, x one process "
         "| MB sent by all ranks | by hand | operations, busiest / mean | buckets "
-        "| MB of the largest bucket |",
-        "|---|---|---|---|---|---|---|---|",
+        "| MB of the largest bucket | peak, MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     layouts = {
         f"ep {world}": {"ep_size": world},
@@ -215,7 +221,8 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
             f"| {name} | {max(r.clock for r in ranks) / stock.clock:.2f} | "
             f"{max(r.cpu for r in ranks) / stock.cpu:.2f} | {sent / 1e6:.2f} | "
             f"{by_hand / 1e6:.2f} | {level:.3f} | {ranks[0].buckets} | "
-            f"{max(r.largest_bucket for r in ranks) / 1e6:.2f} |"
+            f"{max(r.largest_bucket for r in ranks) / 1e6:.2f} | "
+            f"{max(r.peak for r in ranks) / 1e6:.2f} |"
         )
     return "\n".join(lines)
 

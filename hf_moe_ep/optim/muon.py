@@ -13,6 +13,7 @@ bucket of sharded matrices is sent, it orthogonalises the bucket before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -283,11 +284,13 @@ class Muon(Optimizer):
         for runs in assignment.whole:
             _apply_whole(runs, assignment.matrices, updates, device)
         for number, exchange in enumerate(work):
+            exchange.receive()
             if number + 1 < len(work):
                 work[number + 1].start()
             exchange.orthogonalise()
             if number > 0:
                 work[number - 1].finish()
+            exchange.send_results()
         if work:
             work[-1].finish()
 
@@ -392,49 +395,76 @@ class _Exchange:
         self._own_rank = next(
             matrices[run.index].shard.rank for runs in bucket.runs for run in runs
         )
+        self._owned = bucket.runs[self._own_rank]
         self._transfer: Transfer | None = None
         self._received: Tensor | None = None
+        # The matrices of this rank, [N, out, in], by their positions in `_owned`.
+        self._joined: dict[tuple[int, ...], Tensor] = {}
 
     def start(self) -> None:
         """Send this rank's blocks of all matrices to their owners."""
-        blocks = [
-            [self._block_of_update(run).flatten() for run in runs] for runs in self._bucket.runs
-        ]
-        sent = [sum(block.numel() for block in of_owner) for of_owner in blocks]
-        owned = self._bucket.runs[self._own_rank]
-        received = [sum(self._block_size(run, rank) for run in owned) for rank in range(len(sent))]
-        flat = [block for of_owner in blocks for block in of_owner]
-        self._send(torch.cat(flat), sent, received)
+        ranks = range(len(self._bucket.runs))
+        sent = [sum(self._block_sizes(runs, self._own_rank)) for runs in self._bucket.runs]
+        received = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
+        blocks = (self._block_of_update(run) for runs in self._bucket.runs for run in runs)
+        self._send(blocks, sent, received)
+
+    def receive(self) -> None:
+        """Wait for the blocks of all ranks, and join them to the matrices of this rank."""
+        received = self._wait()
+        ranks = range(len(self._bucket.runs))
+        sizes = [size for rank in ranks for size in self._block_sizes(self._owned, rank)]
+        blocks = received.split(sizes)
+        for (shape, _), positions in self._alike().items():
+            lengths = self._lengths(positions)
+            joined = received.new_empty((sum(lengths), *shape))
+            for position, of_run in zip(positions, joined.split(lengths), strict=True):
+                for rank in ranks:
+                    block = blocks[rank * len(self._owned) + position]
+                    target = self._cut(of_run, self._owned[position], rank)
+                    target.copy_(block.view(target.shape))
+            self._joined[positions] = joined
 
     def orthogonalise(self) -> None:
-        """Orthogonalise the matrices of this rank, and send the results back."""
-        matrices = self._receive_matrices()
-        results = _orthogonalise_all(matrices, self._steps(self._own_rank))
-        blocks = []
-        counts = []
-        for rank in range(len(self._bucket.runs)):
-            of_rank = [
-                self._cut(result, run, rank).flatten()
-                for run, result in zip(self._bucket.runs[self._own_rank], results, strict=True)
-            ]
-            counts.append(sum(block.numel() for block in of_rank))
-            blocks += of_rank
-        back = [
-            sum(self._block_size(run, self._own_rank) for run in runs) for runs in self._bucket.runs
-        ]
-        self._send(torch.cat(blocks) if blocks else self._empty(), counts, back)
+        """Orthogonalise the matrices of this rank, those of one shape at once."""
+        for (_, steps), positions in self._alike().items():
+            # Nothing else refers to these matrices, so they are freed in the first step.
+            result = orthogonalise(self._joined.pop(positions), steps)
+            self._joined[positions] = result
+
+    def send_results(self) -> None:
+        """Send the blocks of the results to the ranks that hold them."""
+        ranks = range(len(self._bucket.runs))
+        counts = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
+        back = [sum(self._block_sizes(runs, self._own_rank)) for runs in self._bucket.runs]
+        by_run: dict[int, Tensor] = {}
+        for positions, result in self._joined.items():
+            by_run |= zip(positions, result.split(self._lengths(positions)), strict=True)
+        blocks = (
+            self._cut(by_run[position], run, rank)
+            for rank in ranks
+            for position, run in enumerate(self._owned)
+        )
+        self._send(blocks, counts, back)
+        self._joined = {}
 
     def finish(self) -> None:
         """Add the results to this rank's shards."""
-        received = self._wait()
-        for run in (run for runs in self._bucket.runs for run in runs):
+        runs = [run for of_owner in self._bucket.runs for run in of_owner]
+        blocks = self._wait().split(self._block_sizes(runs, self._own_rank))
+        for run, block in zip(runs, blocks, strict=True):
             shape = self._block_shape(run, self._own_rank)
-            size = shape[0] * shape[1] * shape[2]
-            _apply(run, received[:size].view(shape), self._matrices, self._updates)
-            received = received[size:]
+            _apply(run, block.view(shape), self._matrices, self._updates)
 
-    def _send(self, values: Tensor, counts: list[int], expected: list[int]) -> None:
-        self._received = values.new_empty(sum(expected))
+    def _send(self, blocks: Iterable[Tensor], counts: list[int], expected: list[int]) -> None:
+        """Start the all-to-all. The blocks are copied into one tensor, one after the other."""
+        values = self._empty(sum(counts))
+        start = 0
+        for block in blocks:
+            values[start : start + block.numel()].view(block.shape).copy_(block)
+            start += block.numel()
+            del block  # before the next one is computed
+        self._received = self._empty(sum(expected))
         self._transfer = start_all_to_all(
             self._received,
             values,
@@ -450,24 +480,18 @@ class _Exchange:
         received, self._transfer, self._received = self._received, None, None
         return received
 
-    def _receive_matrices(self) -> list[Tensor]:
-        """Wait for the blocks of all ranks, and join them to this rank's matrices."""
-        received = self._wait()
-        owned = self._bucket.runs[self._own_rank]
-        blocks: list[list[Tensor]] = [[] for _ in owned]
-        for rank in range(len(self._bucket.runs)):
-            for run, of_run in zip(owned, blocks, strict=True):
-                shape = self._block_shape(run, rank)
-                size = shape[0] * shape[1] * shape[2]
-                of_run.append(received[:size].view(shape))
-                received = received[size:]
-        return [
-            torch.cat(of_run, dim=self._matrices[run.index].sharded_dim)
-            for run, of_run in zip(owned, blocks, strict=True)
-        ]
+    def _alike(self) -> dict[tuple[tuple[int, int], int], tuple[int, ...]]:
+        """Map a shape and the steps of Newton-Schulz to the positions of these runs in `_owned`."""
+        alike: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
+        for position, run in enumerate(self._owned):
+            entry = self._matrices[run.index]
+            key = entry.shape, entry.steps
+            alike[key] = (*alike.get(key, ()), position)
+        return alike
 
-    def _steps(self, rank: int) -> list[int]:
-        return [self._matrices[run.index].steps for run in self._bucket.runs[rank]]
+    def _lengths(self, positions: Iterable[int]) -> list[int]:
+        """Return the numbers of matrices of these runs in `_owned`."""
+        return [self._owned[i].stop - self._owned[i].start for i in positions]
 
     def _block_of_update(self, run: Run) -> Tensor:
         return _block_of_update(run, self._matrices, self._updates, self._device)
@@ -479,19 +503,19 @@ class _Exchange:
         shape[entry.sharded_dim] = entry.lengths(run.part)[rank]
         return shape[0], shape[1], shape[2]
 
-    def _block_size(self, run: Run, rank: int) -> int:
-        shape = self._block_shape(run, rank)
-        return shape[0] * shape[1] * shape[2]
+    def _block_sizes(self, runs: Iterable[Run], rank: int) -> list[int]:
+        """Return the numbers of elements of a rank's blocks of the matrices of these runs."""
+        return [math.prod(self._block_shape(run, rank)) for run in runs]
 
-    def _cut(self, result: Tensor, run: Run, rank: int) -> Tensor:
-        """Return the block of a rank in orthogonalised matrices."""
+    def _cut(self, matrices: Tensor, run: Run, rank: int) -> Tensor:
+        """Return a view of a rank's block of whole matrices."""
         entry = self._matrices[run.index]
         lengths = entry.lengths(run.part)
-        return result.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
+        return matrices.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
 
-    def _empty(self) -> Tensor:
+    def _empty(self, size: int) -> Tensor:
         update = self._updates[next(run.index for runs in self._bucket.runs for run in runs)]
-        return torch.empty(0, dtype=dtype_of_steps(update.grad.dtype), device=self._device)
+        return torch.empty(size, dtype=dtype_of_steps(update.grad.dtype), device=self._device)
 
 
 def _apply_whole(
@@ -502,21 +526,9 @@ def _apply_whole(
 ) -> None:
     """Orthogonalise matrices that are whole on this rank, and add them to the parameters."""
     for run in runs:
-        block = _block_of_update(run, matrices, updates, device)
-        _apply(run, orthogonalise(block, matrices[run.index].steps), matrices, updates)
-
-
-def _orthogonalise_all(matrices: list[Tensor], steps: list[int]) -> list[Tensor]:
-    """Orthogonalise runs of matrices; those of one shape at once."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index, (matrix, count) in enumerate(zip(matrices, steps, strict=True)):
-        alike.setdefault((*matrix.shape[1:], count), []).append(index)
-    results: dict[int, Tensor] = {}
-    for (*_, count), indices in alike.items():
-        joined = torch.cat([matrices[index] for index in indices])
-        sizes = [len(matrices[index]) for index in indices]
-        results |= dict(zip(indices, orthogonalise(joined, count).split(sizes), strict=True))
-    return [results[index] for index in range(len(matrices))]
+        steps = matrices[run.index].steps
+        result = orthogonalise(_block_of_update(run, matrices, updates, device), steps)
+        _apply(run, result, matrices, updates)
 
 
 def _block_of_update(

@@ -39,10 +39,12 @@ def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
     """
     is_tall = x_NAB.shape[1] > x_NAB.shape[2]
     x = x_NAB.mT if is_tall else x_NAB
+    del x_NAB  # each tensor is freed as soon as the next one exists
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        del gram
         x = torch.baddbmm(x, polynomial, x, beta=_A)
     return x.mT if is_tall else x
 

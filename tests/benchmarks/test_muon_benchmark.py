@@ -1,7 +1,10 @@
-"""benchmarks/muon.py: bytes and operations are those that are counted by hand."""
+"""benchmarks/muon.py: bytes and operations are those counted by hand, and the peak is limited."""
+
+from dataclasses import replace
 
 import muon as bench
 import pytest
+from ranks import spawn
 from support.tiny_models import tiny
 
 from hf_moe_ep import ParallelConfig
@@ -15,9 +18,19 @@ def test_bytes_are_those_of_the_formula() -> None:
     lines = bench.report(SIZES, 2, ["- machine"]).splitlines()
     rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ep")]
     assert len(rows) == 3
-    for _, _, _, sent, by_hand, level, _, _ in rows:
+    for _, _, _, sent, by_hand, level, *_ in rows:
         assert float(sent) == float(by_hand) > 0
         assert float(level) < 1.5
+
+
+@pytest.mark.slow
+def test_a_step_holds_a_few_buckets_at_a_time() -> None:
+    """The rows of experts are sharded, so most matrices are sent."""
+    sizes = replace(SIZES, hidden=256, intermediate=128, bucket_bytes=2**18)
+    layout = {"ep_size": 1, "expert_shard_dim": 1}
+    for rank in spawn(bench.on_ranks, 2, layout, sizes, timeout=300.0):
+        print(f"{rank.peak / rank.largest_bucket:.2f} times the largest of {rank.buckets} buckets")
+        assert rank.buckets > 3 and rank.peak <= 9 * rank.largest_bucket
 
 
 def test_the_work_of_a_rank_by_hand() -> None:
