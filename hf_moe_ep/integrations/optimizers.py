@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_moe_ep.checkpoints.training.tensors import refuse_torch_muon
 from hf_moe_ep.routing.bias import update_biases
 from hf_moe_ep.sharding.clip import Scope, clip_gradients_of
 from hf_moe_ep.sharding.gathered import check_backward_has_ended
@@ -80,15 +81,19 @@ def wrap_steps(accelerator: Accelerator, row: Wrap) -> None:
     """Bind `row`, the wrapper of `step`, to all optimizers that `accelerator` has prepared so far.
 
     The models with `bias_update_rate` that an optimizer trains are stored on the optimizer.
+
+    Raises:
+        ValueError: torch.optim.Muon trains a patched model.
     """
     for optimizer in prepared_optimizers(accelerator):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         biased_states = []
         for model in prepared_models(accelerator):
             state = find_state(model)
-            if state is None or state.config.bias_update_rate is None:
+            if state is None or trained.isdisjoint(map(id, model.parameters())):
                 continue
-            if any(id(parameter) in trained for parameter in model.parameters()):
+            refuse_torch_muon(optimizer)
+            if state.config.bias_update_rate is not None:
                 biased_states.append(state)
         setattr(optimizer, _FOLLOWED, biased_states)
         if row.name not in vars(optimizer):

@@ -90,10 +90,19 @@ def other_optimizers_raise_at_their_first_step(rank: int, world: int) -> None:
             _assert_refused(name, optimizer)
 
 
+def _muon_of_torch(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr)
+
+
+def torchs_muon_is_refused(rank: int, world: int) -> None:
+    with launched(), pytest.raises(ValueError, match=r"torch.optim.Muon .* use hf_moe_ep.Muon"):
+        prepared(tiny(dtype=torch.float32), make_optimizer=_muon_of_torch, ep_size=world)
+
+
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, other_optimizers_raise_at_their_first_step),
+        *on_ranks(2, other_optimizers_raise_at_their_first_step, torchs_muon_is_refused),
         *on_ranks(2, working_optimizers_train_as_in_one_process, slow=True),
     ],
 )

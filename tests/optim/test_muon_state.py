@@ -205,6 +205,16 @@ def _refused(model: nn.Module, message: str, **options: Any) -> None:
         Muon(model, **({"lr": LR} | options))
 
 
+def test_torchs_muon_is_refused_in_checkpoints(tmp_path: Path) -> None:
+    model = patch(tiny())
+    stock = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=LR)
+    with pytest.raises(ValueError, match=r"torch.optim.Muon is refused .* use hf_moe_ep.Muon"):
+        save_checkpoint(tmp_path / "step-1", model, stock)
+    save_checkpoint(tmp_path / "step-2", model, Muon(model, LR))
+    with pytest.raises(ValueError, match=r"torch.optim.Muon is refused .* use hf_moe_ep.Muon"):
+        load_checkpoint(tmp_path / "step-2", model, stock)
+
+
 def test_bad_input() -> None:
     model = tiny()
     _refused(model, "this model is not patched")

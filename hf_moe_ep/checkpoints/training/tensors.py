@@ -282,6 +282,16 @@ def _collect_optimizer(
     return tensors, state, apart
 
 
+def refuse_torch_muon(optimizer: Any) -> None:
+    """Raise ValueError if `optimizer`, which trains a patched model, is torch.optim.Muon."""
+    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.Muon):
+        raise ValueError(
+            "torch.optim.Muon is refused for a patched model: it gathers each matrix on every "
+            "rank, and leaves stacked experts to another optimizer; use hf_moe_ep.Muon(model, "
+            "lr=...), which trains all matrices, also those of the experts"
+        )
+
+
 def class_name_of(optimizer: Any) -> str:
     """Return the class name of an optimizer, which Accelerate may have wrapped."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
@@ -309,8 +319,9 @@ def parameter_names(
     """Return the names of the model's parameters by id, and the optimizer's parameters by name.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not the model's.
+        ValueError: the optimizer has a parameter that is not the model's, or is torch's Muon.
     """
+    refuse_torch_muon(optimizer)
     inner = unwrap(model)
     converters, apart = _find_converters(inner), find_apart(inner)
     names = {id(p): _whole_name(inner, name) for name, p in inner.named_parameters()}
