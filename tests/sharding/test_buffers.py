@@ -1,10 +1,14 @@
 """With fsdp_double_buffer training has the same bits, and makes no buffer after the first step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from mixers import PeakBytes
 from support.adapters import with_lora
 from support.checks import Check, Found
 from support.parity import checkpointing
@@ -13,7 +17,15 @@ from support.tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, describe, patch
+from hf_moe_ep import (
+    Muon,
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    data_parallel_rank,
+    describe,
+    patch,
+)
+from hf_moe_ep.sharding import buffers as buffers_of_units
 from hf_moe_ep.sharding.buffers import FixedBuffers, _ReduceScatter
 from hf_moe_ep.state import patched_state
 
@@ -38,6 +50,7 @@ def _train(
     sizes: dict[str, Any] | None = None,
     reentrant: bool | None = None,
     micro_batches: int = 1,
+    muon: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, list[Tensor], list[int]]:
     """Return the model, all numbers of some steps, and the number of buffers after each step."""
@@ -45,9 +58,9 @@ def _train(
     apply_ep_fsdp2(model, **options)
     if reentrant is not None:
         checkpointing(model, reentrant)
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer: torch.optim.Optimizer = Muon(model, lr=1e-2) if muon else adamw
     numbers: list[Tensor] = []
     num_buffers = []
     for step in range(STEPS):
@@ -56,7 +69,7 @@ def _train(
             if kind == "qwen3_vl_moe":
                 inputs = vision_batch(model, [[5, (4, 4), 3]] if rank else [[9]], seed=seed)
             else:
-                own = rank // (config.get("sp_size") or 1)
+                own = data_parallel_rank(model)
                 inputs = batch(model, 2, 9 + own, seed=seed + 100 * own)
             loss = model(**inputs).loss
             loss.backward()
@@ -97,6 +110,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "LoRA, nf4": (4, {"experts_dtype": "nf4"}, {"lora": True, "sizes": SIZES["nf4"]}),
     "ep 2 x etp 2": (4, {"ep_size": 2, "etp_size": 2}, {}),
     "compiled": (4, {"ep_size": 2, "compile_layers": "eager"}, {}),
+    "ep 2 x cp 2": (4, {"ep_size": 2, "cp_size": 2}, {}),
+    "pp 2 x ep 2": (4, {"ep_size": 2, "pp_size": 2}, {}),
+    "hierarchical": (4, {"ep_size": 4, "dispatcher": "hierarchical", "node_size": 2}, {}),
+    "chunks": (4, {"ep_size": 2, "dispatch_chunks": 2}, {}),
+    "Muon": (4, {"ep_size": 2, "expert_shard_dim": 1}, {"muon": True}),
     "tied embeddings": (4, {"ep_size": 2}, {"sizes": {"tie_word_embeddings": True}}),
     "pictures on one rank": (2, {"ep_size": 2}, {"kind": "qwen3_vl_moe"}),
 }
@@ -117,6 +135,57 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_training_has_the_same_bits(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _a_step_allocates_no_buffer(rank: int, world: int) -> None:
+    """FSDP2's transfers of a later step are between buffers of the first one, and the peak of a
+    step grows by no more than the buffers.
+    """
+    peaks = []
+    for double in (False, True):
+        model = apply_ep_fsdp2(_build({"ep_size": 2, "fsdp_double_buffer": double}, False, ""))
+        inputs = batch(model, 2, 9, seed=rank)
+        for _ in range(2):
+            model(**inputs).loss.backward()
+            model.zero_grad()
+        with _flat_tensors() as addresses, PeakBytes() as tensors:
+            model(**inputs).loss.backward()
+        peaks.append(tensors.peak)
+    fixed = patched_state(model).buffers
+    own = {b.memory.data_ptr() for both in fixed._buffers.values() for b in both}
+    assert set(addresses) == own and len(addresses) > 2 * len(own)
+    assert peaks[1] <= peaks[0], "the buffers exist already, so a step creates fewer tensors"
+    print(
+        f"tensors of a step: {peaks[0] / 2**20:.2f} MiB at the peak, {peaks[1] / 2**20:.2f} MiB "
+        f"beside {len(own)} fixed buffers of {fixed.num_bytes / 2**20:.2f} MiB; "
+        f"{len(addresses)} transfers"
+    )
+
+
+@contextmanager
+def _flat_tensors() -> Iterator[list[int]]:
+    """Record the addresses of what units gather to and reduce from in fixed buffers."""
+    addresses: list[int] = []
+    gather, reduce = buffers_of_units._all_gather, buffers_of_units._reduce_scatter
+
+    def all_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        addresses.append(output.data_ptr())
+        return gather(output, *args, **kwargs)
+
+    def reduce_scatter(output: Tensor, tensor: Tensor, **kwargs: Any) -> Any:
+        addresses.append(tensor.data_ptr())
+        return reduce(output, tensor, **kwargs)
+
+    changed = {"_all_gather": all_gather, "_reduce_scatter": reduce_scatter}
+    with mock.patch.multiple(buffers_of_units, **changed):
+        yield addresses
+
+
+@pytest.mark.parametrize(
+    "claim", [Check("4 ranks", 4, _a_step_allocates_no_buffer, slow=True).as_parameter()]
+)
+def test_a_step_allocates_no_buffer(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
