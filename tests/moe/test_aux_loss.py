@@ -397,18 +397,25 @@ def accumulated(rank: int, world: int) -> None:
     _assert_same_grads("accumulated", model, reference)
 
 
-def sequence_parallel(rank: int, world: int) -> None:
+def slices(sizes: dict[str, int], per_layer: bool, rank: int, world: int) -> None:
     """Two ranks have slices of one padded batch and compute the loss of the whole sequences."""
-    model, reference = _sharded(sp_size=2, aux_loss_per_layer=True), tiny(**MODEL)
+    model, reference = _sharded(**sizes, aux_loss_per_layer=per_layer), tiny(**MODEL)
     inputs = _batch(reference, 1, "padded")
-    out, logits = _logits(reference, inputs, True)
+    out, logits = _logits(reference, inputs, per_layer)
     mask: list[Tensor | None] = [inputs["attention_mask"]]
-    aux = _reference_aux([logits], mask, per_layer=True)
+    aux = _reference_aux([logits], mask, per_layer=per_layer)
     (reference.loss_function(out.logits, inputs["labels"], 97) + COEFFICIENT * aux).backward()
     got = model(**inputs)
     assert_close("aux_loss", got.aux_loss, aux, 1e-10)
     got.loss.backward()
-    _assert_same_grads("sequence_parallel", model, reference)
+    _assert_same_grads(f"{sizes}, {per_layer=}", model, reference)
+
+
+SLICES = {
+    f"{name}{', per layer' if per_layer else ''}": partial(slices, sizes, per_layer)
+    for name, sizes in {"sp 2": {"sp_size": 2}, "cp 2": {"ep_size": 2, "cp_size": 2}}.items()
+    for per_layer in (False, True)
+}
 
 
 PER_LAYER_ON_TWO = {
@@ -420,15 +427,18 @@ PER_LAYER_ON_FOUR = {
     "ep 2, replicas": partial(_every_kind, {"ep_size": 2, "dp_replicate_size": 2}),
 }
 PER_LAYER = [
-    *on_ranks(
-        2, PER_LAYER_ON_TWO, checkpointed, accumulated, sequence_parallel, slow=True, timeout=480
-    ),
+    *on_ranks(2, PER_LAYER_ON_TWO, checkpointed, accumulated, slow=True, timeout=480),
     *on_ranks(4, PER_LAYER_ON_FOUR, slow=True, timeout=480),
 ]
 
 
 @pytest.mark.parametrize("claim", PER_LAYER)
 def test_aux_loss_per_layer(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, SLICES, slow=True))
+def test_aux_loss_of_slices(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 

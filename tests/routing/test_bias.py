@@ -29,6 +29,8 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import (
     ParallelConfig,
     apply_ep_fsdp2,
+    data_parallel_rank,
+    data_parallel_size,
     expert_load,
     load_checkpoint,
     patch,
@@ -299,19 +301,22 @@ def _expected_biases(biases: dict[int, Tensor], micro: list[Batch]) -> dict[int,
     return {index: _updated(bias, counts[index]) for index, bias in biases.items()}
 
 
-def own_loop(rank: int, world: int, folder: str) -> None:
+def own_loop(rank: int, world: int, folder: str, **sizes: Any) -> None:
     """The counts of all ranks are summed. Checkpoint and hub files hold the biases bit by bit."""
-    model = apply_ep_fsdp2(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE)
+    model = apply_ep_fsdp2(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE, **sizes)
+    data_rank, data_world = data_parallel_rank(model), data_parallel_size(model)
     want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
     optimizer = _frozen_optimizer(model)
     for step in range(2):
         for micro in range(2):
-            model(**_inputs(model, rank, 2 * step + micro)).loss.backward()
+            model(**_inputs(model, data_rank, 2 * step + micro)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         update_router_bias(model)
         everyone = [
-            _inputs(model, other, 2 * step + micro) for other in range(world) for micro in range(2)
+            _inputs(model, other, 2 * step + micro)
+            for other in range(data_world)
+            for micro in range(2)
         ]
         want = _expected_biases(want, everyone)
         for index, bias in _biases(model).items():
@@ -323,7 +328,7 @@ def own_loop(rank: int, world: int, folder: str) -> None:
     load_checkpoint(f"{folder}/state", resumed, _frozen_optimizer(resumed))
     stock = type(tiny(KIND)).from_pretrained(f"{folder}/hub", dtype=torch.float64)
     for trained in (model, resumed):
-        trained(**_inputs(model, rank, 9)).loss.backward()
+        trained(**_inputs(model, data_rank, 9)).loss.backward()
         update_router_bias(trained)
     for index, bias in _biases(resumed).items():
         assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
@@ -436,6 +441,7 @@ CORRECTED = ("afmoe", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "hy_v3", "lfm2_
 CHECKS = [
     *on_ranks(2, accelerate_loop),
     *on_ranks(2, own_loop, one_rank_skipped, under_the_trainer, slow=True),
+    *on_ranks(2, {"own loop, cp 2": partial(own_loop, cp_size=2)}, slow=True),
     *on_ranks(2, {name: partial(_every_type, name) for name in CORRECTED}, slow=True),
 ]
 

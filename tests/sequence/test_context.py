@@ -57,8 +57,11 @@ TWO_RANKS_MORE = [
         compile_layers="aot_eager"
     ),
     Case("LoRA", 2, 2, cp=2, wrap=with_lora),
-    Case("LoRA, experts in nf4", 2, 2, cp=2, wrap=with_lora, model=SIZES["nf4"]).with_(
-        config={"experts_dtype": "nf4"}, change_reference=partial(dequantise_experts, kind="nf4")
+    *(
+        Case(f"LoRA, experts in {kind}", 2, 2, cp=2, wrap=with_lora, model=SIZES[kind]).with_(
+            config={"experts_dtype": kind}, change_reference=partial(dequantise_experts, kind=kind)
+        )
+        for kind in ("nf4", "fp8")
     ),
 ]
 FOUR_RANKS = [

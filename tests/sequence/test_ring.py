@@ -14,19 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import parity
+from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
-from support.parity import CHECKPOINT, Batch, Case
+from support.fp64 import FP64
+from support.parity import CHECKPOINT, REENTRANT, Batch, Case
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
+    BlockMask,
     create_block_mask,
     create_mask,
     flex_attention,
 )
+from transformers import masking_utils
 
-from hf_moe_ep import describe, patch
+from hf_moe_ep import apply_ep_fsdp2, describe, patch
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import ring
 from hf_moe_ep.sequence.context import attend
@@ -250,25 +254,65 @@ def flex_packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batc
     return [{**micro, "position_ids": positions, "use_cache": False}]
 
 
-def run_uncompiled(case: Case, rank: int, world: int) -> None:
-    """Transformers compiles the functions that build a BlockMask, which takes minutes here."""
-    with mock.patch.object(torch._dynamo.config, "disable", True):
+def make_block_mask(*args: Any, _compile: bool, **kwargs: Any) -> BlockMask:
+    return create_block_mask(*args, **kwargs)
+
+
+# Transformers compiles the functions that build a BlockMask, which takes minutes here.
+masks_are_not_compiled = partial(
+    mock.patch.object, masking_utils, "create_block_mask", make_block_mask
+)
+
+
+def run_model(case: Case, rank: int, world: int) -> None:
+    with masks_are_not_compiled():
         parity.run_case(case, rank, world)
+
+
+def sinks_of_gpt_oss(use_reentrant: bool | None, rank: int, world: int) -> None:
+    """The window is longer than the rows, so all layers use the ring."""
+    window = {"sliding_window": 64}
+    stock = build("gpt_oss", **window)
+    model = build("gpt_oss", seed=rank, attn_implementation="flex_attention", **window)
+    if use_reentrant is not None:
+        parity.checkpointing(model, use_reentrant)
+    micro = batch(stock, 3, 13, pad=5)
+    with FP64(), masks_are_not_compiled():
+        apply_ep_fsdp2(model, ep_size=2, cp_size=2)
+        assert describe(model).count("sent from rank to rank") == 1
+        loss, want = model(**micro, use_cache=False).loss, stock(**micro).loss
+        loss.backward()
+        want.backward()
+    assert_close("loss", loss.detach(), want.detach(), FP64_MODEL)
+    parity.assert_same_gradients("gpt_oss", model, stock, lambda name: FP64_MODEL)
 
 
 FLEX = {"model": {"attn_implementation": "flex_attention"}, "change_reference": use_sdpa}
 MODELS = [
     Case("flex, padded", 2, 2, cp=2, micro_batches=flex_padded).with_(**FLEX),
     Case("flex, checkpoint", 2, 2, cp=2, prepare=CHECKPOINT).with_(**FLEX),
+    Case("flex, reentrant", 2, 2, cp=2, prepare=REENTRANT).with_(**FLEX),
+    Case("flex, compiled", 2, 2, cp=2).with_config(compile_layers="aot_eager").with_(**FLEX),
     Case("flex, packed", 4, 2, cp=4, micro_batches=flex_packed).with_(**FLEX),
+    Case("flex, ep 4 x cp 4", 4, 4, cp=4, micro_batches=flex_padded).with_(**FLEX),
+    Case("flex, hierarchical", 4, 4, cp=2)
+    .with_config(dispatcher="hierarchical", node_size=2)
+    .with_(**FLEX),
     Case("flex, cp 2 x sp 2", 4, 4, cp=2, sp=2).with_(**FLEX),
 ]
+SINKS = {
+    f"gpt_oss{name}": partial(sinks_of_gpt_oss, mode)
+    for name, mode in {"": None, ", checkpoint": False, ", reentrant": True}.items()
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "claim",
-    [Check(c.name, c.world, partial(run_uncompiled, c)).as_parameter() for c in MODELS],
+    [
+        *(Check(c.name, c.world, partial(run_model, c)).as_parameter() for c in MODELS),
+        *on_ranks(2, SINKS),
+    ],
 )
 def test_models_with_flex_attention_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
