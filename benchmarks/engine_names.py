@@ -6,7 +6,10 @@ For each type, vLLM builds its own class from the config of a tiny model, in one
 CPU, and its `load_weights` gets the tensors of `hub_tensors` one by one, as TRL sends them.
 The keys that it skips without a message are recorded, and its parameters that no key has filled. If
 it refuses a key, the traceback is printed and nothing is recorded. No forward runs, so no compiled
-kernels of vLLM are needed: its choice of kernels for experts is replaced.
+kernels of vLLM are needed: its choice of kernels for experts is replaced. The rows "head of .." are
+its classes for drafts, which get the tensors of a head for multi-token prediction that
+`patch(model, mtp_layers=1)` trains. vLLM takes embedding and output head of these classes from the
+main model.
 
 The test `tests/checkpoints/test_engine_names.py` compares the keys of today's stream with the
 recorded ones, without vLLM.
@@ -29,8 +32,11 @@ import torch
 sys.path.insert(0, os.fspath(Path(__file__).parents[1] / "tests"))
 
 from support.architectures.models import tiny
+from support.extra_files import is_of_head, write_with_extra
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import hub_tensors, patch, save_pretrained
+from hf_moe_ep.mtp_head import find_head
 
 # The types of ARCHITECTURES.md that are downloaded most often and that vLLM has a class for.
 TYPES = (
@@ -45,12 +51,18 @@ TYPES = (
     "ernie4_5_moe",
     "olmoe",
     "granitemoe",
+    "qwen3_5_moe_text",
 )
+# Types whose heads for multi-token prediction can be trained, and that engines have classes for.
+HEADS = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
+HEAD = "head of "
 # Fields of published configs that vLLM reads and the config classes of transformers lack.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": lambda model: model.model.layers[0].self_attn.head_dim},
 }
+# The layer of a head has the number 0 in vLLM, and layer 0 of the tiny model is dense.
+FIELDS_OF_HEADS: dict[str, dict[str, Any]] = {"qwen3_next": {"mlp_only_layers": []}}
 # What vLLM raises for a type that it cannot build or load.
 FAILURES = (
     AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
@@ -77,36 +89,68 @@ def prepare_vllm() -> None:
     unquantized.select_unquantized_moe_backend = lambda **_: backend
 
 
-def record(model_type: str, folder: Path) -> dict[str, Any]:
+def make_model(
+    name: str, folder: Path, sizes: dict[str, Any] | None = None, **fields: Any
+) -> torch.nn.Module:
+    """Write a tiny checkpoint into the folder "model", and return the patched model.
+
+    Args:
+        name: a model type, or "head of" and a model type.
+        sizes: sizes of a model without a head.
+        fields: fields of the config, or functions that return them for a model.
+    """
+    model_type = name.removeprefix(HEAD)
+    if name.startswith(HEAD):
+        write_with_extra(folder / "base", model_type, dtype=torch.bfloat16, in_fp8=False)
+        base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+        model = patch(base, mtp_layers=1)
+    else:
+        model = patch(tiny(model_type, dtype=torch.bfloat16, **(sizes or {})))
+    for field, value in (PUBLISHED.get(model_type, {}) | fields).items():
+        setattr(model.config, field, value(model) if callable(value) else value)
+    save_pretrained(model, folder / "model")
+    return model
+
+
+def record(name: str, folder: Path) -> dict[str, Any]:
     """Send the tensors of a tiny model to vLLM's class, and return what became of them."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.utils import initialize_model
 
     torch.set_default_dtype(torch.float32)
     options = {"dtype": "bfloat16", "max_model_len": 128, "skip_tokenizer_init": True}
-    model = patch(tiny(model_type, dtype=torch.bfloat16))
-    for name, value in PUBLISHED.get(model_type, {}).items():
-        setattr(model.config, name, value(model) if callable(value) else value)
-    save_pretrained(model, folder)
+    head = name.startswith(HEAD)
+    fields = FIELDS_OF_HEADS.get(name.removeprefix(HEAD), {}) if head else {}
+    model = make_model(name, folder, **fields)
+    if head:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     config = EngineArgs(
-        os.fspath(folder), enforce_eager=True, load_format="dummy", **options
+        os.fspath(folder / "model"), enforce_eager=True, load_format="dummy", **options
     ).create_engine_config()
-    with set_current_vllm_config(config):
+    # DeepSeek's head checks after each call that it has a tensor of its layer.
+    with set_current_vllm_config(config), disable_mtp_completeness_check():
         # All types share the process group, whose file must stay.
         init_distributed_environment(1, 0, f"file://{folder.parent}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         torch.set_default_dtype(torch.bfloat16)
-        engine = initialize_model(config)
+        drafts = config.speculative_config.draft_model_config if head else None
+        engine = initialize_model(config, model_config=drafts)
         keys, skipped = [], []
+        copies = find_head(model).copies if head else ()
         unfilled = {name for name, _ in engine.named_parameters()}
         for key, tensor in hub_tensors(model):
+            if head and not is_of_head(key, model):
+                continue
             keys.append(key)
             loaded = set(engine.load_weights([(key, tensor)]) or ())
             unfilled -= loaded
-            if not loaded:
+            if not loaded and key not in copies:
                 skipped.append(key)
+        if head:
+            unfilled = {n for n in unfilled if "embed_tokens" not in n and "lm_head" not in n}
     return {
         "class": type(engine).__name__,
         "keys": len(keys),
@@ -120,21 +164,21 @@ def main() -> None:
     """Record the given types, and add them to the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
-    parser.add_argument("types", nargs="*", default=TYPES)
+    parser.add_argument("types", nargs="*", default=[*TYPES, *(HEAD + kind for kind in HEADS)])
     options = parser.parse_args()
     import vllm
 
     prepare_vllm()
     table = json.loads(options.file.read_text()) if options.file.is_file() else {}
     parent = Path(tempfile.mkdtemp(prefix="engine_names_"))
-    for model_type in options.types:
+    for name in options.types:
         try:
-            row = record(model_type, parent / model_type)
+            row = record(name, parent / name.replace(" ", "_"))
         except FAILURES:
-            print(f"{model_type}: {traceback.format_exc(limit=-2)}", flush=True)
+            print(f"{name}: {traceback.format_exc(limit=-2)}", flush=True)
             continue
-        table.setdefault(f"vllm {vllm.__version__}", {})[model_type] = row
-        print(model_type, row, flush=True)
+        table.setdefault(f"vllm {vllm.__version__}", {})[name] = row
+        print(name, row, flush=True)
         options.file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 

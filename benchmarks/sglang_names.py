@@ -31,26 +31,24 @@ import torch
 sys.path.insert(0, os.fspath(Path(__file__).parents[1] / "tests"))
 
 from absent_packages import stand_in_for_absent
-from engine_names import PUBLISHED, TYPES, digest
-from support.architectures.models import tiny
-from support.extra_files import is_of_head, write_with_extra
-from transformers import AutoModelForCausalLM
+from engine_names import HEAD, HEADS, TYPES, digest, make_model
+from support.extra_files import is_of_head
 
-from hf_moe_ep import hub_tensors, patch, save_pretrained
+from hf_moe_ep import hub_tensors
 from hf_moe_ep.mtp_head import find_head
 
+_DELTA_NETS: dict[str, Any] = {
+    "full_attention_interval": lambda model: model.config.layer_types.index("full_attention") + 1,
+    # SGLang sets these for a CPU.
+    "linear_num_key_heads_cpu": lambda model: model.config.linear_num_key_heads,
+    "linear_num_value_heads_cpu": lambda model: model.config.linear_num_value_heads,
+}
 # More fields that published configs have and the config classes of transformers lack.
 FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid"},
-    "qwen3_next": {
-        "full_attention_interval": lambda model: (
-            model.config.layer_types.index("full_attention") + 1
-        ),
-        # SGLang sets these for a CPU.
-        "linear_num_key_heads_cpu": lambda model: model.config.linear_num_key_heads,
-        "linear_num_value_heads_cpu": lambda model: model.config.linear_num_value_heads,
-    },
+    "qwen3_next": _DELTA_NETS,
+    "qwen3_5_moe_text": _DELTA_NETS,
 }
 # SGLang builds every layer of these types as a MoE layer, as in all published models. It builds the
 # norm of OLMoE's keys with the width of the queries.
@@ -60,8 +58,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": []},
     "olmoe": {"num_key_value_heads": 4},
 }
-# Types whose heads for multi-token prediction can be trained, and that SGLang has classes for.
-HEADS = ("qwen3_next", "deepseek_v3", "glm4_moe")
 ABSENT = (
     "IPython", "PIL", "aiohttp", "av", "cuda", "decord", "flashinfer", "gguf", "hf_transfer",
     "interegular", "llguidance", "loguru", "modelscope", "ninja", "numba", "nvidia",
@@ -69,32 +65,23 @@ ABSENT = (
     "sentencepiece", "setproctitle", "sgl_kernel", "soundfile", "tiktoken", "timm", "torchao",
     "torchaudio", "torchvision", "tvm_ffi", "uvicorn", "uvloop", "xgrammar",
 )  # fmt: skip
+# Kernels to which qwen3_5.py refers while it is imported.
+KERNELS = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)  # fmt: skip
 # Modules of SGLang that no loader uses.
 UNUSED = tuple(
     f"sglang.srt.{name}" for name in ("entrypoints", "constrained", "parser", "function_call")
 )
 
 
-def make_model(model_type: str, head: bool, folder: Path) -> Any:
-    """Write a tiny checkpoint into a folder, and return the patched model."""
-    if head:
-        write_with_extra(folder / "base", model_type, dtype=torch.bfloat16, in_fp8=False)
-        base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
-        model = patch(base, mtp_layers=1)
-    else:
-        sizes = SIZES.get(model_type, {})
-        model = patch(tiny(model_type, dtype=torch.bfloat16, **sizes))
-    fields = PUBLISHED.get(model_type, {}) | FIELDS.get(model_type, {})
-    for name, value in fields.items():
-        setattr(model.config, name, value(model) if callable(value) else value)
-    save_pretrained(model, folder / "model")
-    return model
-
-
 def build_engine(model_type: str, folder: Path, head: bool) -> Any:
     """Build SGLang's own class for a checkpoint, on the CPU and without values."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     stand_in_for_absent(ABSENT, UNUSED)
+    for name in KERNELS:
+        torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.rotary_embedding import factory
 
@@ -132,7 +119,8 @@ def record(model_type: str, head: bool) -> dict[str, Any]:
     """Send the tensors of a tiny model to SGLang's class, and return what became of them."""
     with tempfile.TemporaryDirectory(prefix="sglang_names_") as name:
         folder = Path(name)
-        model = make_model(model_type, head, folder)
+        sizes, fields = SIZES.get(model_type, {}), FIELDS.get(model_type, {})
+        model = make_model(HEAD * head + model_type, folder, sizes, **fields)
         engine = build_engine(model_type, folder, head)
         parameters = {n: p for n, p in engine.named_parameters() if p.is_floating_point()}
         for parameter in parameters.values():
@@ -157,7 +145,7 @@ def record(model_type: str, head: bool) -> dict[str, Any]:
             "sha256": digest(keys),
             "skipped": [key for key in skipped if key not in together],
             "together": together,
-            "options": {} if head else SIZES.get(model_type, {}),
+            "options": {} if head else sizes,
             "unfilled": sorted(unfilled),
         }
 
@@ -188,12 +176,12 @@ def main() -> None:
     """Record the given types, each in a process of its own, and add them to the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
-    parser.add_argument("types", nargs="*", default=[*TYPES, *(f"head of {x}" for x in HEADS)])
+    parser.add_argument("types", nargs="*", default=[*TYPES, *(HEAD + kind for kind in HEADS)])
     parser.add_argument("--one", action="store_true", help="print the row of one type")
     options = parser.parse_args()
     if options.one:
         (name,) = options.types
-        row = record(name.removeprefix("head of "), name.startswith("head of "))
+        row = record(name.removeprefix(HEAD), name.startswith(HEAD))
         print(f"ROW {json.dumps(row)}", flush=True)
         os._exit(0)  # threads of stand-ins must not keep the process
     engine = f"sglang {version('sglang')}"

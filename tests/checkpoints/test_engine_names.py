@@ -28,7 +28,11 @@ HEAD = "head of "
 def test_the_table_has_the_types_that_people_train() -> None:
     for engine in ("vllm", "sglang"):
         (rows,) = (rows for name, rows in TABLE.items() if name.startswith(engine))
-        assert {"qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "mixtral"} <= rows.keys()
+        types = {name for name in rows if not name.startswith(HEAD)}
+        assert {"qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "mixtral"} <= types
+        heads = {name.removeprefix(HEAD) for name in rows.keys() - types}
+        assert len(types) >= 12
+        assert heads == {"qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe"}
 
 
 @pytest.mark.parametrize(("engine", "model_type"), ROWS)
