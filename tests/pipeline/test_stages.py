@@ -20,6 +20,7 @@ from support.stages import (
 )
 from torch import nn
 
+TWO_NODES: dict[str, Any] = {"dispatcher": "hierarchical", "node_size": 2}
 AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
@@ -126,6 +127,16 @@ TWO_RANKS = [
     StagesCase("gpt_oss", 2, make=model_of("gpt_oss")),
     StagesCase("qwen3_next", 2, make=model_of("qwen3_next")),
 ]
+WAYS: dict[str, dict[str, Any]] = {
+    "checkpoints": {"prepare": CHECKPOINT},
+    "reentrant checkpoints": {"prepare": REENTRANT},
+    "compiled": {"config": {"compile_layers": "aot_eager"}},
+}
+TWO_RANKS += [
+    StagesCase(f"{name}, {way}", 2, make=model_of(name), **options)
+    for name in ("deepseek_v3", "gpt_oss", "qwen3_next")
+    for way, options in WAYS.items()
+]
 FOUR_RANKS = [
     StagesCase("ep 2, 7 rows in 4", 4, ep=2, config=in_micro_batches(4), batches=rows_of(7)),
     quantised("fp8", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
@@ -140,6 +151,8 @@ SLOW_FOUR_RANKS = [
     StagesCase("cp 2", 4, cp=2, config=in_micro_batches(3), batches=rows_of(7)),
     StagesCase("ep 2, cp 2", 8, ep=2, cp=2, config=in_micro_batches(3), batches=rows_of(7)),
     StagesCase("ep 2, sp 2, two batches", 8, ep=2, sp=2),
+    StagesCase("ep 4, hierarchical", 8, ep=4, config=in_micro_batches(2, **TWO_NODES)),
+    StagesCase("ep 2, ep outside", 8, ep=2, config={"ep_outside": True}),
     StagesCase("etp 2", 4, etp=2),
     StagesCase(
         "etp 2, tied, accumulation",
