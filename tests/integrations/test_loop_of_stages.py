@@ -4,12 +4,13 @@ Accelerate deals the rows of a data loader: the ranks of a column get the same o
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from support.checks import Check, Found
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched
 from support.tiny_models import batch, tiny
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader
 from hf_moe_ep import data_parallel_rank, data_parallel_size, patch
 
 ROWS, ACCUMULATED = 24, 2
+STEPS, LR, MOMENTUM = 10, 0.1, 0.9
+STAGES, WHOLE = {"ep_size": 2, "pp_size": 2}, {"ep_size": 4}
 SIZES = {"num_hidden_layers": 4}
 Row = dict[str, Tensor]
 
@@ -86,9 +89,75 @@ def equals_stock(ep: int, rank: int, world: int) -> None:
                 assert_close(key, state[key], value, FP32_BUDGET)
 
 
+def _even_rows() -> list[Row]:
+    """Return 8 rows per step with equal numbers of labels, so that a mean of means is the mean."""
+    inputs = batch(tiny(num_hidden_layers=1), 8 * STEPS, 9, ignore=0.0)
+    return [{name: value[row] for name, value in inputs.items()} for row in range(8 * STEPS)]
+
+
+def _run_steps(
+    rank: int, layout: dict[str, int], steps: range, folder: Path
+) -> list[tuple[Tensor, Any]]:
+    """Resume from the state before these steps, run them, and save; return losses and norms."""
+    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        # Otherwise Accelerate steps a scheduler once per data rank.
+        options: dict[str, Any] = {"step_scheduler_with_optimizer": False}
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **options)
+        model = patch(tiny(dtype=torch.float32, seed=rank, **SIZES), **layout)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        data_ranks = 4 // layout.get("pp_size", 1)
+        some = _even_rows()[8 * steps.start : 8 * steps.stop]
+        loader: Any = DataLoader(some, batch_size=4 // data_ranks)  # type: ignore[arg-type]
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        assert data_parallel_size(model) == data_ranks
+        if steps.start:
+            accelerator.load_state(str(folder / f"step-{steps.start}"))
+        results, losses = [], []
+        for inputs in loader:
+            with accelerator.accumulate(model):
+                loss = model(**inputs).loss
+                accelerator.backward(loss)
+                losses.append(accelerator.reduce(loss.detach(), "mean"))
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    results.append((torch.stack(losses).mean(), norm))
+                    losses = []
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
+                optimizer.zero_grad()
+        accelerator.save_state(str(folder / f"step-{steps.stop}"))
+        return results
+
+
+def goes_on_at_another_layout(rank: int, world: int, folder: str) -> None:
+    """Ten steps with accumulation: two stages with ep 2, then ep 4, then stages again."""
+    got = []
+    for layout, steps in ((STAGES, range(4)), (WHOLE, range(4, 7)), (STAGES, range(7, STEPS))):
+        got += _run_steps(rank, layout, steps, Path(folder))
+    stock = tiny(dtype=torch.float32, **SIZES)
+    optimizer = torch.optim.SGD(stock.parameters(), lr=LR, momentum=MOMENTUM)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    assert len(got) == STEPS
+    for step, (loss, norm) in enumerate(got):
+        part = _even_rows()[8 * step : 8 * step + 8]
+        want = stock(**{n: torch.stack([row[n] for row in part]) for n in part[0]}).loss
+        want.backward()
+        want_norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+        assert_close(f"loss of step {step}", loss, want.detach(), FP32_BUDGET)
+        assert_close(f"norm of step {step}", torch.as_tensor(norm), want_norm, FP32_BUDGET)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     "claim",
     [
+        *on_ranks(4, goes_on_at_another_layout, slow=True),
         Check("2 stages", 2, partial(equals_stock, 1)).as_parameter(),
         Check("2 stages, ep 2", 4, partial(equals_stock, 2), slow=True).as_parameter(),
     ],

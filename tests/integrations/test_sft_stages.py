@@ -31,6 +31,22 @@ def test_sft_equals_stock(rows: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sft_goes_on_at_another_number_of_stages(tmp_path: Path) -> None:
+    """Ten steps: two stages with ep 2, then ep 4, then stages again."""
+    options = ("--padded", "--steps", "10")
+    want = run_job(tmp_path / "stock", None, "--batch", "4", *options)
+    ranks, save = tmp_path / "ranks", ("--save", "--resume")
+    run_job(ranks, CPU_4, "--batch", "2", *options, *STAGES, "--save", "--stop-after", "4")
+    whole = ("--batch", "1", "--parallel", "--ep", "4", "--stop-after", "8")
+    run_job(ranks, CPU_4, *options, *whole, *save)
+    got = run_job(ranks, CPU_4, "--batch", "2", *options, *STAGES, *save)
+    for key in ("loss", "grad_norm", "aux_loss"):
+        pairs = zip(logged(got, key, 10), logged(want, key, 10), strict=True)
+        for step, pair in enumerate(pairs, start=1):
+            assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
+
+
+@pytest.mark.slow
 def test_a_loss_that_weighs_tokens_is_refused(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     arguments = [os.fspath(tmp_path), "--batch", "1", *STAGES, "--loss", "dft"]

@@ -22,7 +22,7 @@ def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
     return json.loads((folder / "run.json").read_text())
 
 
-def logged(run: Any, key: str) -> torch.Tensor:
+def logged(run: Any, key: str, steps: int = STEPS) -> torch.Tensor:
     values = torch.tensor([entry[key] for entry in run["log"] if "loss" in entry])
-    assert len(values) == STEPS
+    assert len(values) == steps
     return values

@@ -5,12 +5,14 @@
         tests/support/jobs/sft.py FOLDER --batch 1 --parallel              4 ranks at ep 2, sp 2
 
 `--parallel` adds two lines, an import and a call. With `--pp 2` the ranks form 2 pipeline stages
-instead of pairs that share a sequence. `--padded` pads rows instead of packing them.
+instead of pairs that share a sequence, and with `--ep 4` neither. `--padded` pads rows instead of
+packing them.
 FOLDER/run.json holds the trainer's log, the lengths of the documents in each packed row, and the
 number of steps that ran.
 
-`--save` writes a checkpoint at step 2, and FOLDER/model at the end. With `--die-at N` the last rank
-kills itself in the middle of step N. `--resume` resumes from the newest checkpoint.
+`--save` writes a checkpoint after every second step, and FOLDER/model at the end. With `--die-at N`
+the last rank kills itself in the middle of step N, and with `--stop-after N` the run ends after
+step N of `--steps`. `--resume` resumes from the newest checkpoint.
 """
 
 import argparse
@@ -49,14 +51,22 @@ def documents() -> Dataset:
 
 
 class Steps(TrainerCallback):
-    """Counts steps, and kills the last rank between two micro-batches of step `die_at`."""
+    """Counts steps, ends the run after step `stop_after`, and kills the last rank between two
+    micro-batches of step `die_at`.
+    """
 
-    def __init__(self, die_at: int) -> None:
-        self.die_at = die_at
+    def __init__(self, die_at: int, stop_after: int) -> None:
+        self.die_at, self.stop_after = die_at, stop_after
         self.begun = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.begun += 1
+
+    def on_step_end(
+        self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.global_step == self.stop_after:
+            control.should_training_stop = True
 
     def on_substep_end(
         self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any
@@ -70,11 +80,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--parallel", action="store_true")
+    parser.add_argument("--ep", type=int, default=2)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--padded", action="store_true")
     parser.add_argument("--loss", default="nll")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--stop-after", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
 
@@ -86,7 +99,7 @@ def main() -> None:
         completion_only_loss=True,
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=2,
-        max_steps=4,
+        max_steps=options.steps,
         logging_steps=1,
         learning_rate=3e-3,
         max_grad_norm=0.5,
@@ -105,9 +118,9 @@ def main() -> None:
 
         # With "gpipe" the aux loss is that of the whole batch, as in one process.
         stages = {"pp_size": options.pp, "pp_schedule": "gpipe" if options.padded else "1f1b"}
-        patch(model, ep_size=2, sp_size=2 // options.pp, **stages)
+        patch(model, ep_size=options.ep, sp_size=4 // options.ep // options.pp, **stages)
 
-    steps = Steps(options.die_at)
+    steps = Steps(options.die_at, options.stop_after)
     trainer = SFTTrainer(
         model,
         args=arguments,
