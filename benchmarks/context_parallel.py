@@ -188,14 +188,16 @@ def report(
         ]
         lines.append(f"| {way} | {' | '.join(cells)} |")
     lines += [
-        "\nOver the number of cp ranks, as shares of stock's activations, and MiB sent:\n",
-        "| cp | gather, activations | ring, activations | gather, sent | ring, sent |",
-        "|---|---|---|---|---|",
+        "\nOver the number of cp ranks, activations and peak as shares of stock's, and MiB sent:\n",
+        "| cp | gather, activations | ring, activations | gather, peak | ring, peak | gather, sent "
+        "| ring, sent |",
+        "|---|---|---|---|---|---|---|",
     ]
     for cp, ways in over_cp.items():
         shares = [f"{x.activations / stock.activations:.3f}" for x in ways.values()]
+        peaks = [f"{x.peak / stock.peak:.2f}" for x in ways.values()]
         sent = [f"{x.sent / mib:.1f}" for x in ways.values()]
-        lines.append(f"| {cp} | {' | '.join(shares + sent)} |")
+        lines.append(f"| {cp} | {' | '.join(shares + peaks + sent)} |")
     lines.append("\nEvery figure is explained at the top of `benchmarks/context_parallel.py`.")
     return "\n".join(lines) + "\n"
 
@@ -206,14 +208,18 @@ def plot(over_cp: dict[int, dict[str, Measured]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3.2))
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(11, 3.2))
     sizes = [*over_cp]
-    for way in WAYS[2:]:
-        left.plot(sizes, [over_cp[cp][way].activations / 2**20 for cp in sizes], "o-", label=way)
-        right.plot(sizes, [over_cp[cp][way].sent / 2**20 for cp in sizes], "o-", label=way)
-    left.set_ylabel("activations of attention, MiB")
-    right.set_ylabel("keys and values sent, MiB")
-    for axes in (left, right):
+    labels = {
+        "activations": "saved by attention, MiB",
+        "peak": "peak in the forward of attention, MiB",
+        "sent": "keys and values sent, MiB",
+    }
+    for axes, (name, label) in zip(all_axes, labels.items(), strict=True):
+        for way in WAYS[2:]:
+            values = [getattr(over_cp[cp][way], name) / 2**20 for cp in sizes]
+            axes.plot(sizes, values, "o-", label=way)
+        axes.set_ylabel(label)
         axes.set_xlabel("cp_size")
         axes.set_xticks(sizes)
         axes.set_ylim(bottom=0)

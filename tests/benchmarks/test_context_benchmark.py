@@ -21,10 +21,10 @@ def test_a_rank_saves_its_share_of_stocks_activations(way: str) -> None:
 
 def test_the_tables_have_a_row_for_each_way_and_size() -> None:
     measured = bench.Measured(2**20, 2**21, 2**22)
-    half = replace(measured, activations=2**19)
+    half = replace(measured, activations=2**19, peak=2**19)
     over_cp = {2: {"cp, gather": half, "cp, ring": measured}}
     found = {"stock": measured, "cp, ring": half}
     table = bench.report(SIZES, found, over_cp, {"stock": [1.0, 3.0]}, ["- about"])
     assert "| stock | 1.0 | 1.000 | 2.0 | 1.00 | 4.0 | 2.00 (1.00 .. 3.00) |" in table
-    assert "| cp, ring | 0.5 | 0.500 | 2.0 | 1.00 | 4.0 | - |" in table
-    assert "| 2 | 0.500 | 1.000 | 4.0 | 4.0 |" in table
+    assert "| cp, ring | 0.5 | 0.500 | 0.5 | 0.25 | 4.0 | - |" in table
+    assert "| 2 | 0.500 | 1.000 | 0.25 | 1.00 | 4.0 | 4.0 |" in table
