@@ -13,6 +13,7 @@ import yaml
 from support import commands
 from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.commands import (
+    MAX_GRAD_NORM,
     MODEL,
     ON_CPU,
     RANKS,
@@ -55,7 +56,7 @@ TINY: Config = {
     "gradient_accumulation_steps": 1,
     "learning_rate": 1e-3,
     "lr_scheduler": "constant",
-    "max_grad_norm": 0.5,
+    "max_grad_norm": MAX_GRAD_NORM,
     "max_steps": STEPS,
     "save_steps": STEPS,
     "val_set_size": 0,

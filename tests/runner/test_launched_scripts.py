@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.commands import (
     LAUNCH_CONFIG,
+    MAX_GRAD_NORM,
     RANKS,
     STEPS,
     STOCK_BATCH,
@@ -43,7 +44,7 @@ def options(output: str, batch: int) -> list[str]:
     return (
         f"--model model --output_dir {output} --per_device_train_batch_size {batch} "
         f"--max_steps {STEPS} --save_steps {STEPS} --logging_steps 1 --learning_rate 1e-4 "
-        f"--max_grad_norm 0.5 --use_cpu --report_to none --disable_tqdm True"
+        f"--max_grad_norm {MAX_GRAD_NORM} --use_cpu --report_to none --disable_tqdm True"
     ).split()
 
 

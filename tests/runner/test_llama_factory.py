@@ -12,6 +12,7 @@ import pytest
 import yaml
 from support import commands
 from support.commands import (
+    MAX_GRAD_NORM,
     MODEL,
     ON_CPU,
     RANKS,
@@ -62,7 +63,7 @@ TINY: Config = {
     "gradient_accumulation_steps": 1,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.5,
+    "max_grad_norm": MAX_GRAD_NORM,
     "max_steps": STEPS,
     "save_steps": STEPS,
     "report_to": "none",

@@ -17,6 +17,7 @@ import pytest
 from support import commands
 from support.commands import (
     LAUNCH_CONFIG,
+    MAX_GRAD_NORM,
     MODEL,
     RANKS,
     STEPS,
@@ -37,8 +38,9 @@ LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_dropout 0 --lora_target_modu
 EXPERTS = "--lora_target_parameters mlp.experts.gate_up_proj mlp.experts.down_proj"
 COMMON = (
     f"--model_name_or_path {MODEL} --max_steps {STEPS} --save_strategy steps --save_steps {STEPS} "
-    "--logging_steps 1 --learning_rate 1e-4 --lr_scheduler_type constant --max_grad_norm 0.5 "
-    "--use_cpu --bf16 False --dtype float32 --report_to none --disable_tqdm True "
+    "--logging_steps 1 --learning_rate 1e-4 --lr_scheduler_type constant "
+    f"--max_grad_norm {MAX_GRAD_NORM} --use_cpu --bf16 False --dtype float32 --report_to none "
+    "--disable_tqdm True "
 )
 # The completions of a prompt are equal, and so are their rewards. Only the KL term to the reference
 # has gradients. It is zero in the first step; then weight decay has changed the policy.

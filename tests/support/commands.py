@@ -32,6 +32,7 @@ SAMPLES = 32
 # fp32 rounds by 6e-8 per operation. The sums of two ranks differ from those of one process, and
 # AdamW divides by small second moments in its first steps.
 LOSS_BUDGET, NORM_BUDGET, TENSOR_BUDGET = 1e-5, 1e-4, 1e-4
+MAX_GRAD_NORM = 0.5  # assert_same_log checks that clipping acts
 MODEL, LAUNCH_CONFIG = "model", "cpu_2.yaml"
 # A folder for PYTHONPATH: what trainers need on CPU ranks, and not on GPUs.
 ON_CPU = os.fspath(Path(__file__).parent / "trainers_on_cpu")
@@ -204,8 +205,10 @@ def assert_same_training(ours: Path, stock: Path) -> None:
 
 
 def assert_same_log(got: Sequence[Entry], want: Sequence[Entry]) -> None:
-    """Compare losses and gradient norms of all steps."""
+    """Compare losses and gradient norms of all steps, some of which must have been clipped."""
     assert len(got) == len(want) == STEPS
+    norms = [entry["grad_norm"] for entry in want]
+    assert max(norms) > MAX_GRAD_NORM, f"no step is clipped: {norms}"
     for step, (mine, theirs) in enumerate(zip(got, want, strict=True), start=1):
         loss, norm = (abs(mine[key] - theirs[key]) for key in ("loss", "grad_norm"))
         assert loss <= LOSS_BUDGET * max(1.0, abs(theirs["loss"])), (step, mine, theirs)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from support.close import assert_close
 from support.hub_files import assert_equal, read_all
-from support.jobs.trainer import STEPS, Result, load_stock
+from support.jobs.trainer import MAX_GRAD_NORM, STEPS, Result, load_stock
 from support.tiny_models import batch, tiny
 
 # Rounding errors in fp32 (6e-8) grow over 6 steps of AdamW. A wrong factor would be 2 or 4.
@@ -36,6 +36,7 @@ Results = dict[str, list[Result]]
 
 
 def assert_same_log(got: Result, want: Result) -> None:
+    assert want.series("grad_norm").max() > MAX_GRAD_NORM, "no step is clipped"
     for key in ("loss", "grad_norm"):
         assert len(want.series(key)) == STEPS
         for step, pair in enumerate(zip(got.series(key), want.series(key), strict=True), start=1):

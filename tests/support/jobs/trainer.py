@@ -48,6 +48,7 @@ from support.tiny_models import batch, tiny, vision_batch
 GLOBAL_BATCH = 8
 STEPS = 6
 SEQ_LEN = 12
+MAX_GRAD_NORM = 0.5
 NUM_ROWS = 96
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 Row = dict[str, Tensor]
@@ -349,7 +350,7 @@ def _arguments(case: Case, folder: Path) -> TrainingArguments:
         "gradient_accumulation_steps": 2 * case.split,
         "max_steps": STEPS,
         "logging_steps": 1,
-        "max_grad_norm": 0.5,
+        "max_grad_norm": MAX_GRAD_NORM,
         "learning_rate": 3e-3,
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
