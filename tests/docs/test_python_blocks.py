@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from support import pages
 from support.checks import Check, Found, on_ranks
 from support.launched import launched
+from support.mtp_reference import write_base
 from support.tiny_models import Row, batch, tiny, vision_batch
 from support.words import text, tokenizer
 from torch.utils.data import DataLoader
@@ -38,6 +39,7 @@ BLOCKS = {
 }
 SMALLER = {
     '"Qwen/Qwen3-30B-A3B"': '"start"',
+    '"Qwen/Qwen3-Next-80B-A3B-Instruct"': '"with_head"',
     "ep_size=8": "ep_size=2",
     "sp_size=8, cp_size=4": "cp_size=2",
     "fsdp_size=8": "fsdp_size=2",
@@ -117,6 +119,13 @@ def print_patched(page: str, number: int, rank: int, world: int, folder: str) ->
     assert "not sharded yet; asks for ep_size 2" in str(printed.call_args.args[0])
 
 
+def patch_stages(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    model = tiny()
+    with mock.patch.dict(SMALLER, {"ep_size=8": "ep_size=1"}):
+        _run(page, number, model=model)
+    assert "pp_size 2" in describe(model)
+
+
 def run_accelerate_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
     on_cpu = partial(Accelerator, cpu=True)
     with _work_in(folder) as inputs, launched(), mock.patch("accelerate.Accelerator", on_cpu):
@@ -129,6 +138,19 @@ def run_own_loop(page: str, number: int, rank: int, world: int, folder: str) -> 
     with _work_in(folder) as inputs, mock.patch("torch.distributed.init_process_group"):
         _run(page, number, batches=[inputs, inputs])
         _assert_trained("out")
+
+
+def train_a_head(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    def train(model: Any) -> None:
+        model.train()
+        model(**batch(model, 2, 12)).loss.backward()
+
+    with _work_in(folder), mock.patch("builtins.print") as printed:
+        if rank == 0:
+            write_base(Path("with_head"), "qwen3_next")
+        dist.barrier()
+        _run(page, number, train=train)
+    assert printed.call_args.args[0] > 1
 
 
 def resume_from_checkpoints(page: str, number: int, rank: int, world: int, folder: str) -> None:
@@ -331,10 +353,12 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/quickstart.md", 2): print_patched,
     ("docs/training.md", 0): run_accelerate_loop,
     ("docs/training.md", 1): run_own_loop,
+    ("docs/training.md", 2): train_a_head,
     ("docs/checkpoints.md", 0): resume_from_checkpoints,
     ("docs/engines.md", 0): send_to_an_engine,
     ("docs/sequence.md", 0): shard_sequences,
     ("docs/long-sequences.md", 0): split_attention,
+    ("docs/stages.md", 0): patch_stages,
     ("docs/pictures.md", 0): train_on_images,
     ("docs/lora.md", 0): train_qlora,
     ("docs/muon.md", 0): create_muon,
