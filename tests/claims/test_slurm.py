@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support.jobs.going_on import read_losses, steps_taken
 from support.namespaces import Nodes
 from support.scripts import CPU_4, ROOT, run_script
 from support.slurm import run_sbatch
+from support.tiny_models import tiny
 
 SLURM = ROOT / "examples" / "slurm"
 JOB = ROOT / "tests" / "support" / "jobs" / "going_on.py"
@@ -91,6 +93,22 @@ def test_a_job_whose_time_is_up_is_requeued_and_resumes(tmp_path: Path) -> None:
     assert sorted(by_step) == list(range(before + 2))
     assert steps_taken(tmp_path).count(0) == 1
     assert all(len(losses) == 1 for losses in by_step.values()), by_step
+
+
+@pytest.mark.slow
+def test_a_stock_script_is_patched_by_the_runner(tmp_path: Path) -> None:
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    script = ROOT / "tests" / "support" / "jobs" / "unpatched.py"
+    runner = ["-m", "hf_moe_ep.run", "--ep-size", "2", str(script)]
+    options = ["--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+    options += ["--max_steps", "2", "--report_to", "none", "--use_cpu"]
+    file = SLURM / "accelerate.sbatch"
+    code = run_sbatch(file, *runner, *options, folder=tmp_path, CONFIG=str(CPU_4))
+    output = (tmp_path / "output").read_text()
+    assert code == 0, output[-6000:]
+    assert output.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)") == 1
+    assert "layout     4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2" in output
+    assert list((tmp_path / "out").glob("*.safetensors"))
 
 
 def _run_stages(folder: Path, network: Nodes, failures: Sequence[str] = ()) -> int:

@@ -119,7 +119,16 @@ def check_make(*words: str) -> None:
 def check_sbatch(*words: str) -> None:
     number, batch, *rest = words
     assert number.startswith("--nodes=") and (ROOT / batch).is_file()
-    parse_script(*rest)
+    if rest[:2] == ["-m", "hf_moe_ep.run"]:
+        parse_runner(*rest[2:])
+    else:
+        parse_script(*rest)
+
+
+def parse_runner(*words: str) -> None:
+    options = run._parser().parse_args(words)
+    variables(options)
+    parse_script(*options.script)
 
 
 def parse_torchrun(*words: str) -> None:
@@ -128,9 +137,7 @@ def parse_torchrun(*words: str) -> None:
     options = get_args_parser().parse_args(words)
     if options.training_script == "hf_moe_ep.run":
         assert options.module
-        ours = run._parser().parse_args(options.training_script_args)
-        variables(ours)
-        parse_script(*ours.script)
+        parse_runner(*options.training_script_args)
     else:
         parse_script(options.training_script, *options.training_script_args)
 
@@ -208,7 +215,7 @@ def test_every_language_is_checked() -> None:
 
 @pytest.mark.parametrize("block", YAML_BLOCKS, ids=str)
 def test_settings_are_those_of_a_file_that_the_page_names(block: pages.Block) -> None:
-    names = re.findall(r"`(examples/accelerate/\w+\.yaml)`", pages.read(block.page))
+    names = re.findall(r"\bexamples/(?:accelerate|trainers)/\w+\.yaml", pages.read(block.page))
     wanted = yaml.safe_load(block.text)
     files = [yaml.safe_load((ROOT / name).read_text()) for name in names]
     assert any(_is_part(wanted, file) for file in files), names

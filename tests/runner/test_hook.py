@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -39,13 +40,14 @@ DENSE = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save a text model, a model for pictures, a reward model, a dense model and an adapter."""
+    """Save models with and without experts, for text, pictures and rewards, and an adapter."""
     root = tmp_path_factory.mktemp("models")
     models = {
         "text": tiny(dtype=torch.float32),
         "pictures": tiny("qwen3_vl_moe", dtype=torch.float32),
         "rewards": tiny("qwen3_moe, rewards", dtype=torch.float32, num_labels=1),
         "dense": LlamaForCausalLM(DENSE),
+        "dense rewards": LlamaForSequenceClassification(DENSE),
     }
     for name, model in models.items():
         model.save_pretrained(root / name)
@@ -76,6 +78,9 @@ PATCHED: dict[str, Build] = {
     ),
     "a device": lambda folders: AutoModelForCausalLM.from_pretrained(
         folders["text"], device_map="cpu"
+    ),
+    "the meta device": lambda folders: AutoModelForCausalLM.from_pretrained(
+        folders["text"], device_map="meta"
     ),
     "an auto class, from_config": lambda folders: AutoModelForCausalLM.from_config(
         tiny(num_hidden_layers=1).config
@@ -165,15 +170,25 @@ def test_a_load_inside_a_constructor_leaves_the_outer_model_to_the_hook(
     assert find_state(model) is vars(model)["_hf_moe_ep"]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("dense", AutoModelForCausalLM), ("dense rewards", AutoModelForSequenceClassification)],
+)
 def test_a_dense_model_is_left_alone_with_one_warning(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    kind: Any,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also a reward model without experts, which a trainer loads beside its policy."""
     with hooked(monkeypatch, ep_size=2):
-        models = [AutoModelForCausalLM.from_pretrained(folders["dense"]) for _ in range(2)]
+        models = [kind.from_pretrained(folders[name]) for _ in range(2)]
     assert [find_state(model) for model in models] == [None, None]
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("hf-moe-ep")]
-    assert line == ("hf-moe-ep run: warning: LlamaForCausalLM has no experts, so it is not patched")
-    stock = AutoModelForCausalLM.from_pretrained(folders["dense"])
+    dense = type(models[0]).__name__
+    assert line == f"hf-moe-ep run: warning: {dense} has no experts, so it is not patched"
+    stock = kind.from_pretrained(folders[name])
     for got, want in zip(models[0].parameters(), stock.parameters(), strict=True):
         assert torch.equal(got, want)
 

@@ -18,11 +18,17 @@ from support.adapters import ATTENTION, EXPERTS
 from support.hooked import hooked
 from support.tiny_models import batch, tiny
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from hf_moe_ep import patch, unpatch
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream import loading
 
 VOCABULARY = 103
 
@@ -151,6 +157,33 @@ def test_why_stock_loads_all_weights(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not on_meta(load_lean(folders["text"], monkeypatch))
     assert "whole model" not in capsys.readouterr().err
+
+
+def test_stock_loads_weights_that_it_quantises(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    nf4 = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    model = load_lean(folders["text"], monkeypatch, **nf4)
+    assert "whole model: they are quantised while they are loaded" in capsys.readouterr().err
+    assert_same_model(unpatch(model), AutoModelForCausalLM.from_pretrained(folders["text"], **nf4))
+
+
+def test_stock_loads_what_deepspeed_shards(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
+    assert not on_meta(load_lean(folders["text"], monkeypatch))
+    assert "whole model: DeepSpeed loads them" in capsys.readouterr().err
+
+
+def test_a_device_map_over_several_devices_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock loads such a model. Then `patch` refuses it, because a rank needs the whole model."""
+    places = {"model": "cpu", "lm_head": "meta"}
+    with pytest.raises(ValueError, match=r"placed parts of this model on .*load it without device"):
+        load_lean(folders["text"], monkeypatch, device_map=places)
 
 
 def write_two(folder: Path, case: str) -> dict[str, Any]:
