@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support import commands
 from support.commands import (
     LAUNCH_CONFIG,
@@ -29,11 +30,13 @@ from support.commands import (
 )
 from support.launched import launched
 from support.ranks import run_ranks
+from support.scripts import ROOT
 
 from hf_moe_ep.runner import hook
 
 pytest.importorskip("trl", minversion="1.15")
 
+EXAMPLE = ROOT / "examples" / "trainers" / "trl_sft.yaml"
 LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_dropout 0 --lora_target_modules q_proj v_proj"
 EXPERTS = "--lora_target_parameters mlp.experts.gate_up_proj mlp.experts.down_proj"
 COMMON = (
@@ -58,6 +61,7 @@ class Case:
         options: options of the command, the same in both runs.
         stock: more options of the stock command.
         ours: options of `hf-moe-ep run`.
+        config: the command reads examples/trainers/trl_sft.yaml; its options override the file.
     """
 
     command: str
@@ -65,12 +69,14 @@ class Case:
     options: str = ""
     stock: str = ""
     ours: tuple[str, ...] = ()
+    config: bool = False
 
 
 CASES = {
     "sft": Case("sft", "chat"),
     "sft, stock load": Case("sft", "chat", ours=("--stock-load",)),
     "sft, packing": Case("sft", "chat", "--packing --max_length 48 --packing_strategy wrapped"),
+    "sft, example": Case("sft", "chat", "--max_length 48", config=True),
     "sft, LoRA": Case("sft", "chat", LORA),
     "sft, LoRA on experts": Case("sft", "chat", f"{LORA} {EXPERTS}"),
     "sft, --lora-experts": Case("sft", "chat", LORA, stock=EXPERTS, ours=("--lora-experts",)),
@@ -85,12 +91,17 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return commands.make_inputs(tmp_path_factory.mktemp("commands"))
+    folder = commands.make_inputs(tmp_path_factory.mktemp("commands"))
+    example = yaml.safe_load(EXAMPLE.read_text())
+    del example["accelerate_config"]  # stock trains in one process
+    (folder / "example.yaml").write_text(yaml.safe_dump(example))
+    return folder
 
 
 def command_of(case: Case, output: str, batch: int, *options: str) -> list[str]:
     words = f"trl {case.command} {COMMON} --dataset_name {case.data} --output_dir {output} "
     words += f"--per_device_train_batch_size {batch} {case.options}"
+    words += " --config example.yaml" if case.config else ""
     return [*words.split(), *options]
 
 
