@@ -200,7 +200,8 @@ def _fails_inside(sync: Any, iterators: list[Any]) -> None:
 
 def test_a_stored_error_does_not_keep_the_iterator_alive() -> None:
     """While the iterator is alive, the other ranks wait for the next tensor."""
-    sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)), mode="colocate")
+    model = patch(tiny(dtype=torch.float32))
+    sync = SimpleNamespace(model=model, mode="colocate", enable_sleep_mode=False)
     iterators: list[Any] = []
     with pytest.raises(RuntimeError, match="the worker died") as raised:
         engines.sync_weights(lambda self: _fails_inside(self, iterators), sync)
