@@ -141,7 +141,9 @@ class Slice:
         parts = [x.narrow(dim, start, stop - start) for start, stop in self.spans]
         missing = self.local - sum(part.shape[dim] for part in parts)
         if not missing and len(parts) == 1:
-            return parts[0].clone()  # a view would keep the whole tensor alive
+            # A view would keep the whole tensor alive. In a dimension of size 1 it also has the
+            # stride of the whole tensor, for which torch.compile would make other graphs.
+            return parts[0].clone(memory_format=torch.contiguous_format)
         shape = list(x.shape)
         shape[dim] = missing
         return torch.cat([*parts, x.new_full(shape, fill)], dim)

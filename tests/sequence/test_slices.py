@@ -48,6 +48,13 @@ def test_padding_is_at_the_end_of_a_slice() -> None:
     assert second.spans == [(2, 4), (4, 5)] and first.spans == [(0, 2), (5, 5)]
 
 
+def test_slices_with_and_without_padding_have_the_same_strides() -> None:
+    """Strides are guards of torch.compile, which would compile the last rank's layers anew."""
+    positions = torch.arange(5).unsqueeze(0)
+    parts = [Slice(NO_GROUP, rank, 2, 5) for rank in range(2)]
+    assert [part.take(positions, 1).stride() for part in parts] == [(3, 1), (3, 1)]
+
+
 @pytest.mark.parametrize(("cp", "sp"), [(2, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("length", [1, 3, 16, 29])
 def test_join_reverses_take(cp: int, sp: int, length: int) -> None:
