@@ -1,8 +1,8 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo demo-vision test test-full test-oldest test-newest test-trainers architectures \
-	docs lint fmt gpu gpu-rehearsal bench clean
+.PHONY: demo demo-vision test test-full test-oldest test-newest test-swift test-trainers \
+	architectures docs lint fmt gpu gpu-rehearsal bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -58,7 +58,7 @@ WITHOUT_PINS_llama_factory := llamafactory==0.9.5
 .venv-trainers/%/.done: setup.cfg pyproject.toml
 	python3 -m venv $(@D)
 	$(@D)/bin/python $(PIP) torch==2.13.0
-	$(@D)/bin/python $(PIP) torch==2.13.0 pytest $(NEEDS_$*)
+	$(@D)/bin/python $(PIP) torch==2.13.0 pytest pytest-xdist $(NEEDS_$*)
 	$(@D)/bin/python $(PIP) --no-deps -e . $(WITHOUT_PINS_$*)
 	touch $@
 
@@ -79,6 +79,14 @@ test-oldest: .venv-oldest/.done
 
 test-newest: .venv-newest/.done
 	@$(call timed,.venv-newest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+
+# Our own tests on the versions that ms-swift pins (PEFT 0.20, TRL 0.29), in its environment.
+SWIFT_TESTS := tests/claims/test_parity.py tests/claims/test_trl_of_trainers.py tests/integrations \
+	tests/lora tests/checkpoints/test_training.py tests/vision
+test-swift: .venv-trainers/ms_swift/.done
+	@export PYTHONPATH=tests/support/trainers_on_cpu; \
+	$(call timed,.venv-trainers/ms_swift/bin/python -m pytest $(TWO_AT_A_TIME) \
+		-m 'not slow and not gpu' $(SWIFT_TESTS))
 
 # Two trainers at a time, as above. xargs ends with an error if one of them does.
 test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import GenerationMixin
 
 from support.architectures.parts import parts_of
 
@@ -39,12 +40,14 @@ def with_lora(
     fp32: bool = True,
     **options: Any,
 ) -> PeftModel:
-    """Attach adapters with random factors to a model.
+    """Attach adapters with random factors to a model, with the task type that people write.
 
     PEFT initialises lora_B with zeros. Then lora_A would have no gradient in the first step.
     """
     if seed is not None:
         torch.manual_seed(seed)
+    if isinstance(model, GenerationMixin):
+        options.setdefault("task_type", "CAUSAL_LM")
     config = LoraConfig(
         r=r,
         lora_alpha=2 * r,

@@ -92,9 +92,10 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
     """Train once and return the log. `prepare` is `patch`, or None in a stock script."""
     import trl
     from datasets import Dataset, load_from_disk
-    from trl.experimental import gkd
 
-    trainers = gkd if case.trainer == "GKD" else trl
+    trainers: Any = trl
+    if case.trainer == "GKD":
+        from trl.experimental import gkd as trainers
     words = tokenizer(97)
     words.chat_template = CHAT
 
