@@ -195,7 +195,9 @@ def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> No
         add_tensors(root / "base", named, "mine")
 
     write_on_first(rank, write)
-    with pytest.raises(ValueError, match=r"unexpected 2 tensors: head.of.*ignore_unexpected=\[pat"):
+    with pytest.raises(
+        ValueError, match=r"unexpected 2 tensors: head.*ignore_unexpected=\[regex"
+    ):
         from_pretrained(root / "base", ep_size=2)
     for wrong, words in (("mine", r"pass a list of.*\['mine'\]"), (["("], "no regular expression")):
         with pytest.raises(ValueError, match=words):
@@ -625,7 +627,7 @@ def test_damaged_references_are_an_error(tmp_path: Path) -> None:
         {"tensors": {"a": content["tensors"]["a"] | {"sha256": "00"}}},
         {"tensors": {"a": content["tensors"]["a"] | {"dtype": "F3"}}},
     ):
-        with pytest.raises(ValueError, match=r"extra.json is damaged \(.*\); take an older"):
+        with pytest.raises(ValueError, match=r"extra.json is damaged \(.*\); load an older"):
             FileReferences.from_json(content | damage, tmp_path / "extra.json")
 
 

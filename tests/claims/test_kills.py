@@ -134,14 +134,12 @@ def _check_losses(kind: str, root: Path, kills: list[Kill]) -> tuple[dict[str, i
     return counts, last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "points",
     [
         ("folder.write_tensors", "manifest.write"),
-        pytest.param(
-            ("manifest.write_atomically", "folder.write_json", "folder.write_tensors"),
-            marks=pytest.mark.slow,
-        ),
+        ("manifest.write_atomically", "folder.write_json", "folder.write_tensors"),
     ],
 )
 def test_kills_between_the_steps_of_a_save(points: tuple[str, ...], tmp_path: Path) -> None:

@@ -137,7 +137,11 @@ OTHERS = {
     "transformers.models.qwen3_moe.modeling_qwen3_moe:load_balancing_loss_func",
     "sys:meta_path",
 }
-WAITS = OTHERS | {"accelerate:Accelerator", "accelerate:__getattr__"}
+WAITS = OTHERS | {
+    f"{module}:{name}"
+    for module in ("accelerate", "accelerate.accelerator")
+    for name in ("Accelerator", "__getattr__")
+}
 SCRIPTS = {
     # name: (key of IMPORTS, code that uses the model, number of functions that are wrapped at the
     #        end, other names that differ from stock)

@@ -240,11 +240,9 @@ LISTED: dict[str, tuple[Prepare | None, dict[str, Any], dict[str, Any]]] = {
 CHECKS = on_ranks(
     2,
     {name: partial(_check_losses, between, WHOLE_EXPERTS) for name, between in BETWEEN.items()},
-    {"without gradients, no resharding": partial(_check_losses, _without_gradients, NEVER_RESHARD)},
     {"listed: whole experts": partial(_check_listed, *LISTED["whole experts"])},
     {
         "frozen": _frozen_after_a_forward,
-        "generation, no resharding": partial(_generates, NEVER_RESHARD, 6),
         "fails in backward": partial(_fails_in_backward, WHOLE_EXPERTS, None),
         "two forwards": partial(two_forwards_before_one_backward, None),
         "two forwards, reentrant": partial(two_forwards_before_one_backward, _reentrant),
@@ -254,7 +252,7 @@ MORE_CHECKS = on_ranks(
     2,
     {
         f"{name}, no resharding": partial(_check_losses, BETWEEN[name], NEVER_RESHARD)
-        for name in ("in training", "that fails")
+        for name in ("in training", "without gradients", "that fails")
     },
     {
         f"listed: {name}": partial(_check_listed, *case)
@@ -263,6 +261,7 @@ MORE_CHECKS = on_ranks(
     },
     {
         "generation": partial(_generates, WHOLE_EXPERTS, 14),
+        "generation, no resharding": partial(_generates, NEVER_RESHARD, 6),
         "fails in backward, no resharding": partial(_fails_in_backward, NEVER_RESHARD, None),
         "fails in backward, reentrant": partial(_fails_in_backward, NEVER_RESHARD, _reentrant),
         "two forwards, reentrant in the model's code": partial(

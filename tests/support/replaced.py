@@ -7,6 +7,7 @@ changes are those of the packages themselves: torch._dynamo replaces functions o
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -37,7 +38,9 @@ def stock_names() -> dict[str, Any]:
 def replaced(before: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of the module docstring, with the values that they have now."""
     now = stock_names()
-    gone: dict[str, Any] = dict.fromkeys(before.keys() - now.keys())
+    names = before.keys() - now.keys()
+    # The members of a class that is gone are not counted beside the class.
+    gone: dict[str, Any] = {n: None for n in names if n.rpartition(".")[0] not in names}
     ours = {name: value for name, value in now.items() if _is_ours(value)}
     finders: dict[str, Any] = {}
     if any(map(_is_ours, sys.meta_path)):
@@ -47,6 +50,8 @@ def replaced(before: dict[str, Any]) -> dict[str, Any]:
 
 def _is_ours(value: Any) -> bool:
     """Return True for a function from a file of ours, and for an object of a class of ours."""
+    if isinstance(value, partial):
+        return _is_ours(value.func)
     if isinstance(value, FunctionType):
         return value.__code__.co_filename.startswith(_OURS)
     return type(value).__module__.partition(".")[0] == "hf_moe_ep"
