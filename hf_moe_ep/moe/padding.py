@@ -15,7 +15,8 @@ loss may depend on a padding token if
 - the next label of a padding token is not ignored: the last padding token on the left of a text
   predicts the text's first token, unless the label of that token is -100;
 - the forward has no labels, so another loss may read any output;
-- modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`).
+- modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`), and padding stands
+  in front of a text. Such modules are causal, so no text depends on padding behind it.
 
 A recompute must compute the tokens of the first run, which `KeptTokens` (`recompute.py`) stores. In
 another checkpoint the padding would not be known any more, so nothing is left out inside of it.
@@ -84,8 +85,8 @@ class FindPadding(Ours):
     It runs after the hook that adds a `Slice`, so with sp_size > 1 it keeps this rank's tokens.
     """
 
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
+    def __init__(self, state: ModelState, *, has_mixers: bool) -> None:
+        self.state, self.has_mixers = state, has_mixers
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -99,7 +100,7 @@ class FindPadding(Ours):
         given = bind_forward(model, args, kwargs)
         if not self.state.exchanges_rows and not self._outputs_are_unseen(model, given):
             return
-        mask_T = find_real_tokens(given)
+        mask_T = find_real_tokens(given, has_mixers=self.has_mixers)
         self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)
 
     def _outputs_are_unseen(self, model: Any, given: dict[str, Any]) -> bool:
@@ -124,18 +125,24 @@ class ForgetPadding(Ours):
 
 
 def attach_padding(parts: Parts, state: ModelState) -> None:
-    """Register the hooks, unless padding tokens may change other tokens."""
-    if parts.causal_lm is None or parts.plan.mixers or not parts.attention:
+    """Register the hooks on a causal LM with attention."""
+    if parts.causal_lm is None or not parts.attention:
         return
-    parts.causal_lm.register_forward_pre_hook(FindPadding(state), with_kwargs=True)
+    find_padding = FindPadding(state, has_mixers=bool(parts.plan.mixers))
+    parts.causal_lm.register_forward_pre_hook(find_padding, with_kwargs=True)
     parts.causal_lm.register_forward_hook(ForgetPadding(state), always_call=True)
 
 
-def find_real_tokens(given: dict[str, Any]) -> Tensor | None:
+def find_real_tokens(given: dict[str, Any], *, has_mixers: bool = False) -> Tensor | None:
     """Return a mask [T] of the tokens that the experts have to compute, without a host sync.
 
-    `given` are the arguments of the causal LM by name. The result is None if the experts have to
-    compute all tokens of every batch with such arguments.
+    Args:
+        given: the arguments of the causal LM by name.
+        has_mixers: True if modules other than attention mix the tokens of a sequence.
+
+    Returns:
+        The mask, or None if the experts have to compute all tokens of every batch with such
+        arguments.
     """
     mask, shifted, labels = (
         given.get(name) for name in ("attention_mask", "shift_labels", "labels")
@@ -149,6 +156,8 @@ def find_real_tokens(given: dict[str, Any]) -> Tensor | None:
         return None
     real_BS = mask != 0
     is_read_BS = ~real_BS & (shifted != ignored).to(mask.device)
+    if has_mixers:
+        is_read_BS[:, :-1] |= ~real_BS[:, :-1] & real_BS[:, 1:]
     keep_BS = real_BS | is_read_BS.any(1, keepdim=True)
     part: Slice | None = given.get(SLICE)
     if part is not None:

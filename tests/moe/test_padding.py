@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import parity
+from support.architectures.steps import assert_same_grads, build
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL
+from support.fp64 import FP64
 from support.parity import Case
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -105,7 +107,7 @@ CASES_ON_NODES = [RIGHT.with_(name="2 nodes", world=4, ep=4, config=NODES)]
 def _all_tokens() -> Iterator[None]:
     """Dispatch padding tokens like other tokens, as for a forward without labels."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(padding, "find_real_tokens", lambda given: None)
+        patches.setattr(padding, "find_real_tokens", lambda given, **options: None)
         yield
 
 
@@ -260,6 +262,28 @@ def test_one_process_computes_no_padding(checkpoints: str | None) -> None:
     assert rows == [80] * 4 * LAYERS
 
 
+# A delta net, Mamba-2 and an indexer.
+MIXERS = (
+    "qwen3_next",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "deepseek_v32")),
+)
+
+
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_padding_behind_a_text_is_not_computed_in_models_with_mixers(model_type: str) -> None:
+    """Mixers are causal, so padding in front of a text may change the text, and is computed."""
+    with FP64():
+        for left in (False, True):
+            model, stock = patch(build(model_type), **FUSED), build(model_type)
+            inputs = _padded(stock, 0)
+            inputs = _on_the_left(inputs, first_label=False) if left else inputs
+            with _rows_of_experts() as rows:
+                model(**inputs).loss.backward()
+            stock(**inputs).loss.backward()
+            assert_same_grads(model_type, model, stock, FP64_MODEL)
+            assert set(rows) == {80 if left else 80 - 31}
+
+
 def test_a_batch_without_padding_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny(num_hidden_layers=LAYERS), **FUSED)
     monkeypatch.setattr(torch.Tensor, "index_copy", None)
@@ -280,6 +304,11 @@ def _find(**given: Any) -> list[list[int]] | None:
 def test_the_example_of_the_docstring() -> None:
     assert _find() == MASK.tolist()
     assert _find(attention_mask=MASK.bool()) == MASK.tolist()
+
+
+def test_a_row_with_padding_in_front_of_a_text_is_kept_for_mixers() -> None:
+    real_T = find_real_tokens({"attention_mask": MASK, "labels": LABELS}, has_mixers=True)
+    assert real_T is not None and real_T.view(2, 5).int().tolist() == [MASK[0].tolist(), [1] * 5]
 
 
 def test_a_row_in_which_padding_has_a_label_is_kept() -> None:
