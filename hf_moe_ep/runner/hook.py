@@ -140,6 +140,7 @@ def _patch(model: Any, this_load: Any) -> None:
     from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
     from hf_moe_ep.ranks.together import rank_of_launch
+    from hf_moe_ep.upstream.trainers import problem_of_version
 
     _show_log()
     name = type(model).__name__
@@ -154,6 +155,8 @@ def _patch(model: Any, this_load: Any) -> None:
     elif this_load.why_stock:
         how = f"; every process has read the whole model: {this_load.why_stock}"
     if rank_of_launch() == 0:
+        if problem := problem_of_version():
+            _warn_once(f"warning: {problem}")
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
             name,

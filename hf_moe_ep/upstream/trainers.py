@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
+
+from packaging.version import Version
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class _Framework:
         sizes: the framework's option for each size of Accelerate's ParallelismConfig.
         all_logits: tells users how to ask for the logits of all tokens; "" if they always get them.
         experts: names the options that choose an implementation of experts; "" if there are none.
+        package: the name of the installed package.
+        tested: the oldest version that `make test-trainers` has run; "" if setup.cfg has a range.
     """
 
     name: str
@@ -32,6 +37,8 @@ class _Framework:
     sizes: dict[str, str] = field(default_factory=dict)
     all_logits: str = ""
     experts: str = ""
+    package: str = ""
+    tested: str = ""
 
 
 # All frameworks except TRL import trl themselves, so TRL is looked for last.
@@ -48,17 +55,23 @@ _FRAMEWORKS = (
             "dp_replicate_size": "dp_replicate_size",
         },
         experts="experts_implementation, expert_backend, use_scattermoe and use_sonicmoe",
+        package="axolotl",
+        tested="0.19.0",
     ),
     _Framework(
         "ms-swift",
         "swift.arguments",
         "Add --fsdp fsdp2 to the command",
         all_logits="add --use_logits_to_keep false to the command",
+        package="ms-swift",
+        tested="4.6.0",
     ),
     _Framework(
         "LLaMA-Factory",
         "llamafactory",
         "Add `fsdp: full_shard auto_wrap` and `fsdp_config: {fsdp_version: 2}` to the YAML file",
+        package="llamafactory",
+        tested="0.9.5",
     ),
     _Framework(
         "TRL",
@@ -76,6 +89,23 @@ def how_to_shard() -> str:
     """Return a sentence about the option with which the running framework shards by FSDP2."""
     framework = _running()
     return _GENERAL if framework is None else f"{framework.name}: {framework.to_shard}"
+
+
+def problem_of_version() -> str:
+    """Return a sentence if the running framework is older than the tested versions, else ""."""
+    framework = _running()
+    if framework is None or not framework.tested:
+        return ""
+    try:
+        found = metadata.version(framework.package)
+    except metadata.PackageNotFoundError:
+        return ""
+    if Version(found) >= Version(framework.tested):
+        return ""
+    return (
+        f"{framework.name} {found} is installed, and {framework.tested} is the oldest version that "
+        f"was tested; if it fails, upgrade it"
+    )
 
 
 def how_to_keep_all_logits() -> str:

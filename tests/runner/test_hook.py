@@ -1,8 +1,11 @@
 """The hook patches every top-level MoE model that transformers returns, and no other model."""
 
 import logging
+import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -210,6 +213,26 @@ def test_one_line_names_the_model_and_the_options(
         "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2 --no-report): 2 MoE layers of 8 "
         "experts"
     ]
+
+
+@pytest.mark.parametrize(("found", "num_warnings"), [("0.17.1", 1), ("0.19.0", 0)])
+def test_an_old_trainer_is_named_once_with_the_version_that_was_tested(
+    found: str,
+    num_warnings: int,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    versions = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda x: found if x == "axolotl" else versions(x))
+    monkeypatch.setitem(sys.modules, "axolotl", ModuleType("axolotl"))
+    with hooked(monkeypatch, ep_size=2):
+        for _ in range(2):
+            AutoModelForCausalLM.from_pretrained(folders["text"])
+    words = (
+        f"warning: axolotl {found} is installed, and 0.19.0 is the oldest version that was tested"
+    )
+    assert capsys.readouterr().err.count(words) == num_warnings
 
 
 @pytest.mark.parametrize(
