@@ -195,9 +195,7 @@ def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> No
         add_tensors(root / "base", named, "mine")
 
     write_on_first(rank, write)
-    with pytest.raises(
-        ValueError, match=r"unexpected 2 tensors: head.*ignore_unexpected=\[regex"
-    ):
+    with pytest.raises(ValueError, match=r"unexpected 2 tensors: head.*ignore_unexpected=\[regex"):
         from_pretrained(root / "base", ep_size=2)
     for wrong, words in (("mine", r"pass a list of.*\['mine'\]"), (["("], "no regular expression")):
         with pytest.raises(ValueError, match=words):
