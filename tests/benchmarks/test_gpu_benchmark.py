@@ -81,6 +81,7 @@ def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> No
     assert "assert 'this' == 'that'" in (tmp_path / "part7.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_ends_within_its_time(tmp_path: Path) -> None:
     """A job is stopped when the time of the part is over. A job that needs more time is skipped."""
     waits = "import time; time.sleep(600)"

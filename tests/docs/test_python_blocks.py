@@ -382,7 +382,9 @@ def test_every_block_is_run() -> None:
 @pytest.mark.parametrize(
     "claim",
     on_ranks(
-        2, {f"{page}-{number}": partial(run, page, number) for (page, number), run in RUNS.items()}
+        2,
+        {f"{page}-{number}": partial(run, page, number) for (page, number), run in RUNS.items()},
+        slow=True,
     ),
 )
 def test_a_block_on_two_ranks(found: Found, claim: Check) -> None:

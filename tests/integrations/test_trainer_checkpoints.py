@@ -304,6 +304,7 @@ def test_tensors_beside_an_adapter_are_resumed_in_one_process(
         adapter_alone._load_from_checkpoint(str(checkpoint))
 
 
+@pytest.mark.slow
 def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: None) -> None:
     """The Trainer skips 1 step of its own size, whatever the size of the saved step was."""
     _trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()

@@ -275,14 +275,8 @@ print(len(called))
 """
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "apply_ep_fsdp2" else pytest.mark.slow)
-        for name in SCRIPTS
-        if name != "TRL"
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "TRL"])
 def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
     """Every call of a function of ours is recorded while a stock model is trained and saved.
 

@@ -373,16 +373,17 @@ TWO_RANKS = (
     errors_of_a_loss_end_all_ranks,
     errors_after_the_last_transfer_end_all_ranks,
 )
-FOUR_RANKS = (
-    no_rank_waits_for_one_that_refuses,
-    ranks_that_share_a_batch_disagree,
-    errors_of_one_rank_end_all_ranks,
-)
 
 
 @pytest.mark.parametrize(
     "claim",
-    [*on_ranks(2, *TWO_RANKS), *on_ranks(4, *FOUR_RANKS)],
+    [
+        *on_ranks(2, *TWO_RANKS),
+        *on_ranks(4, errors_of_one_rank_end_all_ranks),
+        *on_ranks(
+            4, no_rank_waits_for_one_that_refuses, ranks_that_share_a_batch_disagree, slow=True
+        ),
+    ],
 )
 def test_calls_are_refused_on_every_rank(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -443,6 +443,7 @@ def test_command_takes_sizes_of_experts_and_fixed_buffers(
     assert (printed["buffers"], printed["gathered"]) == (plan.buffers, plan.gathered)
 
 
+@pytest.mark.slow
 def test_command_plans_a_head_for_multi_token_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,7 @@ def run_script(rank: int, world: int, folder: Path, words: list[str], settings: 
         runpy.run_module("trl.scripts.sft", run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_script_of_a_command_in_forked_ranks(folder: Path) -> None:
     """The adapters of the experts come from --lora-experts."""
     case = CASES["sft, --lora-experts"]

@@ -114,9 +114,9 @@ TWO_RANKS = [
 ]
 TWO_RANKS_SP = [
     Case("sp 2, packed", 2, 1, sp=2).with_(**PACKED),
-    Case("sp 2, flash", 2, 2, sp=2, prepare=use_fake_flash).with_(**BY_STEP),
 ]
 TWO_RANKS_SP_MORE = [
+    Case("sp 2, flash", 2, 2, sp=2, prepare=use_fake_flash).with_(**BY_STEP),
     Case("sp 2, modality by step", 2, 1, sp=2).with_(**BY_STEP),
     *_cases(2, 2, sp=2)[-1:],
 ]
