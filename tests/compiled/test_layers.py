@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import parity
 from support.architectures import models
+from support.architectures.steps import whole
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.tiny_models import batch, tiny
@@ -32,6 +33,7 @@ from hf_moe_ep import (
     save_pretrained,
     unpatch,
 )
+from hf_moe_ep.compiled import options
 from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.compiled.subclasses import inner_forward
@@ -240,12 +242,13 @@ def _route(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights / weights.sum(-1, keepdim=True), ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", ["no checkpoints", "checkpoints"])
-def test_inductor_equals_stock(checkpoints: str) -> None:
+def _inductor_equals_stock(
+    checkpoints: str, graphs: int, rank: int = 0, world: int = 1, **config: Any
+) -> None:
     """Stock norms and routers compute in fp32 even in an fp64 model, so both sides get others.
 
-    Inductor adds up in another order, so an fp32 sum would differ by 1e-7.
+    Inductor adds up in another order, so an fp32 sum would differ by 1e-7. All ranks have the same
+    batch.
     """
     torch.compiler.reset()
     counters.clear()
@@ -254,15 +257,37 @@ def test_inductor_equals_stock(checkpoints: str) -> None:
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", _route),
     ):
         sizes: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
-        model = _model({"compile_layers": True}, REENTRANT[checkpoints], **sizes)
+        model = _model({"compile_layers": True} | config, REENTRANT[checkpoints], **sizes)
         stock = tiny(**sizes)
         for step, length in enumerate((9, 11)):
-            inputs = batch(model, 2, length, seed=step)
-            got, want = _grads(model, inputs), _grads(stock, inputs)
+            inputs = batch(stock, 2, length, seed=step)
+            want = _grads(stock, inputs)
+            loss = model(**inputs).loss
+            loss.backward()
+            got = whole(model, {n: p.grad for n, p in model.named_parameters()}) | {"loss": loss}
+            model.zero_grad()
             for name in want:
                 budget = FP32_INSIDE if name == "loss" else FP64_MODEL
                 assert_close(name, got[name], want[name], budget)
-    assert _graphs() == 2
+    assert _graphs() == graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", REENTRANT)
+def test_inductor_equals_stock(checkpoints: str) -> None:
+    _inductor_equals_stock(checkpoints, 4 if checkpoints == "reentrant checkpoints" else 2)
+
+
+INDUCTOR = {
+    f"ep 2, {checkpoints}": partial(_inductor_equals_stock, checkpoints, graphs, ep_size=2)
+    for checkpoints, graphs in (("no checkpoints", 3), ("reentrant checkpoints", 6))
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", on_ranks(2, INDUCTOR, slow=True, **PATIENT))
+def test_inductor_equals_stock_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 @pytest.mark.slow
@@ -451,12 +476,15 @@ def test_a_layer_that_reaches_the_recompile_limit_is_named(name: str) -> None:
     """A graph break divides the layer, and each part has graphs of its own."""
     torch.compiler.reset()
     model = _model({}, None, num_hidden_layers=1, mlp_only_layers=[])
-    compile_layers(model, backend="eager", recompile_limit=2)
+    # torch 2.11 has no such argument, and reads its config.
+    with mock_patch.object(options, "_RECOMPILE_LIMIT", 2):
+        compile_layers(model, backend="eager")
     layer = model.model.layers[0]
     for module in (layer.self_attn, layer.mlp):
         module.forward = torch.compiler.disable(module.forward)
     inputs = batch(model, 2, 9)
     with (
+        torch._dynamo.config.patch(recompile_limit=2),
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", _norm_by_mode),
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "mode", "x", create=True),
     ):

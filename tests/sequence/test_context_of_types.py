@@ -1,7 +1,8 @@
 """Context parallelism of every model type for which it is enabled (CONTEXT_PARALLEL).
 
 Each type splits its sequences over two cp ranks and is compared with stock on the whole batch:
-logits, loss, every gradient and one step of AdamW, at 1e-10. test_context.py has more layouts.
+logits, loss, every gradient, their norm and one step of AdamW, at 1e-10. test_context.py has more
+layouts.
 """
 
 from functools import partial
@@ -62,7 +63,8 @@ CP_2: dict[str, Any] = {"sp": 1, "cp": 2}
 CP_4: dict[str, Any] = {"sp": 1, "cp": 4}
 BOTH: dict[str, Any] = {"sp": 2, "cp": 2}
 COMPILED: dict[str, Any] = {"compile_layers": "aot_eager"}
-# Types whose layers are compiled here, which takes a minute per type on a busy machine.
+# Attention sinks, latent attention, a delta net and an indexer. Their layers are compiled here,
+# which takes a minute per type on a busy machine.
 COMPILED_TYPES = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
 FOUR_RANKS = [
     Check(
@@ -89,6 +91,21 @@ FOUR_RANKS = [
     # Packed rows of types with mixers are compared in test_mixers.py.
     if options.get("make") is not packed or (name not in MIXERS and name not in NOT_PACKED)
     if "compile_layers" not in options or name in COMPILED_TYPES
+]
+# All ranks share the batch, and the experts are split over all of them.
+FOUR_RANKS += [
+    Check(
+        f"{name}, ep 4 x {layout}, three steps",
+        4,
+        partial(equals_stock, name, ep=4, steps=3, **options),
+        slow=True,
+    )
+    for name in COMPILED_TYPES
+    for layout, options in {
+        "cp 4": CP_4,
+        "cp 2 x sp 2": BOTH,
+        "cp 4, hierarchical": {**CP_4, "dispatcher": "hierarchical", "node_size": 2},
+    }.items()
 ]
 
 

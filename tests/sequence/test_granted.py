@@ -1,7 +1,8 @@
 """Sequence parallelism of every model type for which it is enabled (SEQUENCE_PARALLEL).
 
 Each type splits its sequences over two ranks and is compared with stock on the whole batch: logits,
-loss, every gradient and one step of AdamW, at 1e-10. test_refused.py tests all other types.
+loss, every gradient, their norm and one step of AdamW, at 1e-10. test_refused.py tests all other
+types.
 """
 
 from functools import partial
@@ -129,6 +130,17 @@ FOUR_RANKS += [
         "sp 4, reentrant": {"sp": 4, "use_reentrant": True},
         "sp 2, not reentrant": {"sp": 2, "use_reentrant": False},
     }.items()
+]
+# A type of each way in which mixers are divided: by heads, a halo, keys, and not at all.
+FOUR_RANKS += [
+    Check(f"{name}, {kind}", 4, partial(equals_stock, name, **options), slow=True).as_parameter()
+    for name in ("qwen3_5_moe_text", "nemotron_h", "lfm2_moe", "glm_moe_dsa", "minimax")
+    for kind, options in {
+        "sp 4, padded left": {"sp": 4, "make": padded_left},
+        "sp 4, padded left, reentrant": {"sp": 4, "make": padded_left, "use_reentrant": True},
+        "sp 2, padded left, not reentrant": {"make": padded_left, "use_reentrant": False},
+    }.items()
+    if name in GRANTED
 ]
 
 

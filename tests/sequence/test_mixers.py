@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.architectures import MODEL_TYPES, batch
+from support.architectures import MODEL_TYPES, batch, mixed_batch
 from support.architectures.adapted import build_adapted
 from support.architectures.mixers import MIXERS
 from support.architectures.steps import (
@@ -45,7 +45,8 @@ from hf_moe_ep.sequence.slices import Slice
 
 Batch = dict[str, Tensor]
 # The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
-GRANTED = sorted((MIXERS.keys() & SEQUENCE_PARALLEL | {"llama4_text"}) & set(MODEL_TYPES))
+LLAMA_4 = {"llama4", "llama4_text"}
+GRANTED = sorted((MIXERS.keys() & SEQUENCE_PARALLEL | LLAMA_4) & set(MODEL_TYPES))
 # Fast tests: a delta net, and an indexer inside of an attention.
 FAST = ("qwen3_next", "deepseek_v32")
 # Lengths of the documents in two rows. At sp_size 2 a document of each row continues on rank 1.
@@ -64,15 +65,26 @@ def _document(model: nn.Module, length: int, seed: int) -> Batch:
     return made
 
 
-def packed(alone: list[Batch]) -> Batch:
+def documents_with_pictures(model: Any) -> list[Batch]:
+    """Make two documents with a picture and one without, for one row."""
+    alone = [mixed_batch(model, [n], text=4, seed=seed) for seed, n in enumerate((1, 0, 1))]
+    for document in alone:
+        del document["attention_mask"]
+        document["labels"][:, 0] = -100
+    return alone
+
+
+def packed(alone: list[Batch], num_rows: int = len(DOCUMENTS)) -> Batch:
     """Pack the documents into rows, whose position_ids restart at 0 in each document."""
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
-    remaining = iter(alone)
-    for row in DOCUMENTS:
-        taken = [next(remaining) for _ in row]
+    size = len(alone) // num_rows
+    for row in (alone[start : start + size] for start in range(0, len(alone), size)):
         for name in ("input_ids", "labels"):
-            rows[name].append(torch.cat([document[name] for document in taken], dim=1))
-        rows["position_ids"].append(torch.cat([torch.arange(n) for n in row]).unsqueeze(0))
+            rows[name].append(torch.cat([document[name] for document in row], dim=1))
+        lengths = [document["input_ids"].shape[1] for document in row]
+        rows["position_ids"].append(torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0))
+    media = {name for document in alone for name in document} - rows.keys()
+    rows |= {name: [x[name] for x in alone if name in x] for name in media}
     return {name: torch.cat(values) for name, values in rows.items()}
 
 
@@ -81,17 +93,23 @@ STOCK_IS_WRONG = {} if SINCE_5_23 else {"deepseek_v32": "this stock code adds bo
 
 
 def assert_documents_are_alone(
-    where: str, model: nn.Module, stock: nn.Module, *, masked: bool = False
+    where: str,
+    model: nn.Module,
+    stock: nn.Module,
+    *,
+    masked: bool = False,
+    with_pictures: bool = False,
 ) -> None:
     """Compare loss, logits and gradients of packed rows with stock's run of each document."""
-    alone = documents(stock)
-    rows = packed(alone)
+    alone = documents_with_pictures(stock) if with_pictures else documents(stock)
+    rows = packed(alone, num_rows=1 if with_pictures else len(DOCUMENTS))
     if masked:
         rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
     unlabelled = {name: x for name, x in rows.items() if name != "labels"}
     with torch.no_grad():
-        logits = [stock(input_ids=x["input_ids"], use_cache=False).logits for x in alone]
+        inputs = [{n: x for n, x in document.items() if n != "labels"} for document in alone]
+        logits = [stock(**x, use_cache=False).logits for x in inputs]
         # Without use_cache=False the model makes a cache, and no sequence is split in evaluation.
         for options in ({"use_cache": False}, {}):
             got = model.eval()(**unlabelled, **options).logits.flatten(0, 1)
@@ -282,13 +300,16 @@ def _packed_on_ranks(
     *,
     cp: int = 1,
     use_reentrant: bool | None = None,
+    with_pictures: bool = False,
 ) -> None:
     with FP64():
         model, stock = build(model_type, seed=rank), build(model_type)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2, sp_size=world // cp, cp_size=cp)
-        assert_documents_are_alone(model_type, model, stock, masked=True)
+        assert_documents_are_alone(
+            model_type, model, stock, masked=True, with_pictures=with_pictures
+        )
 
 
 PACKED = [
@@ -300,6 +321,20 @@ PACKED = [
         skip=STOCK_IS_WRONG.get(name, ""),
     ).as_parameter()
     for name in GRANTED
+]
+WITH_PICTURES: dict[str, Any] = {
+    "sp 2": {},
+    "cp 2, checkpoint": {"cp": 2, "use_reentrant": False},
+}
+PACKED += [
+    Check(
+        f"llama4 with pictures, {layout}",
+        2,
+        partial(_packed_on_ranks, "llama4", with_pictures=True, **options),
+        slow=True,
+        skip="" if "llama4" in GRANTED else "this version of transformers has no plan of llama4",
+    ).as_parameter()
+    for layout, options in WITH_PICTURES.items()
 ]
 # Layers of this type share keys, and stock itself cannot train it with reentrant checkpointing.
 NOT_REENTRANT = ("mistral_large4",)

@@ -23,7 +23,7 @@ from support.needs import SINCE_5_23
 from support.parity import checkpointing, full_tensor
 from torch import Tensor, nn
 
-from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, data_parallel_rank, data_parallel_size
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 
@@ -72,21 +72,29 @@ def equals_stock(
     *,
     sp: int = 2,
     cp: int = 1,
+    ep: int = 2,
+    every_step: bool = False,
     use_reentrant: bool | None = None,
     **config: Any,
 ) -> None:
-    """Compare losses and gradients of each step, and the parameters after the last one. `config`
-    has other fields of ParallelConfig.
+    """Compare losses, gradients and their norm in each step, and the parameters after AdamW.
+
+    AdamW steps once, at the end, or after each step with `every_step`. `config` has other fields of
+    ParallelConfig.
     """
     column = "sp" if cp == 1 else "cp"
     with recording(name, column, gathered_names(build(name))) as errors, FP64():
         model, stock = build(name, seed=rank), build(name)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=sp, cp_size=cp, **config)
+        apply_ep_fsdp2(model, ep_size=ep, sp_size=sp, cp_size=cp, **config)
         groups, group = data_parallel_size(model), data_parallel_rank(model)
         ours = dict(model.named_parameters())
-        for step, makes in enumerate(steps(stock, groups)):
+        optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)
+        ]
+        all_steps = steps(stock, groups)
+        for step, makes in enumerate(all_steps):
             where = f"{name}, step {step}, " + " and ".join(make.__name__ for make in makes)
             everyone = [make(stock, 10 * step + i) for i, make in enumerate(makes)]
             model.zero_grad()
@@ -100,12 +108,17 @@ def equals_stock(
             for key, parameter in stock.named_parameters():
                 got = full_tensor(ours[key].grad)
                 errors += _compare(f"{where}: grad of {key}", got, parameter.grad)
-        for trained in (model, stock):
-            torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
-        for key, parameter in stock.named_parameters():
-            got = full_tensor(ours[key].detach())
-            budget = AFTER_STEP.get(name, FP64_MODEL)
-            errors.append(assert_close(f"{name}: {key} after a step", got, parameter, budget))
+            norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+            got = clip_grad_norm_(model, 0.5)
+            errors.append(assert_close(f"{where}: norm", got, norm, FP64_MODEL))
+            if not every_step and step < len(all_steps) - 1:
+                continue
+            for optimizer in optimizers:
+                optimizer.step()
+            for key, parameter in stock.named_parameters():
+                got = full_tensor(ours[key].detach())
+                budget = AFTER_STEP.get(name, FP64_MODEL)
+                errors.append(assert_close(f"{where}: {key} after AdamW", got, parameter, budget))
 
 
 def _compare(where: str, got: Tensor | None, want: Tensor | None) -> list[float]:
@@ -145,6 +158,9 @@ CONTEXT_OF_FOUR = [
     *_checks(4, True, FOUR, sp=1, cp=4, use_reentrant=True),
     *_checks(4, True, FOUR, sp=2, cp=2, use_reentrant=False),
     *_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers="aot_eager"),
+    *_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, every_step=True),
+    *_checks(4, True, FOUR[:1], sp=2, cp=2, ep=4, every_step=True),
+    *_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, dispatcher="hierarchical", node_size=2),
 ]
 CHECKPOINTED = _checks(2, slow=True, use_reentrant=False) + _checks(
     2, slow=True, use_reentrant=True

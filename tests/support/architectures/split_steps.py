@@ -1,4 +1,4 @@
-"""Compare a step of a model whose sequences are split over ranks with a step of stock.
+"""Compare steps of a model whose sequences are split over ranks with steps of stock.
 
 `equals_stock` is the code that each rank runs. The functions that make batches are its argument
 `make`.
@@ -7,9 +7,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, data_parallel_rank, data_parallel_size
+from hf_moe_ep.ranks.collectives import sum_over_ranks
 from support.architectures.inputs import batch
 from support.architectures.mixers import gathered_names
 from support.architectures.models import tiny
@@ -70,13 +72,17 @@ def equals_stock(
     make: Any = padded,
     sp: int = 2,
     cp: int = 1,
+    ep: int = 2,
+    steps: int = 1,
     flash: bool = False,
     use_reentrant: bool | None = None,
     **config: Any,
 ) -> None:
-    """Compare a step with stock's. Each rank has another seed, and rank 0's values must replace the
-    others. Reentrant checkpointing drops the gradients of the load-balancing loss, so with it stock
-    is checkpointed as well. `config` has other fields of ParallelConfig.
+    """Compare steps of AdamW with stock's: logits, loss, gradients, their norm and parameters.
+
+    Each rank has another seed, and rank 0's values must replace the others. Reentrant checkpointing
+    drops the gradients of the load-balancing loss, so with it stock is checkpointed as well.
+    `config` has other fields of ParallelConfig.
     """
     column = "sp" if cp == 1 else "cp"
     with recording(model_type, column, gathered_names(tiny(model_type))) as errors, FP64():
@@ -88,30 +94,39 @@ def equals_stock(
             checkpointing(model, use_reentrant)
         if use_reentrant:
             checkpointing(stock, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=sp, cp_size=cp, **config)
-        groups = data_parallel_size(model)
-        assert groups == world // (sp * cp)
-        everyone = [make(stock, seed) for seed in range(groups)]
-        own_batch = everyone[data_parallel_rank(model)]
-        whole_batch = {name: torch.cat([x[name] for x in everyone]) for name in own_batch}
-        num_tokens = whole_batch["labels"][:, 1:].ne(-100).sum()
-        errors.append(compare_logits(model, stock, own_batch))
+        apply_ep_fsdp2(model, ep_size=ep, sp_size=sp, cp_size=cp, **config)
+        assert data_parallel_size(model) == world // (sp * cp)
         optimizers = [
             torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)
         ]
-        loss = model(**own_batch, num_items_in_batch=num_tokens).loss
-        if _is_mean(stock):  # the mean of this group's tokens; stock's is that of all tokens
-            own, total = (x["labels"].ne(-100).sum() for x in (own_batch, whole_batch))
-            loss = loss * own / total
-        (loss * groups).backward()
-        want = stock(**whole_batch, num_items_in_batch=num_tokens, use_cache=False).loss
-        want.backward()
-        if groups == 1:
-            errors.append(assert_close("loss", loss, want, FP64_MODEL))
-        errors += _compare("gradient", model, stock, lambda p: p.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-        errors += _compare("value after a step", model, stock, lambda p: p.detach())
+        for step in range(steps):
+            errors += _compare_step(model, stock, make, 10 * step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            errors += _compare("value after a step", model, stock, lambda p: p.detach())
+
+
+def _compare_step(model: nn.Module, stock: nn.Module, make: Any, seed: int) -> list[float]:
+    """Compare forward and backward over the batches of all groups of ranks, and clip gradients."""
+    groups = data_parallel_size(model)
+    everyone = [make(stock, seed + group) for group in range(groups)]
+    own_batch = everyone[data_parallel_rank(model)]
+    whole_batch = {name: torch.cat([x[name] for x in everyone]) for name in own_batch}
+    num_tokens = whole_batch["labels"][:, 1:].ne(-100).sum()
+    errors = [compare_logits(model, stock, own_batch)]
+    loss = model(**own_batch, num_items_in_batch=num_tokens).loss
+    if _is_mean(stock):  # the mean of this group's tokens; stock's is that of all tokens
+        own, total = (x["labels"].ne(-100).sum() for x in (own_batch, whole_batch))
+        loss = loss * own / total
+    (loss * groups).backward()
+    want = stock(**whole_batch, num_items_in_batch=num_tokens, use_cache=False).loss
+    want.backward()
+    ranks_per_group = dist.get_world_size() // groups  # all of them return the loss of the group
+    errors.append(assert_close("loss", sum_over_ranks(loss) / ranks_per_group, want, FP64_MODEL))
+    errors += _compare("gradient", model, stock, lambda p: p.grad)
+    want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+    return [*errors, assert_close("norm", clip_grad_norm_(model, 0.5), want, FP64_MODEL)]
 
 
 def _is_mean(stock: nn.Module) -> bool:
