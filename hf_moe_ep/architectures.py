@@ -21,6 +21,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -107,6 +108,8 @@ class Parts:
         adapted_experts: the experts modules with PEFT's wrappers, by the index of their decoder
             layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
             parameters together.
+        tied_modules: the layers of the second tower and their experts modules, including PEFT's
+            wrappers, by those of the first tower; empty if the model has no tied layers.
         attention: the modules in decoder layers that call transformers' attention interface.
         mixers: for each decoder layer, its direct children, by name, that are or contain a mixer,
             or that take the tokens which the indexer of an earlier layer has chosen.
@@ -125,6 +128,7 @@ class Parts:
     layers: tuple[nn.Module, ...]
     experts: dict[str, nn.Module]
     adapted_experts: dict[int, tuple[nn.Module, ...]]
+    tied_modules: dict[nn.Module, nn.Module]
     attention: tuple[nn.Module, ...]
     mixers: tuple[dict[str, nn.Module], ...]
     final_norm: tuple[nn.Module, ...]
@@ -263,7 +267,8 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         root=without_adapters(model),
         layers=tuple(named.unadapted[name] for name in named.matching(plan.layers)),
         experts=_find_experts(model, named, plan),
-        adapted_experts=_adapted_experts(named, plan),
+        adapted_experts=_adapted_experts(named, plan, plan.layers),
+        tied_modules=_find_tied_modules(named, plan),
         attention=_find_attention(named, plan),
         mixers=_find_mixers(named, plan),
         final_norm=tuple(
@@ -334,8 +339,9 @@ def _check_given_plan(model: nn.Module, named: _Named, plan: ModelPlan, config: 
             f"its config says {plan.num_layers} = {expected}; write a pattern that matches only "
             f"the decoder layers, for example with ModelPlan(prefix=...)"
         )
+    in_layers = [*layers, *named.matching(plan.tied_layers)]
     for name, experts in _find_experts(model, named, plan).items():
-        if not any(name.startswith(f"{layer}.") for layer in layers):
+        if not any(name.startswith(f"{layer}.") for layer in in_layers):
             raise ValueError(
                 f"{name} is in none of the {len(layers)} layers '{plan.layers}' of this {kind}; "
                 f"correct ModelPlan(layers=...) or ModelPlan(experts=...)"
@@ -483,13 +489,26 @@ def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> boo
     return takes_chosen_tokens(module)
 
 
-def _adapted_experts(named: _Named, plan: ModelPlan) -> dict[int, tuple[nn.Module, ...]]:
+def _adapted_experts(
+    named: _Named, plan: ModelPlan, layers: str
+) -> dict[int, tuple[nn.Module, ...]]:
     experts = named.matching(plan.experts)
     experts_by_layer = {
         index: tuple(named.outermost[name] for name in experts if name.startswith(f"{layer}."))
-        for index, layer in enumerate(named.matching(plan.layers))
+        for index, layer in enumerate(named.matching(layers))
     }
     return {index: modules for index, modules in experts_by_layer.items() if modules}
+
+
+def _find_tied_modules(named: _Named, plan: ModelPlan) -> dict[nn.Module, nn.Module]:
+    towers = [
+        (
+            *(named.unadapted[name] for name in named.matching(layers)),
+            *chain(*_adapted_experts(named, plan, layers).values()),
+        )
+        for layers in (plan.layers, plan.tied_layers)
+    ]
+    return dict(zip(*towers, strict=True)) if plan.tied_layers else {}
 
 
 def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | None:

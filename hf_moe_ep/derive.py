@@ -3,6 +3,7 @@
     experts      the modules that use transformers' experts interface
     layers       the list of modules that contains the experts; if lists are nested, the innermost
                  list whose elements transformers can recompute (activation checkpointing)
+    tied layers  a later list of layers with experts that shares the parameters of `layers`
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches but do not call that
                  interface, and the modules that contain a convolution
@@ -28,11 +29,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from itertools import combinations
 from typing import Any, NoReturn
 
 from torch import nn
 
-from hf_moe_ep.plan import ModelPlan, VisionPlan, as_pattern
+from hf_moe_ep.plan import ModelPlan, VisionPlan, as_pattern, matches
 from hf_moe_ep.upstream.code import forward_arguments, is_checkpointed_layer, uses_name
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
@@ -119,7 +121,7 @@ class _Derivation:
         experts = [name for name, module in self.modules.items() if is_experts_module(module)]
         if not experts:
             self._refuse_without_experts()
-        stack = self._stack_of_layers(experts)
+        stack, tied_stack = self._stacks_of_layers(experts)
         experts = [name for name in experts if name.startswith(f"{stack}.")]
         self._check_number_of_layers(stack, experts)
         decoder = stack.rpartition(".")[0]
@@ -128,7 +130,7 @@ class _Derivation:
         vision = self._vision(encoders)
         plan = ModelPlan(
             model_type=str(getattr(self.config, "model_type", "")),
-            layers=self._pattern([f"{stack}.{name}" for name in self._children(stack)]),
+            layers=self._layers(stack),
             experts=self._pattern(experts),
             attention=self._attention(stack),
             final_norm=self._final_norm(decoder, stack),
@@ -140,7 +142,8 @@ class _Derivation:
             encoders=() if vision else tuple(map(self._relative, encoders)),
             origin="derived",
         )
-        return replace(plan, router=self._router(plan, stack, experts, num_experts))
+        plan = replace(plan, router=self._router(plan, stack, experts, num_experts))
+        return plan if tied_stack is None else _with_tied_layers(plan, self._layers(tied_stack))
 
     def _refuse_without_experts(self) -> NoReturn:
         kinds = sorted({type(module).__name__ for module in self.modules.values()})
@@ -190,9 +193,13 @@ class _Derivation:
                     f"from_pretrained returns it"
                 )
 
-    def _stack_of_layers(self, experts: Iterable[str]) -> str:
-        """Return the name of the nn.ModuleList of the decoder layers."""
+    def _stacks_of_layers(self, experts: Iterable[str]) -> tuple[str, str | None]:
+        """Return the names of the nn.ModuleLists of the decoder layers and of the tied layers."""
         stacks = list(dict.fromkeys(self._list_around(name) for name in experts))
+        pairs = combinations(stacks, 2)
+        tied = next((pair for pair in pairs if self._share_parameters(*pair)), None)
+        if tied is not None:
+            stacks.remove(tied[1])
         if len(stacks) > 1:
             # Only the decoder is patched. Experts in a vision tower keep running stock code.
             decoders = [name for name in stacks if self._is_in_decoder(name)]
@@ -203,7 +210,16 @@ class _Derivation:
                     f"decoder; {_REMEDY}"
                 )
             stacks = decoders
-        return stacks[0]
+        return stacks[0], tied[1] if tied is not None and tied[0] == stacks[0] else None
+
+    def _share_parameters(self, first: str, second: str) -> bool:
+        """Return True if two lists of layers have the same length and share parameters."""
+        ids, others = ({id(p) for p in self.modules[x].parameters()} for x in (first, second))
+        same_length = len(self._children(first)) == len(self._children(second))
+        return same_length and not ids.isdisjoint(others)
+
+    def _layers(self, stack: str) -> str:
+        return self._pattern([f"{stack}.{name}" for name in self._children(stack)])
 
     def _list_around(self, experts: str) -> str:
         """Return the name of the list that holds the layer of an experts module."""
@@ -481,6 +497,21 @@ def _as_code(plan: ModelPlan, unknown: str) -> str:
         elif field.name not in ("model_type", "origin") and value not in (field.default, {}):
             arguments.append(f"{field.name}={value!r}")
     return f"ModelPlan({', '.join(arguments)})"
+
+
+def _with_tied_layers(plan: ModelPlan, tied_layers: str) -> ModelPlan:
+    """Let the patterns of experts and routers match the modules in both lists of layers.
+
+    "a.b.layers.*.experts" becomes "layers.*.experts" if the tied layers are "c.layers.*".
+    """
+    components = plan.layers.split(".")
+    ends = (".".join(components[start:]) for start in range(len(components)))
+    common = next(end for end in ends if matches(end, tied_layers))
+    experts, router = (
+        pattern and common + pattern.removeprefix(plan.layers)
+        for pattern in (plan.experts, plan.router)
+    )
+    return replace(plan, tied_layers=tied_layers, experts=experts, router=router)
 
 
 def _containers(name: str) -> Iterator[str]:

@@ -199,6 +199,7 @@ def _check(
         add_head(model, config, plan, weights)
         parts = find_parts(model, plan)
         state = ModelState(config, parts.plan, parts.num_experts)
+        _check_tied_layers(parts, config)
         for check, _ in FEATURES:
             check(parts, state)
     except BaseException:
@@ -207,6 +208,20 @@ def _check(
             unstack_experts(model)
         raise
     return parts, state
+
+
+def _check_tied_layers(parts: Parts, config: ParallelConfig) -> None:
+    """Raise ValueError if layers run twice per forward, and a setting needs them to run once."""
+    allowed = {"sp_size": 1, "cp_size": 1, "pp_size": 1, "bias_update_rate": None}
+    for name, value in allowed.items() if parts.tied_modules else ():
+        asked = getattr(config, name)
+        if asked not in (None, value):
+            raise ValueError(
+                f"{name}={asked} needs decoder layers that run once per forward, but "
+                f"{type(parts.root).__name__} ({parts.plan.model_type}) has two towers that share "
+                f"the parameters of their layers, and the second tower attends to the tokens of "
+                f"the first; leave {name} out (ep_size, etp_size and FSDP2 work)"
+            )
 
 
 def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:

@@ -134,6 +134,10 @@ class ModelPlan:
             `final_norm`. A model with a vision tower needs "language_model." if modules of the
             tower match the same patterns.
         layers: the decoder layers; each one is an FSDP2 unit (`VisionPlan` explains the term).
+        tied_layers: the layers of a second tower, if there is one. Each has the same parameters as
+            the layer of `layers` with the same number, and both are one FSDP2 unit. `layers` are
+            those of the tower that comes first in the model, and `experts` and `router` match the
+            modules of both towers.
         experts: the modules with the stacked expert weights; each one is an FSDP2 unit on the
             ep_fsdp axis of the mesh.
         router: the modules that choose the experts of a token; empty if no separate module does.
@@ -175,6 +179,7 @@ class ModelPlan:
     model_type: str
     prefix: InitVar[str] = ""
     layers: str = "layers.*"
+    tied_layers: str = ""
     experts: str = "layers.*.mlp.experts"
     router: str = "layers.*.mlp.gate"
     attention: str = "layers.*.self_attn"

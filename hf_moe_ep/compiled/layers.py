@@ -126,7 +126,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     """Compile the layers below `root` with arguments that `check_compile_kwargs` has returned."""
     modules = _find_modules(root)
     plan, vision = state.plan, state.plan.vision
-    layers = _select(modules, plan.layers)
+    layers = _select(modules, plan.layers) | _select(modules, plan.tied_layers)
     towers = {} if vision is None else _select(modules, vision.blocks)
     attention = {} if vision is None else _select(modules, vision.attention)
     blocks, shared = _find_blocks(modules, layers, state)

@@ -96,6 +96,8 @@ def attach_counting(parts: Parts, state: ModelState) -> None:
     """Register the hooks that decide which tokens of which forwards are counted."""
     parts.root.register_forward_pre_hook(BeginCounting(state))
     parts.root.register_forward_hook(EndCounting(state))
+    if parts.tied_modules:
+        return  # the layers of the second tower run on other tokens than those of the mask
     owners = (parts.causal_lm, parts.classifier, parts.root)
     model = next(module for module in owners if module is not None)
     model.register_forward_pre_hook(FindCounted(state), with_kwargs=True)

@@ -125,8 +125,11 @@ class ForgetPadding(Ours):
 
 
 def attach_padding(parts: Parts, state: ModelState) -> None:
-    """Register the hooks on a causal LM with attention."""
-    if parts.causal_lm is None or not parts.attention:
+    """Register the hooks on a causal LM with attention.
+
+    The layers of a second tower run on other tokens than those of the mask.
+    """
+    if parts.causal_lm is None or not parts.attention or parts.tied_modules:
         return
     find_padding = FindPadding(state, has_mixers=bool(parts.plan.mixers))
     parts.causal_lm.register_forward_pre_hook(find_padding, with_kwargs=True)

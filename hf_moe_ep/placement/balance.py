@@ -123,6 +123,11 @@ def check_has_ep(state: ModelState, what: str) -> None:
             f"{what} moves experts between the ranks of an ep group, but this model {sharded}: "
             f"first patch the model with ep_size=2 or more and shard it"
         )
+    if state.plan.tied_layers:
+        raise ValueError(
+            f"{what} moves experts according to the load of their layer, but in "
+            f"{state.plan.model_type} two layers with loads of their own share the same experts"
+        )
 
 
 def _as_list(optimizer: Any) -> Sequence[Any]:

@@ -50,6 +50,7 @@ from hf_moe_ep.planner.work import StepWork
 from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.code import forward_arguments
 from hf_moe_ep.upstream.dispatch_modes import NoValue
 from hf_moe_ep.upstream.models import (
     add_fused_head,
@@ -168,11 +169,7 @@ def plan_step(
     """
     config = find_config(shape)
     if not (is_causal_lm(config) or takes_images(config)):
-        raise ValueError(
-            f"transformers has no {config.model_type} with a language model head, so a training "
-            f"step has no loss that could be planned; plan what a rank holds between steps "
-            f"(plan_memory, or hf-moe-ep memory without --seq)"
-        )
+        raise _without_loss(f"transformers has no {config.model_type} with a language model head")
     if parallel is not None and isinstance(parallel.dispatch_chunks, str):
         parallel = replace(parallel, dispatch_chunks=1)
     request = PlanRequest(
@@ -202,6 +199,13 @@ def plan_step(
     return StepPlan(all_peaks, all_parts, layers, few, extrapolate_work(work, layers), host_peak)
 
 
+def _without_loss(reason: str) -> ValueError:
+    return ValueError(
+        f"{reason}, so a training step has no loss that could be planned; plan what a rank holds "
+        f"between steps (plan_memory, or hf-moe-ep memory without --seq)"
+    )
+
+
 def _run_fake_step(
     request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool
 ) -> CountedStep:
@@ -218,6 +222,8 @@ def _run_marked_step(
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
     state.only_loss_is_read = batch.only_loss_is_read
+    if "labels" not in forward_arguments(without_adapters(model)):
+        raise _without_loss(f"the forward of {request.config.model_type} takes no labels")
     choices = _make_choices(built, request, load)
     head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
     with fake_group(_planned_rank(choices, state, request), request.world_size):

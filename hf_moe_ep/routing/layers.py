@@ -82,6 +82,8 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     of_all_stages = None if state.stage is None else state.stage.routed
     if isinstance(of_all_stages, str):
         raise ValueError(of_all_stages)
+    if plan.tied_layers:
+        _refuse(state, "its layers run twice per forward, in two towers that share parameters")
     named = _modules_by_stock_name(root)
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}

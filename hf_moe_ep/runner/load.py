@@ -85,6 +85,8 @@ class Load:
         self.why_stock = "--stock-load" if self.options.stock_load else weights.problem
         if block is not None and changes_parameters(model, block):
             self.why_stock = self.why_stock or "its experts are stacked after they are loaded"
+        if parts.tied_modules:
+            self.why_stock = self.why_stock or "two lists of its layers share their parameters"
         if self.why_stock:
             return None
         module = _list_of_layers(model, parts)

@@ -32,7 +32,12 @@ If the layers are compiled (`compile_layers`) and ep_size is 1, the experts are 
 their layer, and FSDP2 averages their gradients like those of any other weight.
 
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit
-only. Expert weights are DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be
+only. If a model has two towers whose layers share parameters (`ModelPlan.tied_layers`), a layer and
+its tied layer are one unit, and so are their experts modules. Such a unit is gathered for each of
+its two forwards (`fully_shard_tied`). The norms and embeddings of both towers belong to the unit of
+the head.
+
+Expert weights are DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be
 loaded with any other layout.
 
 In some models a norm follows each expert, with one weight for all experts of a layer. A rank
@@ -54,14 +59,15 @@ the meta device on every rank stay there, and are read from a checkpoint later
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
@@ -90,6 +96,7 @@ from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
     Units,
     allow_reentrant_checkpoints,
+    gather_for_caches,
     keep_last_layer,
     set_prefetch,
     units_of,
@@ -112,6 +119,7 @@ from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.modules import keep_dtypes
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
+    fully_shard_tied,
     keep_recorded_outputs,
     mark_fsdp_managed,
     without_forward_hooks,
@@ -169,7 +177,8 @@ def shard_units(
     for experts in units.all_experts:
         _check_shared(experts, entries, state)
         _check_expert_shard_dim(experts, entries, state, meshes)
-    dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    dtypes = {canonical_name(name): parameter.dtype for name, parameter in named}
     others = {} if state.stage is None else state.stage.tensors
     state.dtypes = {name: tensor.dtype for name, tensor in others.items()} | dtypes
     broadcast_unsharded(model, meshes, options)
@@ -179,20 +188,24 @@ def shard_units(
         _materialize_unit, entries=entries, meshes=meshes, options=options, received=received
     )
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
+    shard_tied = partial(fully_shard_tied, mesh=meshes.dense, **options.fully_shard_kwargs())
     state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
     for index, layer in enumerate(units.layers):
-        layer_experts = units.experts.get(index, ())
+        layers = units.with_tied(layer)
+        layer_experts = [units.with_tied(module) for module in units.experts.get(index, ())]
         if state.experts_in_layer_units:
-            stacked = {p for p, entry in fill([layer]).items() if entry.over_ep}
-            shard(layer, shard_placement_fn=partial(_joined_placement, stacked, state, meshes))
+            stacked = {p for p, entry in fill(layers).items() if entry.over_ep}
+            shard_tied(
+                layers, shard_placement_fn=partial(_joined_placement, stacked, state, meshes)
+            )
             continue
-        layer_options = _ignore(options, _unshared_parameters(layer_experts, entries))
-        fill([layer], options=layer_options)
-        shard(layer, ignored_params=set(layer_options.ignored_params))
-        for experts in layer_experts:
-            experts_options = _ignore(options, _sharded_parameters(experts))
-            new_entries = fill([experts])
-            _shard_experts(experts, new_entries, state, meshes, experts_options)
+        layer_options = _ignore(options, _unshared_parameters(chain(*layer_experts), entries))
+        fill(layers, options=layer_options)
+        shard_tied(layers, ignored_params=set(layer_options.ignored_params))
+        for modules in layer_experts:
+            experts_options = _ignore(options, _sharded_parameters(modules))
+            new_entries = fill(modules)
+            _shard_experts(modules, new_entries, state, meshes, experts_options)
     if units.mtp is not None:
         fill([units.mtp])
         shard(units.mtp)
@@ -216,6 +229,7 @@ def shard_units(
         _keep_scales(experts)
     refuse_unmerge(model)
     keep_last_layer(units)
+    gather_for_caches(units)
     GatheredUnits(root, lists_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     allow_reentrant_checkpoints(units)
@@ -286,19 +300,20 @@ def _materialize_unit(
 
 
 def _shard_experts(
-    experts: nn.Module,
+    experts: Sequence[nn.Module],
     entries: ParameterEntries,
     state: ModelState,
     meshes: Meshes,
     options: ShardOptions,
 ) -> None:
-    """Make an experts module an FSDP2 unit on ep_fsdp.
+    """Make an experts module, or two with the same parameters, an FSDP2 unit on ep_fsdp.
 
-    `entries` is the result of `_materialize_unit` for this module.
+    `entries` is the result of `_materialize_unit` for `experts`.
     """
     shard_dim = state.config.expert_shard_dim
-    # `experts` may be PEFT's wrapper, which contains the patched module.
-    layer: MoELayer = next(vars(m)[STATE] for m in experts.modules() if STATE in vars(m))
+    # `experts` may be PEFT's wrappers, which contain the patched modules.
+    inner = [module for wrapper in experts for module in wrapper.modules()]
+    layers: list[MoELayer] = [vars(module)[STATE] for module in inner if STATE in vars(module)]
 
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
@@ -318,35 +333,41 @@ def _shard_experts(
         # With a param_dtype FSDP2 would cast the scales, and with torch 2.11 the bytes too.
         # `moe/experts.py` casts the other parameters of the unit after the all-gather.
         kwargs["mp_policy"] = replace(kwargs["mp_policy"], param_dtype=None)
-    weight = quantised[0].parameter if quantised else next(experts.parameters())
+    weight = quantised[0].parameter if quantised else next(experts[0].parameters())
     dtype = options.mp_policy.param_dtype or weight.dtype
     if can_stay_whole(state, meshes, options):
-        whole = keep_whole(experts, entries, state, meshes)
-        layer.whole_weights = frozenset(whole.values())
-        layer.weights_dtype = options.mp_policy.param_dtype
+        whole = keep_whole(experts[0], entries, state, meshes)
+        for layer in layers:
+            layer.whole_weights = frozenset(whole.values())
+            layer.weights_dtype = options.mp_policy.param_dtype
         kwargs["ignored_params"] = kwargs.get("ignored_params", set()) | whole.keys()
-    if set(experts.parameters()) <= kwargs.get("ignored_params", set()):
-        layer.grad_divisor = meshes.world_size
+    parameters = {parameter for module in inner for parameter in module.parameters(recurse=False)}
+    if parameters <= kwargs.get("ignored_params", set()):
+        for layer in layers:
+            layer.grad_divisor = meshes.world_size
         return
     with bytes_as_parameters() if quantised else nullcontext():
-        fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
+        unit = fully_shard_tied(
+            experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs
+        )
     if state.config.experts_backend == "eager":
         return
-    assert isinstance(experts, FSDPModule)
     # FSDP2 sums without dividing, because run_experts divides in backward. To divide, FSDP2 would
     # use PREMUL_SUM, which gloo does not support and which gives zeros with NCCL in bf16
     # (https://github.com/pytorch/pytorch/issues/190747).
-    experts.set_gradient_divide_factor(1.0)
-    experts.set_force_sum_reduction_for_comms(True)
-    layer.grad_divisor, after = grad_divisors(
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    divisor, after = grad_divisors(
         dtype,
         options.mp_policy.reduce_dtype or dtype,
         ep_size=meshes.dispatch.size(),
         world_size=meshes.world_size,
     )
+    for layer in layers:
+        layer.grad_divisor = divisor
     if after > 1:
         # FSDP2 cannot divide by `after`: torch 2.13 divides twice if ep_fsdp has one rank.
-        experts.set_all_reduce_hook(partial(_divide, by=after))
+        unit.set_all_reduce_hook(partial(_divide, by=after))
 
 
 def _divide(reduced: torch.Tensor, by: int) -> None:
@@ -382,9 +403,10 @@ def _unshared_parameters(
     return {parameter for parameter in parameters if not _is_shared(parameter, entries)}
 
 
-def _sharded_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a module that another unit has already sharded."""
-    return {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
+def _sharded_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of modules that another unit has already sharded."""
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return {parameter for parameter in parameters if isinstance(parameter, DTensor)}
 
 
 def _ignore(options: ShardOptions, parameters: set[nn.Parameter]) -> ShardOptions:

@@ -12,7 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.architectures import Parts, find_parts
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.upstream.sharded_models import forget_finished_backward, reshard_unit
+from hf_moe_ep.upstream.sharded_models import (
+    forget_finished_backward,
+    gather_for_cache,
+    reshard_unit,
+)
 
 
 @dataclass(frozen=True)
@@ -21,16 +25,19 @@ class Units:
 
     Attributes:
         experts: the experts modules of each layer, including PEFT's wrappers, by the layer's index.
+        tied_modules: the module that is one unit with a layer or with an experts module, because
+            it has the same parameters in a second tower.
         vision: the blocks of a vision tower, and the tower itself at the end.
         encoders: other encoders of pictures and sound (`vision/encoders.py`).
         tail: final norm and head, which are one unit. If the weights are tied, the unit begins with
-            the embedding.
-        tied: True if the embedding and the head share their weight.
+            the embedding. With a second tower it includes all norms and embeddings.
+        tied: True if the embedding belongs to `tail`.
         mtp: the head for multi-token prediction, whose decoder layers are the last of `layers`.
     """
 
     layers: list[nn.Module]
     experts: dict[int, tuple[nn.Module, ...]]
+    tied_modules: dict[nn.Module, nn.Module]
     vision: list[nn.Module]
     encoders: list[nn.Module]
     embedding: nn.Module | None
@@ -46,7 +53,13 @@ class Units:
     @property
     def all_experts(self) -> list[nn.Module]:
         """The experts modules of all layers, in order."""
-        return [module for modules in self.experts.values() for module in modules]
+        modules = (module for modules in self.experts.values() for module in modules)
+        return [other for module in modules for other in self.with_tied(module)]
+
+    def with_tied(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules that are one unit with a layer or with an experts module."""
+        tied = self.tied_modules.get(module)
+        return [module] if tied is None else [module, tied]
 
 
 def find_units(model: nn.Module, plan: ModelPlan) -> Units:
@@ -56,19 +69,33 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
 
 def units_of(parts: Parts) -> Units:
     """List the units of a model, or of the part that a pipeline stage holds."""
-    tied_embedding = [parts.embedding] if parts.tied and parts.embedding is not None else []
+    tied = parts.tied or bool(parts.tied_modules)
+    tied_embedding = [parts.embedding] if tied and parts.embedding is not None else []
     head = [] if parts.head is None else [parts.head]
+    tail = [*tied_embedding, *parts.final_norm, *head]
     tower = [] if parts.tower is None else [*parts.tower.blocks, parts.tower.module]
     return Units(
         layers=list(parts.layers),
         experts=parts.adapted_experts,
+        tied_modules=parts.tied_modules,
         vision=tower,
         encoders=[] if parts.encoders is None else [*parts.encoders.modules],
         embedding=parts.embedding,
-        tail=[*tied_embedding, *parts.final_norm, *head],
-        tied=parts.tied,
+        tail=[*tail, *(_owners_outside(parts.root, tail) if parts.tied_modules else ())],
+        tied=tied,
         mtp=parts.mtp,
     )
+
+
+def _owners_outside(root: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the other modules in `root` that have parameters of `modules` as their own."""
+    inside = {inner for module in modules for inner in module.modules()}
+    shared = {parameter for module in inside for parameter in module.parameters(recurse=False)}
+    return [
+        module
+        for module in root.modules()
+        if module not in inside and not shared.isdisjoint(module.parameters(recurse=False))
+    ]
 
 
 def keep_last_layer(units: Units) -> None:
@@ -83,12 +110,23 @@ def keep_last_layer(units: Units) -> None:
             unit.set_reshard_after_forward(False, recurse=False)
 
 
+def gather_for_caches(units: Units) -> None:
+    """Gather layers with tied layers also for the gradients of their keys and values.
+
+    The second tower reads the keys and values of the first, which are in a cache. These gradients
+    are the only ones that reach the last layer of the first tower if no loss reads its output.
+    """
+    for layer in units.layers if units.tied_modules else ():
+        layer.register_forward_hook(gather_for_cache, with_kwargs=True)
+
+
 def allow_reentrant_checkpoints(units: Units) -> None:
     """Register `forget_finished_backward` on all units that activation checkpointing may recompute.
 
     With this hook, reentrant checkpointing supports two forwards before one backward.
     """
-    for unit in (*units.layers, *units.all_experts, *units.vision):
+    layers = (module for layer in units.layers for module in units.with_tied(layer))
+    for unit in (*layers, *units.all_experts, *units.vision):
         # This hook must run before FSDP2's own hook, which reads the state that this hook resets.
         # Experts that are part of their layer's unit have no state of FSDP2.
         if isinstance(unit, FSDPModule):

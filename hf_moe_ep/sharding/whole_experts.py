@@ -64,7 +64,8 @@ def keep_whole(
                 continue
             dim = 1 if state.config.expert_shard_dim == 1 and parameter.ndim > 1 else 0
             new = _as_sharded(parameter, *_layout_of_fsdp2(parameter, meshes, dim))
-            setattr(module, name, new)
+            for owner, _ in entry.owners:  # several modules may have the same weights
+                setattr(owner, name, new)
             new_parameters[new] = name
     return new_parameters
 

@@ -422,6 +422,11 @@ def file_name(name: str) -> str:
     return _HEAD.sub(r"model.\1", in_file)
 
 
+def names_of_copies(model: Any) -> set[str]:
+    """Return the names of tied parameters under which transformers does not save them."""
+    return set(getattr(without_adapters(model), "all_tied_weights_keys", {}))
+
+
 def ignored_patterns(model: Any) -> list[str]:
     """Return patterns of the checkpoint keys that the model's class ignores.
 

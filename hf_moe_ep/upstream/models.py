@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForTokenClassification
 
+from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
@@ -188,6 +189,17 @@ def given_cache(given: dict[str, Any]) -> Any:
     The argument is called `cache` since transformers 5.24, but callers may still use the old name.
     """
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
+def cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+    """Return what a decoder layer has put into the cache among its arguments."""
+    cache = given_cache(given)
+    if cache is None:
+        return []
+    index = next(
+        vars(module)["layer_idx"] for module in layer.modules() if "layer_idx" in vars(module)
+    )
+    return tensors_in(vars(cache.layers[index]))
 
 
 def models_that_generate(model: nn.Module) -> list[Any]:

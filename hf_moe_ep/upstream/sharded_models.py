@@ -7,15 +7,15 @@ torch/nn/parallel/distributed.py and transformers/distributed/fsdp.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.models import cached_tensors
 from hf_moe_ep.upstream.modules import remove_hooks
 
 
@@ -151,6 +152,42 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     group = state._fsdp_param_group
     if group is not None and group._training_state == TrainingState.POST_BACKWARD:
         state._training_state = TrainingState.IDLE
+
+
+def fully_shard_tied(modules: Sequence[nn.Module], /, **kwargs: Any) -> FSDPModule:
+    """Make a module, or several with the same parameters, an FSDP2 unit, and return the first.
+
+    FSDP2 gathers a unit of several modules before the forward of the first and reshards it after
+    the forward of the last. Here such a unit is gathered for each forward, like other units that
+    run twice before a backward.
+    """
+    first, *others = modules
+    if not others:
+        return fully_shard(first, **kwargs)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(without_forward_hooks(module))
+        fully_shard([*modules], **kwargs)
+    assert isinstance(first, FSDPModule)
+    state = first._get_fsdp_state()
+    for module in modules:
+        module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state._post_forward)
+    return first
+
+
+@torch.compiler.disable
+def gather_for_cache(
+    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Let the gradients of keys and values in a cache gather a unit (a forward hook of the unit).
+
+    FSDP2 itself gathers a unit for the gradients of its outputs, before it computes in backward.
+    """
+    assert isinstance(unit, FSDPModule)
+    for tensor in cached_tensors(unit, kwargs):
+        if tensor.requires_grad:
+            tensor.register_hook(unit._get_fsdp_state()._pre_backward)
 
 
 def reshard_unit(unit: FSDPModule) -> None:

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures import batch, model_class, tiny, tiny_config
+from support.architectures import MODEL_TYPES, batch, model_class, tiny, tiny_config
 from support.architectures.parts import parts_of
 from support.architectures.precision import budget
-from support.architectures.steps import CUT_LOGITS, TRAINED, assert_same_grads
+from support.architectures.steps import CUT_LOGITS, assert_same_grads
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close, max_error
 
@@ -163,7 +163,7 @@ def test_aux_loss_per_layer_is_refused_for_unusual_routers(
 def test_no_other_type_has_an_aux_loss() -> None:
     """Such a type calls the function in stock's forward, and its plan names the coefficient."""
     in_stock, in_plans = [], []
-    for name in TRAINED:
+    for name in MODEL_TYPES:
         with torch.device("meta"):
             model = model_class(name)(tiny_config(name))
         if FUNCTION in inspect.unwrap(type(model).forward).__code__.co_names:

@@ -8,10 +8,9 @@ import warnings
 from functools import partial
 
 import pytest
-from support.architectures import record_refusal, recording
+from support.architectures import MODEL_TYPES, record_refusal, recording
 from support.architectures.steps import (
     CUT_LOGITS,
-    TRAINED,
     adamw,
     assert_same_step,
     build,
@@ -23,7 +22,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch
 
 # Type -> a match of the error with which patch() refuses etp_size=2.
 REFUSED = {"muse_spark": r"norm after each expert.*etp_size \(2\)"}
-GRANTED = [name for name in TRAINED if name not in REFUSED]
+GRANTED = [name for name in MODEL_TYPES if name not in REFUSED]
 
 
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.architectures import FAMILIES, few_fast, record_refusal, recording
+from support.architectures import FAMILIES, MODEL_TYPES, few_fast, recording
 from support.architectures.steps import (
     CUT_LOGITS,
-    REFUSED,
-    TRAINED,
     adamw,
     assert_same_step,
     batches,
@@ -45,13 +43,13 @@ def assert_equals_stock(
         return assert_same_step(model_type, (model, stock), optimizers)
 
 
-@pytest.mark.parametrize("model_type", few_fast(TRAINED))
+@pytest.mark.parametrize("model_type", few_fast(MODEL_TYPES))
 def test_patched_in_one_process(model_type: str) -> None:
     """The model is patched but not sharded."""
     assert_equals_stock(model_type, patch)
 
 
-@pytest.mark.parametrize("model_type", few_fast(TRAINED))
+@pytest.mark.parametrize("model_type", few_fast(MODEL_TYPES))
 def test_unpatched_is_stock_again(model_type: str) -> None:
     """The losses are equal bit by bit, and no attribute or hook of ours is left."""
     model, stock = build(model_type), build(model_type)
@@ -74,7 +72,7 @@ def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 TWO_RANKS = [
     Check(name, 2, partial(_on_two_ranks, name), slow=name not in FAMILIES).as_parameter()
-    for name in TRAINED
+    for name in MODEL_TYPES
 ]
 
 
@@ -101,11 +99,3 @@ def test_types_outside_of_the_interface_are_refused_with_a_reason(model_type: st
     with pytest.raises(ValueError, match=r"cannot be patched: its .*6_new_architecture") as raised:
         patch(model, ep_size=2)
     assert differences(model_type).refused in str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_refused_by_name(model_type: str) -> None:
-    with pytest.raises(ValueError, match=REFUSED[model_type]) as raised:
-        patch(build(model_type))
-    record_refusal(model_type, "ep", str(raised.value))

@@ -133,7 +133,8 @@ WEIGHTS = {
 # The name of the router in a layer, if it is not "gate".
 ROUTER = dict.fromkeys(
     (
-        *("afmoe", "aria", "aria_text", "diffusion_gemma_text", "gemma4", "gemma4_text"),
+        *("afmoe", "aria", "aria_text", "diffusion_gemma", "diffusion_gemma_text"),
+        *("gemma4", "gemma4_text"),
         *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
         *("jamba", "jetmoe", "llama4", "llama4_text", "longcat_flash", "openai_privacy_filter"),
         "phimoe",
@@ -169,9 +170,16 @@ _W13 = "w1.weight + w3.weight"
 STORED = {
     **dict.fromkeys(
         (
-            *("diffusion_gemma_text", "gemma4", "gemma4_text", "gpt_oss", "granitemoe_swa"),
-            *("hy_v4", "hy_v4_vl", "inkling_text", "lara_mini", "llama4", "llama4_text"),
-            *("minimax_m3_vl_text", "mistral4", "muse_spark", "openai_privacy_filter", "zaya"),
+            *("diffusion_gemma", "diffusion_gemma_text", "gemma4", "gemma4_text", "gpt_oss"),
+            *("granitemoe_swa", "hy_v4", "hy_v4_vl", "inkling_text", "lara_mini", "llama4"),
+            *(
+                "llama4_text",
+                "minimax_m3_vl_text",
+                "mistral4",
+                "muse_spark",
+                "openai_privacy_filter",
+            ),
+            "zaya",
         ),
         "as in memory",
     ),
@@ -249,6 +257,17 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
         )
         for name, prefix in (("llama4", "language_model.model."), ("llama4_text", "model."))
     },
+    "diffusion_gemma": (
+        {
+            "layers": "encoder.language_model.layers.*",
+            "tied_layers": "decoder.layers.*",
+            "experts": "layers.*.experts",
+            "attention": "encoder.language_model.layers.*.self_attn",
+            "final_norm": "encoder.language_model.norm",
+            "beside": ("encoder.vision_tower", "encoder.embed_vision"),
+        },
+        "its two towers share their layers; names are those of the first, experts are in both",
+    ),
     "dots3_note": (
         {"experts": "language_model.layers.*.mlp.experts"},
         "experts of the tower are left to the stock model",
@@ -278,6 +297,7 @@ def _expected(model_type: str) -> dict[str, Any]:
     }
     return {
         "layers": layers,
+        "tied_layers": "",
         "experts": f"{layers}.{experts}",
         "attention": "" if attention == "-" else f"{layers}.{attention}",
         "final_norm": "" if final_norm == "-" else prefix + final_norm,

@@ -9,11 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.architectures import recording
+from support.architectures import MODEL_TYPES, recording
 from support.architectures.precision import budget
 from support.architectures.steps import (
     CUT_LOGITS,
-    TRAINED,
     batches,
     build,
     count_tokens,
@@ -52,7 +51,7 @@ def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
         errors.append(assert_close("next loss", loss_of(resumed), loss_of(run), budget_of_loss))
 
 
-CHECKS = [Check(name, 2, partial(_resumes, name), slow=True).as_parameter() for name in TRAINED]
+CHECKS = [Check(name, 2, partial(_resumes, name), slow=True).as_parameter() for name in MODEL_TYPES]
 
 
 @pytest.mark.parametrize("claim", CHECKS)

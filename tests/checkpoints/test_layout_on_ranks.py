@@ -14,8 +14,6 @@ from hf_moe_ep import from_pretrained
 
 # deepseek_v3 has one tensor per expert; gpt_oss has stacked tensors with biases.
 FAST = ("deepseek_v3", "gpt_oss")
-# `patch` refuses this type (tests/architectures/test_every_type.py).
-NOT_TESTED = ("diffusion_gemma",)
 # The published checkpoints of this type have transposed experts. Stock reads these, but writes
 # experts as they are in memory, so the files are compared with published ones.
 PUBLISHED = ("qwen3_vl_moe",)
@@ -48,7 +46,6 @@ def _assert_same_files(model_type: str, rank: int, folder: str) -> None:
 CHECKS = [
     Check(name, 2, partial(_read_and_write, name), slow=name not in FAST).as_parameter()
     for name in MODEL_TYPES
-    if name not in NOT_TESTED
 ]
 
 

@@ -7,9 +7,8 @@ run the kernels with the layouts in `expert_cases.FORMULAS`, so this table must 
 import pytest
 import torch
 from expert_cases import FORMULAS, layout_of
-from support.architectures import model_class, tiny_config
+from support.architectures import MODEL_TYPES, model_class, tiny_config
 from support.architectures.parts import parts_of
-from support.architectures.steps import TRAINED
 
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.upstream.experts_interface import experts_flags
@@ -31,7 +30,7 @@ def _layouts(model_type: str) -> list[list[bool | str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [name for name in TRAINED if name not in NOT_BY_TRITON])
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_BY_TRITON])
 def test_layout_is_covered(model_type: str) -> None:
     covered = [
         layout_of(case.formula, bias=case.bias, transposed=case.transposed)

@@ -15,7 +15,6 @@ import torch
 from support.architectures import MODEL_TYPES, batch, loss_of, tiny_config
 from support.architectures.precision import budget
 from support.architectures.sizes import TOP_K
-from support.architectures.steps import REFUSED as NOT_PATCHED
 from support.architectures.steps import build, whole
 from support.close import assert_close
 from support.forced import forced_topk, random_ids
@@ -27,6 +26,7 @@ from hf_moe_ep.routing import replaying
 EXPERTS, SEQUENCE = 8, 11
 REFUSED = {
     "dbrx": "Linear do not choose by one torch.topk over the 8 experts",
+    "diffusion_gemma": "its layers run twice per forward, in two towers that share parameters",
     "ernie4_5_vl_moe": "has several experts modules",
     "longcat_flash": "its routers also choose experts that return their input",
     "phimoe": "PhimoeTopKRouter do not choose by one torch.topk over the 8 experts",
@@ -38,7 +38,7 @@ REPLACED_CALLS = {"llama4": 2, "llama4_text": 2}
 STOCK_CALLS = {"jetmoe": 2}
 # Some layers of these types run several times in a forward, and choose several times.
 LOOPED = [name for name in MODEL_TYPES if "_loop" in name]
-NOT_REPLAYED = {*NOT_PATCHED, *REFUSED, *LOOPED}
+NOT_REPLAYED = {*REFUSED, *LOOPED}
 REPLAYED = [name for name in MODEL_TYPES if name not in NOT_REPLAYED]
 # The types whose routers choose groups of experts first.
 GROUPED = [n for n in REPLAYED if hasattr(tiny_config(n).get_text_config(), "topk_group")]

@@ -25,8 +25,10 @@ from hf_moe_ep.plan import matches
 
 # A text model without a head: sp_size > 1 needs a loss of tokens.
 WITHOUT_HEAD = {"diffusion_gemma_text"}
+# The second tower attends to the tokens of the first, and their layers share all parameters.
+TWO_TOWERS = {"diffusion_gemma"}
 # No module mixes in these types. They are refused only because no test compares them with stock.
-NOT_COMPARED = set(MODEL_TYPES) - SEQUENCE_PARALLEL - WITHOUT_HEAD - {"diffusion_gemma"}
+NOT_COMPARED = set(MODEL_TYPES) - SEQUENCE_PARALLEL - WITHOUT_HEAD - TWO_TOWERS
 
 
 def layers_of(model: nn.Module) -> list[str]:
@@ -49,8 +51,8 @@ def test_the_plan_names_all_mixing_modules(model_type: str) -> None:
 
 
 # Routers of JetMoE return the tokens sorted by their experts, so outputs of a token that is changed
-# move those of other tokens. patch() refuses diffusion_gemma.
-NOT_IN_ORDER = ("diffusion_gemma", "jetmoe")
+# move those of other tokens. Two towers have tokens of their own.
+NOT_IN_ORDER = (*TWO_TOWERS, "jetmoe")
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,14 @@ def test_a_forward_that_passes_nothing_on_to_its_loss_is_refused() -> None:
 
 
 @pytest.mark.parametrize("column", ["sp", "cp"])
-@pytest.mark.parametrize("model_type", sorted(NOT_COMPARED | WITHOUT_HEAD))
+@pytest.mark.parametrize("model_type", sorted(NOT_COMPARED | WITHOUT_HEAD | TWO_TOWERS))
 def test_types_that_are_not_compared_with_stock_are_refused(model_type: str, column: str) -> None:
     size = f"{column}_size"
     message = rf"{size} \(2\) > 1 was not tested on {model_type}"
     if model_type in WITHOUT_HEAD:
         message = rf"{size} \(2\) > 1 needs a model that computes a loss of its tokens"
+    elif model_type in TWO_TOWERS:
+        message = rf"{size}=2 needs decoder layers that run once .*second tower attends"
     with pytest.raises(ValueError, match=message) as refused:
         patch(tiny(model_type), **{size: 2})
     record_refusal(model_type, column, str(refused.value))

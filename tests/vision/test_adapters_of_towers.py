@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.adapters import expert_matrices
 from support.architectures import MODEL_TYPES, recording
+from support.architectures.inputs import loss_of
 from support.architectures.mixes import (
     COMPOSITES,
     TYPES,
@@ -85,9 +86,9 @@ def _errors_of_steps(build_adapted: Any, name: str, rank: int, world: int) -> li
     for step, makes in enumerate(steps):
         where = f"{name}, step {step}, " + " and ".join(make.__name__ for make in makes)
         everyone = [make(bare, 10 * step + i) for i, make in enumerate(makes)]
-        loss = model(**everyone[rank]).loss
+        loss = loss_of(model, everyone[rank])
         (loss * world).backward()
-        want = torch.stack([stock(**x).loss for x in everyone]).sum()
+        want = torch.stack([loss_of(stock, x) for x in everyone]).sum()
         want.backward()
         errors.append(assert_close(f"{where}: loss", sum_over_ranks(loss), want, budget(name)))
         errors += _compare(f"{where}: grad of", name, model, stock, "grad")

@@ -35,6 +35,7 @@ from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
+from hf_moe_ep.upstream.hub import file_name, names_of_copies
 from hf_moe_ep.upstream.module_names import canonical_name
 
 _SHOWN = 5  # an error lists at most this many names
@@ -49,12 +50,15 @@ Shape = tuple[int, ...]
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, without tied copies.
 
-    The names in `without` are left out.
+    A tied parameter has the name under which transformers saves it. The names in `without` are left
+    out.
     """
     by_id: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if canonical_name(name) not in without:
-            by_id.setdefault(id(tensor), (canonical_name(name), tensor))
+    copies = names_of_copies(model)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        name, earlier = canonical_name(key), by_id.get(id(tensor))
+        if name not in without and (earlier is None or file_name(earlier[0]) in copies):
+            by_id[id(tensor)] = name, tensor
     return dict(by_id.values())
 
 

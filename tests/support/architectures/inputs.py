@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from hf_moe_ep.upstream.adapters import without_adapters
 from support import tiny_models
 from support.architectures.sizes import FIRST_SPECIAL_TOKEN, VOCAB_SIZE
 
@@ -61,7 +62,8 @@ def loss_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Te
 
     A model without a loss gets the cross-entropy, and a model without a head the embedding as head.
     """
-    if hasattr(model, "loss_function") and "labels" in signature(model.forward).parameters:
+    forward = without_adapters(model).forward
+    if hasattr(model, "loss_function") and "labels" in signature(forward).parameters:
         loss = model(**inputs).loss
         assert isinstance(loss, torch.Tensor)
         return loss

@@ -140,12 +140,8 @@ def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) 
     return model
 
 
-# patch() refuses this type (steps.py, REFUSED). Its forward is not causal and takes no labels.
-WITHOUT_LABELS = {"diffusion_gemma"}
 TYPES = [
-    name
-    for name in MODEL_TYPES
-    if getattr(tiny_config(name), "vision_config", None) is not None and name not in WITHOUT_LABELS
+    name for name in MODEL_TYPES if getattr(tiny_config(name), "vision_config", None) is not None
 ]
 # In older Transformers, the config of Kimi-K2.5 does not name the type of its text model.
 COMPOSITES = {

@@ -32,6 +32,7 @@ from support.quantised import in_place_of_bytes
 # are those whose gate, or the norm after their experts, computes in fp32.
 FP32_EVERYWHERE = {
     "beam",
+    "diffusion_gemma",
     "inkling2",
     "inkling2_loop",
     "inkling2_loop_text",
@@ -49,14 +50,10 @@ CUT_LOGITS = {
     "inkling_text",
     "openai_privacy_filter",
 }
-REFUSED = {
-    "diffusion_gemma": "its encoder and its decoder share",
-}
 # The stock experts of these types are not held in stacked weights, so they cannot have adapters.
 WITHOUT_ADAPTERS = ("dbrx", "jetmoe", "longcat_flash")
-TRAINED = [name for name in MODEL_TYPES if name not in REFUSED]
 # Types without a tower (towers have tests of their own), and those that represent them.
-TEXT_TYPES = [name for name in TRAINED if "text_config" not in CONFIG_MAPPING[name].sub_configs]
+TEXT_TYPES = [name for name in MODEL_TYPES if "text_config" not in CONFIG_MAPPING[name].sub_configs]
 TEXT_FAMILIES = [name if name in TEXT_TYPES else f"{name}_text" for name in FAMILIES]
 # The load-balancing loss of the batches of all ranks together has tests of its own.
 NO_AUX_LOSS = {"output_router_logits": False}
