@@ -74,16 +74,19 @@ def documents_with_pictures(model: Any) -> list[Batch]:
     return alone
 
 
-def packed(alone: list[Batch], num_rows: int = len(DOCUMENTS)) -> Batch:
-    """Pack the documents into rows, whose position_ids restart at 0 in each document."""
+def packed(alone: list[Batch], row_sizes: tuple[int, ...] = tuple(map(len, DOCUMENTS))) -> Batch:
+    """Pack the documents into rows, whose position_ids restart at 0 in each document.
+
+    `row_sizes` are the numbers of documents of the rows.
+    """
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
-    size = len(alone) // num_rows
-    for row in (alone[start : start + size] for start in range(0, len(alone), size)):
+    remaining = iter(alone)
+    for row in ([next(remaining) for _ in range(size)] for size in row_sizes):
         for name in ("input_ids", "labels"):
             rows[name].append(torch.cat([document[name] for document in row], dim=1))
         lengths = [document["input_ids"].shape[1] for document in row]
         rows["position_ids"].append(torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0))
-    media = {name for document in alone for name in document} - rows.keys()
+    media = {name for document in alone for name in document} - rows.keys() - {"attention_mask"}
     rows |= {name: [x[name] for x in alone if name in x] for name in media}
     return {name: torch.cat(values) for name, values in rows.items()}
 
@@ -102,7 +105,7 @@ def assert_documents_are_alone(
 ) -> None:
     """Compare loss, logits and gradients of packed rows with stock's run of each document."""
     alone = documents_with_pictures(stock) if with_pictures else documents(stock)
-    rows = packed(alone, num_rows=1 if with_pictures else len(DOCUMENTS))
+    rows = packed(alone, (len(alone),)) if with_pictures else packed(alone)
     if masked:
         rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
