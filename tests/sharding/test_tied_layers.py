@@ -117,6 +117,7 @@ def with_prompt_as_long_as_the_canvas(model: nn.Module) -> dict[str, Tensor]:
     (inputs,) = batches(model, 1)
     inputs = {name: value[:, -CANVAS:] for name, value in inputs.items()}
     inputs["attention_mask"][:, :2] = 0
+    inputs["labels"][:, :3] = -100
     return inputs | {
         "decoder_attention_mask": F.pad(inputs["attention_mask"], (0, CANVAS), value=1)
     }
@@ -138,9 +139,9 @@ def experts_of_two_layers_are_not_moved(rank: int, world: int) -> None:
 
 
 CHECKS = [
-    *on_ranks(2, layers_are_gathered_one_after_the_other),
     *on_ranks(
         2,
+        layers_are_gathered_one_after_the_other,
         both_towers_are_trained_and_saved_in_the_loaded_dtype,
         padding_of_the_prompt_is_no_padding_of_the_canvas,
         experts_of_two_layers_are_not_moved,
