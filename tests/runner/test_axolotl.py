@@ -128,8 +128,10 @@ def ours(folder: Path, output: str, *, fsdp: Config | None = None, **changes: An
 
 
 def by_runner(config: Config, folder: Path) -> str:
-    """Train by `hf-moe-ep run`, without the plugin. Return what was printed."""
+    """Train by `hf-moe-ep run`, without our plugin. Return what was printed."""
     stock_keys = {key: value for key, value in config.items() if key not in PLUGIN}
+    if others := [name for name in config["plugins"] if not name.startswith("hf_moe_ep")]:
+        stock_keys["plugins"] = others
     command = ["axolotl", "train", write(stock_keys, folder), *LAUNCH]
     printed = run_ours(command, folder, output=f"{config['output_dir']}.txt", PYTHONPATH=ON_CPU)
     assert printed.count(PATCHED) == 1
@@ -160,6 +162,18 @@ def test_full_by_the_runner(folder: Path, stock_full: Path) -> None:
     assert "sharding will read its layers from" in printed
     assert_same_training(folder / "full", stock_full)
     assert_reported(printed, folder / "full")
+
+
+@pytest.mark.parametrize("train", ["by_runner", "by_plugin"])
+def test_axolotls_kernels_plugin_without_a_kernel(
+    train: str, folder: Path, stock_full: Path
+) -> None:
+    """It sets `experts_implementation: eager`, which axolotl's loader passes to the model."""
+    output = f"kernels_{train}"
+    config = ours(folder, output)
+    config["plugins"] = [*config["plugins"], "axolotl.integrations.kernels.KernelsPlugin"]
+    {"by_runner": by_runner, "by_plugin": by_plugin}[train](config, folder)
+    assert_same_training(folder / output, stock_full)
 
 
 def test_the_plugin_and_resume(folder: Path, stock_full: Path) -> None:
