@@ -22,9 +22,11 @@ from hf_moe_ep.config import EXPERTS_DTYPES, ParallelConfig
 from hf_moe_ep.planner.options import (
     LORA_TARGETS,
     MASTERS,
+    NO_WHOLE_LOGITS,
     NOT_COUNTED,
     OPTIMIZERS,
     STEP_NOT_COUNTED,
+    WHOLE_LOGITS,
     published_configs,
 )
 from hf_moe_ep.planner.shrink import shrink
@@ -131,7 +133,9 @@ def add_parser(subparsers: Any) -> None:
     batch = "sequences per step, summed over all GPUs; default: one per data rank"
     add("--batch", type=int, metavar="B", help=batch)
     add("--checkpointing", action="store_true", help="use activation checkpointing")
-    add(
+    loss = parser.add_mutually_exclusive_group()
+    loss.add_argument("--whole-logits", action="store_true", help=WHOLE_LOGITS)
+    loss.add_argument(
         "--fused-head",
         action="store_true",
         help="use TRL's chunked loss, which never holds all logits in memory",
@@ -204,6 +208,7 @@ def _check_options(options: argparse.Namespace) -> None:
         )
     step_options = {
         "--checkpointing": options.checkpointing,
+        "--whole-logits": options.whole_logits,
         "--fused-head": options.fused_head,
         f"--batch {options.batch}": options.batch is not None,
     }
@@ -261,6 +266,7 @@ def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
         settings["batch"],
         settings["checkpointing"],
         fused_head=settings["fused_head"],
+        only_loss_is_read=not settings["whole_logits"],
     )
     return plan_step(settings["model"], batch=batch, **_layout_arguments(settings))
 
@@ -269,6 +275,8 @@ def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
     numbers = " and ".join(map(str, step.layers_run))
     checkpointing = ", checkpointing" if settings["checkpointing"] else ""
     checkpointing += ", TRL's fused head" if settings["fused_head"] else ""
+    checkpointing += ", whole logits" if settings["whole_logits"] else ""
+    about_loss = [] if settings["fused_head"] or settings["whole_logits"] else [NO_WHOLE_LOGITS]
     return [
         "",
         f"One training step; micro-batch per data rank: {settings['batch']} x {settings['seq']} "
@@ -279,6 +287,7 @@ def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
         _line("sum", _gib(step.peak), width=32),
         "",
         f"The peak is in: {step.where}.",
+        *about_loss,
         f"{numbers} of {step.layers} layers ran on tensors without memory, with equally loaded "
         f"experts.",
         f"Not counted: {', '.join(STEP_NOT_COUNTED)}",

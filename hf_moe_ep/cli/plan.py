@@ -27,9 +27,11 @@ from hf_moe_ep.planner.hardware import (
 )
 from hf_moe_ep.planner.options import (
     LORA_TARGETS,
+    NO_WHOLE_LOGITS,
     NODE,
     OPTIMIZERS,
     STEP_NOT_COUNTED,
+    WHOLE_LOGITS,
     published_configs,
 )
 
@@ -160,8 +162,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--whole-logits",
         action="store_true",
-        help="compute the logits of whole batches, as the Trainer does with compute_metrics, and a "
-        "loop of your own without fused_loss=True",
+        help=WHOLE_LOGITS,
     )
     add(
         "--mtp-layers",
@@ -404,6 +405,8 @@ def _format_result(
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    if request.only_loss_is_read:
+        lines.append(NO_WHOLE_LOGITS)
     if best.layout.pp > 1 and request.hardware is not None:
         lines.append(_about_layers(best, request.shape, request.hardware))
     if best.layout.cp > 1:

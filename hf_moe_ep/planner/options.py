@@ -13,6 +13,15 @@ LORA_TARGETS = ("experts", "attention", "both")
 MASTERS = ("fp32", "model")
 # Optimizer -> (tensors of the parameter's size, scalars of 4 bytes) per trained parameter.
 OPTIMIZERS = {"adamw": (2, 1), "adamw_fused": (2, 1), "sgd": (1, 0), "none": (0, 0)}
+# The help of --whole-logits, and a note on plans without this option.
+WHOLE_LOGITS = (
+    "hold the logits of whole batches, as with label smoothing, a loss of your own, or a loop of "
+    "your own without patch(model, fused_loss=True)"
+)
+NO_WHOLE_LOGITS = (
+    "The loss is computed without whole logits, as the Trainer does by default; in a loop of your "
+    "own add fused_loss=True to patch, or plan with --whole-logits."
+)
 # GPUs per node. By default, ep and sp groups stay inside a node, and a replica (HSDP) has the GPUs
 # of one node or of all nodes.
 NODE = 8

@@ -33,11 +33,14 @@ class Change:
     def flag(self) -> str:
         """The option as text for the command line."""
         name = "--" + self.name.replace("_", "-")
+        if self.value is False:
+            return f"without {name}"
         return name if self.value is True else f"{name} {self.value}"
 
 
 CHANGES = (
     Change("checkpointing", True, lambda options: not options["checkpointing"]),
+    Change("whole_logits", False, lambda options: options["whole_logits"]),
     Change("fused_head", True, lambda options: not options["fused_head"]),
     Change("optimizer", "adamw_fused", lambda options: options["optimizer"] == "adamw"),
     Change("batch", 1, lambda options: options["batch"] > 1),

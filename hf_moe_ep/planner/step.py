@@ -73,8 +73,8 @@ class Batch:
         fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
             tokens at once. The plan runs TRL's code without Triton, which needs more memory than
             TRL's kernels.
-        only_loss_is_read: True for the Trainer without `compute_metrics`, with which
-            `fused_loss="auto"` computes no logits. False for a loop of your own.
+        only_loss_is_read: True for the Trainer, with which `fused_loss="auto"` computes no logits.
+            False for label smoothing, and for a loss or a loop of your own.
     """
 
     seq: int

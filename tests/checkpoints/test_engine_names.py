@@ -16,7 +16,7 @@ from support.architectures.models import tiny
 from support.extra_files import is_of_head, write_with_extra
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import hub_tensors, patch
+from hf_moe_ep import SyncToken, hub_tensors, patch
 
 TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("engine_names.json").read_text()
@@ -61,6 +61,18 @@ def test_keys_that_an_engine_needs_together_come_in_one_list(tmp_path: Path) -> 
     assert attentions == [{f"model.layers.{layer}.self_attn"} for layer in range(layers)]
     (rows,) = (rows for name, rows in TABLE.items() if name.startswith("sglang"))
     assert all(".self_attn." in key for key in rows["deepseek_v3"]["together"])
+
+
+def test_a_module_is_sent_whole_if_one_of_its_tensors_has_changed() -> None:
+    model, token = patch(tiny("deepseek_v3")), SyncToken()
+    assert len(list(hub_tensors(model, since=token).by_module())) > 10
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_a_proj.weight.mul_(2)
+    stream = hub_tensors(model, since=token)
+    (sent,) = stream.by_module()
+    keys = [key for key, _ in sent]
+    assert keys == [key for key, _ in hub_tensors(model) if "layers.1.self_attn." in key]
+    assert keys == [info.key for info in stream.metadata()] and len(keys) > 5
 
 
 def keys_of(model_type: str, options: dict[str, Any], folder: Path) -> list[str]:

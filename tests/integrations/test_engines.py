@@ -158,10 +158,38 @@ def refused_keys_are_listed(rank: int, world: int) -> None:
         hub_tensors(model).check_engine(load_weights if rank == 0 else None)
 
 
+def a_key_that_another_rank_of_the_engine_takes_is_not_skipped(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    last: list[str] = []
+
+    def load_weights(weights: list[tuple[str, Tensor]]) -> list[str]:
+        last[:] = [weights[0][0]]
+        is_others = ".experts." in last[0] and f".experts.{rank}." not in last[0]
+        return [] if is_others or last[0] == "model.norm.weight" else last
+
+    with pytest.raises(
+        ValueError, match=r"not take 25 keys: .*gate_proj.weight \(8\), .*norm.weight \(1\).*skip"
+    ):
+        hub_tensors(model).check_engine(load_weights if rank < 4 else None)
+
+
+def an_engine_that_is_gone_stops_the_check(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+
+    def load_weights(weights: list[tuple[str, Tensor]]) -> None:
+        raise ConnectionResetError("the server has closed the connection")
+
+    error: type[Exception] = ConnectionResetError if rank == 0 else RuntimeError
+    with pytest.raises(error, match="closed the conn" if rank == 0 else "rank 0 stopped iterating"):
+        hub_tensors(model).check_engine(load_weights if rank == 0 else None)
+
+
 CHECKS = {
     "full": partial(synced_tensors_equal_saved_files, "qwen3_moe"),
     "lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_moe"),
     "listed": refused_keys_are_listed,
+    "skipped by one rank": a_key_that_another_rank_of_the_engine_takes_is_not_skipped,
+    "gone": an_engine_that_is_gone_stops_the_check,
     "refused": an_unknown_name_is_an_error,
     "pictures": partial(synced_tensors_equal_saved_files, "qwen3_vl_moe"),
     "pictures, lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_vl_moe"),

@@ -383,6 +383,7 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
         "lora_targets": "both",
         "masters": "model",
         "fused_head": True,
+        "whole_logits": False,
     }
 
     def peak_of(options: Options) -> int:
@@ -396,7 +397,7 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
     assert [peak for _, peak in shrink(options, 95, peak_of)] == [90]
     assert not list(shrink(options, 100, peak_of))
     assert {change.name for change in CHANGES} <= options.keys()
-    large = options | {"fused_head": False, "masters": "fp32"}
+    large = options | {"fused_head": False, "whole_logits": True, "masters": "fp32"}
     tried = []
 
     def all_help(options: Options) -> int:
@@ -404,10 +405,10 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
         return 100 - len(tried)
 
     flags = [change.flag for change, _ in shrink(large, 0, all_help)]
-    assert flags[0] == "--fused-head"
+    assert flags[:2] == ["without --whole-logits", "--fused-head"]
     assert flags[-2:] == ["--masters model", "--lora-targets attention"]
     without = [change.flag for change, _ in shrink(large, 0, all_help, without=["fused_head"])]
-    assert without == flags[1:]
+    assert without == [flags[0], *flags[2:]]
 
 
 @pytest.fixture(scope="module")
@@ -426,14 +427,16 @@ def test_the_command_names_options_that_make_the_step_fit(
     assert main(["memory", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
     parallel = ParallelConfig(ep_size=2)
-    plan = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2))
-    less = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2, checkpointing=True))
+    batch = Batch(64, 2, only_loss_is_read=True)
+    plan = plan_step(tiny().config, parallel, world_size=2, batch=batch)
+    recomputed = replace(batch, checkpointing=True)
+    less = plan_step(tiny().config, parallel, world_size=2, batch=recomputed)
     assert re.search(rf"^sum +{plan.peak / 2**30:.3f}$", out, re.MULTILINE)
     assert "does not fit in 0.0001 GiB" in out and "--checkpointing" in out
     assert f"{less.peak / 2**30:.3f} GiB" in out and f"in: {plan.where}" in out
 
 
-@pytest.mark.parametrize("options", [["--checkpointing"], ["--batch", "2"], ["--fused-head"]])
+@pytest.mark.parametrize("options", [["--checkpointing"], ["--batch", "2"], ["--whole-logits"]])
 def test_options_of_a_step_need_seq(
     options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

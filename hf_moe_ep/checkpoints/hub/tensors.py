@@ -20,6 +20,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -252,10 +253,12 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
 
         Some loaders join tensors of one module in one parameter, and only if one call has all of
         them: SGLang joins `q_a_proj` and `kv_a_proj_with_mqa` of DeepSeek's attention, and loses
-        one that comes alone. The tensors of one list and the next tensor are in memory together.
+        one that comes alone. Therefore, with `since`, all tensors of a module are yielded if one of
+        them has changed; `metadata()` lists them if it is called after this method. The tensors of
+        one list and the next tensor are in memory together.
         """
-        for _, tensors in groupby(self, lambda item: item[0].rsplit(".", 2)[0]):
-            yield list(tensors)
+        self._source.keep_modules_whole()
+        return (list(tensors) for _, tensors in groupby(self, lambda item: _module_of(item[0])))
 
     def check_engine(
         self, load_weights: Callable[[list[tuple[str, Tensor]]], Iterable[str] | None] | None
@@ -266,24 +269,35 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         this method of a stream of its own before the first sync; every rank calls it.
 
         Args:
-            load_weights: the engine's method; None on ranks without an engine. A key counts as
-                skipped if the method returns an empty set of parameters, as vLLM's does. SGLang's
-                returns None, so that skipped keys are not noticed.
+            load_weights: the engine's method; None on ranks without an engine. A rank skips a key
+                if the method returns an empty set of parameters, as vLLM's does, and a key counts
+                as skipped if all ranks with an engine skip it: with expert parallelism in the
+                engine, one of them takes it. SGLang's method returns None, so that skipped keys are
+                not noticed.
 
         Raises:
             ValueError: on every rank: an engine refuses or skips keys; the error lists all of them,
                 with "*" for each number.
         """
         refused: dict[str, str] = {}
-        for key, tensor in self:
-            try:
-                loaded = load_weights([(key, tensor)]) if load_weights is not None else None
-            except _REFUSALS as error:
-                refused[key] = one_line(error)
-            else:
-                if loaded is not None and not set(loaded):
-                    refused[key] = "skipped without an error"
-        refused = {key: why for of_rank in gather(refused) for key, why in of_rank.items()}
+        skipped: dict[str, str] = {}
+        with closing(self):
+            for key, tensor in self:
+                try:
+                    loaded = load_weights([(key, tensor)]) if load_weights is not None else None
+                except (torch.OutOfMemoryError, torch.AcceleratorError):
+                    raise
+                except _REFUSALS as error:
+                    refused[key] = one_line(error)
+                else:
+                    if loaded is not None and not set(loaded):
+                        skipped[key] = "skipped without an error"
+        of_ranks = gather((load_weights is not None, refused, skipped))
+        refused = {key: why for _, of_rank, _ in of_ranks for key, why in of_rank.items()}
+        skipped_by = [of_rank for has_engine, _, of_rank in of_ranks if has_engine]
+        for key, why in skipped_by[0].items() if skipped_by else ():
+            if all(key in of_rank for of_rank in skipped_by):
+                refused[key] = why
         if not refused:
             return
         kinds = Counter(re.sub(r"\d+", "*", key) for key in refused)
@@ -340,9 +354,16 @@ class _Source:
         self._model, self._state = model, state
         self._merge_adapters, self._dtype, self._max_bytes = merge_adapters, dtype, max_bytes
         self._extra_tensors, self._since = extra_tensors, since
+        self._whole_modules = False
         self._contents: _Contents | None = None
         self._names: _Names | None = None
         self._extra: dict[str, FileTensor] | None = None
+
+    def keep_modules_whole(self) -> None:
+        """Yield all tensors of a module if one of them has changed since the last sync."""
+        self._whole_modules = True
+        if self._since is not None:
+            self._contents = None
 
     def list_metadata(self) -> list[TensorInfo]:
         return self._list_metadata(self._prepare())
@@ -462,6 +483,7 @@ class _Source:
                 max_bytes=self._max_bytes,
                 extra_tensors=self._extra_tensors,
                 since=None if self._since is None else len(self._since),
+                by_module=self._whole_modules,
             )
         groups = self._describe(names)
         in_fp8 = self._find_fp8(groups, names)
@@ -470,7 +492,11 @@ class _Source:
         if self._since is not None:
             signatures = self._sign(groups, extra)
             held = {key for key, text in signatures.items() if self._since.holds(key, text)}
-            groups = [group for group in groups if next(iter(group.shapes)) not in held]
+            changed = [group for group in groups if next(iter(group.shapes)) not in held]
+            if self._whole_modules:
+                modules = {_module_of(key) for group in changed for key in group.shapes}
+                changed = [g for g in groups if not modules.isdisjoint(map(_module_of, g.shapes))]
+            groups = changed
             extra = {key: tensor for key, tensor in extra.items() if key not in held}
         self._contents = _Contents(groups, in_fp8, extra, signatures)
         return self._contents
@@ -552,6 +578,11 @@ class _Source:
             still_here.end()
         if self._since is not None:
             self._since.set(contents.signatures)
+
+
+def _module_of(key: str) -> str:
+    """Return the name of the attention, the expert, .. that the tensor's module is a part of."""
+    return key.rsplit(".", 2)[0]
 
 
 def _empty_slabs(
