@@ -92,5 +92,8 @@ def _may_start_python(word: str) -> bool:
     path = shutil.which(word)
     if path is None:
         return False
-    with open(path, "rb") as file:
-        return file.read(2) == b"#!"
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except PermissionError:
+        return False  # no script, because its interpreter could not read it

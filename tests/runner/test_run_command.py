@@ -258,6 +258,18 @@ def test_a_command_that_is_no_python_program(tmp_path: Path) -> None:
         assert result.returncode == 0 and result.stderr == "" and result.stdout
 
 
+def test_a_program_that_can_be_run_but_not_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreadable(path: str, mode: str) -> None:
+        raise PermissionError(f"{path} has the mode 4111")
+
+    monkeypatch.setattr("hf_moe_ep.runner.environment.open", unreadable, raising=False)
+    assert main(["run", "--ep-size", "2", "--dry-run", "--", "echo", "hello"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.endswith(" echo hello\n") and "echo is no Python program" in printed.err
+
+
 def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     other = "import sys\nsys.flag = 'ran'\n"
     (tmp_path / "sitecustomize.py").write_text(other)
