@@ -190,6 +190,14 @@ def test_a_patched_model_in_one_process(name: str) -> None:
     want = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert_close(key, parameter.detach(), want[key], FP64_MODEL)
+    for it, its_optimizer in ((model, optimizer), (reference, stock)):
+        it(**_batches(case, reference, 0, 1, 3)[0]).loss.backward()
+        it.model.layers[0].mlp.experts.down_proj.grad[1, 0, 0] = torch.inf
+        its_optimizer.step()
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter.isnan(), want[key].isnan()), key
+    nan = model.model.layers[0].mlp.experts.down_proj.isnan().flatten(1)
+    assert nan.all(1).tolist() == nan.any(1).tolist() == [row == 1 for row in range(len(nan))]
 
 
 def test_parameters_that_are_unfrozen_later() -> None:

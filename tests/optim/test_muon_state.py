@@ -26,23 +26,26 @@ from hf_moe_ep import (
     Muon,
     apply_ep_fsdp2,
     balance_experts,
+    data_parallel_rank,
+    data_parallel_size,
     expert_load,
     load_checkpoint,
     patch,
     save_checkpoint,
 )
+from hf_moe_ep.ranks.boxes import local_tensor
 
 LR = 1e-2
 
 
 def _run(model: nn.Module, optimizer: Any, steps: range) -> None:
     """Take steps on the same global batch at every layout."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, size = data_parallel_rank(model), data_parallel_size(model)
     for step in steps:
-        inputs = batch(model, world, 9, seed=step)
+        inputs = batch(model, dist.get_world_size(), 9, seed=step)
         tokens = inputs["labels"][:, 1:].ne(-100).sum()
-        mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
-        (model(**mine, num_items_in_batch=tokens).loss * world).backward()
+        mine = {name: value.chunk(size)[rank] for name, value in inputs.items()}
+        (model(**mine, num_items_in_batch=tokens).loss * size).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -67,6 +70,77 @@ def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
     adamw = torch.optim.AdamW(other.parameters(), lr=LR)
     with pytest.raises(ValueError, match="was saved with Muon, this optimizer is AdamW"):
         load_checkpoint(folder, other, adamw)
+
+
+def resumes_with_stages(rank: int, world: int, folder: str) -> None:
+    """From ep 4 to two stages with ep 2, and back."""
+    model, optimizer = _start(ep_size=4)
+    _run(model, optimizer, range(2))
+    save_checkpoint(Path(folder) / "step-2", model, optimizer)
+    _run(model, optimizer, range(2, 4))
+    in_stages, its_optimizer = _start(seed=1, pp_size=2, ep_size=2)
+    load_checkpoint(Path(folder) / "step-2", in_stages, its_optimizer)
+    _run(in_stages, its_optimizer, range(2, 4))
+    _compare(in_stages, model)
+    save_checkpoint(Path(folder) / "step-4", in_stages, its_optimizer)
+    again, last_optimizer = _start(seed=2, ep_size=4)
+    load_checkpoint(Path(folder) / "step-4", again, last_optimizer)
+    for it in ((again, last_optimizer), (model, optimizer)):
+        _run(*it, range(4, 6))
+    _compare(again, model)
+
+
+def _compare(model: nn.Module, whole: nn.Module) -> None:
+    """Compare the parameters of this rank's stage with those of a model without stages."""
+    want = whole_parameters(whole)
+    for name, got in whole_parameters(model).items():
+        assert_close(name, got, want[name], FP64_MODEL)
+
+
+def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
+    """A scale that is a power of two changes no bit. All ranks skip a step with an infinity."""
+    (model, optimizer), (twin, its_optimizer) = (_start(ep_size=2) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    _run(twin, its_optimizer, range(2))
+    for step in range(3):
+        inputs = batch(model, world, 9, seed=step)
+        tokens = inputs["labels"][:, 1:].ne(-100).sum()
+        mine = {name: value.chunk(world)[rank] for name, value in inputs.items()}
+        scaler.scale(model(**mine, num_items_in_batch=tokens).loss * world).backward()
+        if step == 2 and rank == 0:
+            grad = model.model.layers[0].mlp.experts.down_proj.grad
+            local_tensor(grad)[0, 0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**9
+    for name, got in whole_parameters(model).items():
+        assert torch.equal(got, whole_parameters(twin)[name]), name
+
+
+def non_finite_gradients_stay_in_their_matrix(rank: int, world: int) -> None:
+    """As in torch.optim.Muon, an infinity turns its matrix into NaN, and no other one."""
+    model, optimizer = _start(expert_shard_dim=1)
+    twin, its_optimizer = _start(expert_shard_dim=1)
+    for trained in (model, twin):
+        inputs = batch(model, world, 9, seed=0)
+        mine = {name: value.chunk(world)[rank] for name, value in inputs.items()}
+        trained(**mine).loss.backward()
+    layer = model.model.layers[0]
+    if rank == 0:
+        for parameter in (layer.self_attn.q_proj.weight, layer.mlp.experts.gate_up_proj):
+            local_tensor(parameter.grad).view(-1)[0] = torch.inf
+    optimizer.step()
+    its_optimizer.step()
+    wanted = whole_parameters(twin)
+    for name, got in whole_parameters(model).items():
+        expected = wanted[name].clone()
+        if name.endswith("layers.0.self_attn.q_proj.weight"):
+            expected[:] = torch.nan
+        if name.endswith("layers.0.mlp.experts.gate_up_proj"):
+            expected[0, : expected.shape[1] // 2] = torch.nan  # the gate of expert 0
+        assert torch.equal(got.isnan(), expected.isnan()), name
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num()), name
 
 
 def adamws_checkpoint_is_refused(rank: int, world: int, folder: str) -> None:
@@ -191,9 +265,11 @@ def _packed(name: str, factor: Tensor) -> Tensor:
             2,
             accelerate_shards_after_the_optimizer_was_made,
             adamws_checkpoint_is_refused,
+            gradient_scalers_unscale_and_skip,
+            non_finite_gradients_stay_in_their_matrix,
             slow=True,
         ),
-        *on_ranks(4, resumes_at_another_layout, slow=True),
+        *on_ranks(4, resumes_at_another_layout, resumes_with_stages, slow=True),
     ],
 )
 def test_on_ranks(found: Found, claim: Check) -> None:

@@ -16,16 +16,20 @@ from support.trainer_runs import SAVE, assert_resumed, assert_same_log
 @pytest.mark.slow
 def test_the_trainer_on_ranks(tmp_path: Path) -> None:
     common = {"muon": True, "dtype": torch.float64}
-    folder = tmp_path / "half"
+    half = {"ep": 2, **common, "arguments": SAVE, "stop_after": 3}
+    folder, other = tmp_path / "half", tmp_path / "half of ep 2"
     stock = launch([Case("stock", **common)], tmp_path / "stock")
     ranks = launch(
         [
             Case("ep2", ep=2, **common, arguments=SAVE),
-            Case("half", ep=2, **common, arguments=SAVE, folder=folder, stop_after=3),
+            Case("half", folder=folder, **half),
             Case("resumed", ("resume",), ep=2, seed=1, **common, arguments=SAVE, folder=folder),
+            Case("half of ep 2", folder=other, **half),
+            Case("at ep 1", ("resume",), ep=1, seed=1, **common, arguments=SAVE, folder=other),
         ],
         tmp_path / "ranks",
         CPU_4,
     )
     assert_same_log(ranks["ep2"][0], stock["stock"][0])
     assert_resumed(ranks["resumed"][0], ranks["ep2"][0])
+    assert_same_log(ranks["at ep 1"][0], stock["stock"][0])
