@@ -223,7 +223,7 @@ def _nodes(state: ModelState) -> str:
 # How the ranks of a batch divide mixers, by the mixers' `Split` (sequence/gather.py).
 _DIVISION = {
     "not": "gathered for {}; the computation and activations of these modules are not divided",
-    "queries": "keys gathered for {}; all but their keys and values, and packed rows, is divided",
+    "queries": "keys gathered for {}; everything, except keys, values and packed rows, is divided",
     "heads": "heads split in {}; everything, except packed rows, is divided",
     "halo": "tokens of the previous rank sent for {}; everything, except packed rows, is divided",
 }

@@ -301,13 +301,13 @@ def _next_launch() -> Finding:
 def _launch_problem(config: Mapping[str, Any]) -> str:
     """Return why a patched model would refuse this launch config, or "" if it would run."""
     kind = str(config.get("distributed_type"))
-    version = (config.get("fsdp_config") or {}).get("fsdp_version", 1)
+    version = (config.get("fsdp_config") or {}).get("fsdp_version") or 1
     if kind == "FSDP" and int(version) != 2:
         return f"FSDP version {version} is refused; write fsdp_version: 2 in its fsdp_config"
     if kind not in ("FSDP", "NO"):
         return f"{kind} shards nothing, ep_size > 1 is refused; write {_FSDP2}"
     parallelism = config.get("parallelism_config") or {}
-    size = int(parallelism.get("parallelism_config_tp_size", 1))
+    size = int(parallelism.get("parallelism_config_tp_size") or 1)
     if size > 1:
         return f"tp_size {size} in its parallelism_config is refused; set it to 1"
     return ""

@@ -212,8 +212,10 @@ def _check(
 
 def _check_tied_layers(parts: Parts, config: ParallelConfig) -> None:
     """Raise ValueError if layers run twice per forward, and a setting needs them to run once."""
+    if not parts.tied_modules:
+        return
     allowed = {"sp_size": 1, "cp_size": 1, "pp_size": 1, "bias_update_rate": None}
-    for name, value in allowed.items() if parts.tied_modules else ():
+    for name, value in allowed.items():
         asked = getattr(config, name)
         if asked not in (None, value):
             raise ValueError(

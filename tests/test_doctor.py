@@ -227,6 +227,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
         1,
         "FAIL next launch /c.yaml: tp_size 2 in its parallelism_config is refused; set it to 1",
     ),
+    "empty fields": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": None},
+            "parallelism_config": {"parallelism_config_tp_size": None},
+        },
+        1,
+        "FAIL next launch /c.yaml: FSDP version 1 is refused",
+    ),
     "one process": ({"distributed_type": "NO"}, 0, "-- next launch /c.yaml: one process"),
 }
 

@@ -131,7 +131,7 @@ def is_verifiable(folder: Path) -> bool:
         problem = "is a file" if folder.is_file() else "does not exist"
         raise ValueError(f"{folder} {problem}; name the folder of a checkpoint")
     if not any(folder.iterdir()):
-        raise ValueError(f"{folder} is empty: this checkpoint was not finished; take an older one")
+        raise ValueError(f"{folder} is empty: this checkpoint was not finished; load an older one")
     return False
 
 

@@ -20,7 +20,7 @@ class Progress:
         self.unit = unit
         self.count = 0
         self.started_at = time.monotonic()
-        # tqdm defines this variable. Its current version also takes "0" for true.
+        # tqdm's variable. tqdm's current version takes "0" for true; here it is false.
         self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
     def finished(self, what: object) -> None:

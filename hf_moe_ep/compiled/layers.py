@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.compiled.options import check_compile_kwargs
+from hf_moe_ep.compiled.options import check_compile_kwargs, how_to_raise_recompile_limit
 from hf_moe_ep.compiled.subclasses import (
     check_class_forward,
     inner_forward,
@@ -347,8 +347,8 @@ def _call_compiled(
             warnings.warn(
                 f"torch.compile has made as many graphs of {name} ({type(module).__name__}) as its "
                 f"recompile_limit allows, so layers of this kind run uncompiled where no graph "
-                f"fits (TORCH_LOGS=recompiles says why there are so many); raise the limit with "
-                f"compile_layers={{'recompile_limit': ...}}",
+                f"fits (TORCH_LOGS=recompiles says why there are so many); raise the limit: "
+                f"{how_to_raise_recompile_limit()}",
                 stacklevel=2,
             )
     return output

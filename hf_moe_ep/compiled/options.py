@@ -16,6 +16,13 @@ _RECOMPILE_LIMIT = 64
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
+def how_to_raise_recompile_limit() -> str:
+    """Return what to write: the argument of torch.compile, or before torch 2.12 torch's config."""
+    if "recompile_limit" in compile_arguments():
+        return "compile_layers={'recompile_limit': ...}"
+    return "torch._dynamo.config.recompile_limit = ..."
+
+
 def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for torch.compile, with our defaults of `dynamic` and `recompile_limit`.
 

@@ -69,6 +69,8 @@ def step(
     try:
         result = original(self, closure)
     except RuntimeError as error:
+        if not is_refused_by_dtensor(error) or not _trains_dtensors(self.optimizer):
+            raise
         raise _name_optimizer(self.optimizer, error) from error
     # If gradients are not synchronised, they and the token counts are still being accumulated.
     if self.gradient_state.sync_gradients:
@@ -160,10 +162,8 @@ def get_grad_norm(
     return original(self, model, grad_norm)
 
 
-def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> Exception:
-    """Return an error that names the optimizer if DTensors caused `error`, else `error` itself."""
-    if not is_refused_by_dtensor(error) or not _trains_dtensors(optimizer):
-        return error
+def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> ValueError:
+    """Return an error that names the optimizer, in whose step DTensors caused `error`."""
     kind, first_line = type(optimizer), str(error).partition("\n")[0]
     return ValueError(
         f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "

@@ -241,7 +241,7 @@ def gather_for_metrics(
     _set_stream_remainder(self)
     if use_gather_object or not _are_all_tensors(input_data):
         is_first = self.process_index in _first_ranks(self)
-        return original(self, input_data if is_first else input_data[:0], True)
+        return original(self, input_data if is_first else [], True)
     gather = self.gather
     # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
     self.gather = lambda data: _select_first_of_group(gather(data), self)

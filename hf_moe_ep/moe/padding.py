@@ -16,7 +16,8 @@ loss may depend on a padding token if
   predicts the text's first token, unless the label of that token is -100;
 - the forward has no labels, so another loss may read any output;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`), and padding stands
-  in front of a text. Such modules are causal, so no text depends on padding behind it.
+  in front of a text. All modules of a causal LM are causal, so no text depends on padding behind
+  it.
 
 A recompute must compute the tokens of the first run, which `KeptTokens` (`recompute.py`) stores. In
 another checkpoint the padding would not be known any more, so nothing is left out inside of it.

@@ -84,6 +84,7 @@ class SplitSequence(Ours):
         meshes = self.state.meshes
         if meshes is None or meshes.ranks_per_batch == 1:
             return None
+        self.running.part = None  # torch calls no `EndForward` after Ctrl-C
         given = bind_forward(model, args, kwargs)
         keep = given.get("logits_to_keep", 0)
         selects_positions = isinstance(keep, Tensor) or bool(keep)

@@ -122,12 +122,15 @@ def _a_weighted_sampler_draws_every_row_once(rank: int) -> None:
 
 def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
     accelerator, _, _, loader, _ = _prepare(DataLoader(range(9), batch_size=2))
-    tensors, objects = [], []
+    tensors, objects, keys = [], [], []
     for rows in loader:
         tensors += accelerator.gather_for_metrics({"x": rows})["x"].tolist()
         objects += accelerator.gather_for_metrics([f"sample {x}" for x in rows.tolist()])
+        by_sample = dict.fromkeys(rows.tolist())
+        keys += accelerator.gather_for_metrics(by_sample, use_gather_object=True)
     assert tensors == list(range(9))
     assert objects == [f"sample {x}" for x in range(9)]
+    assert keys == list(range(9)), "objects of which no part can be taken"
 
 
 def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:

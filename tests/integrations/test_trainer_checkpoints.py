@@ -244,7 +244,7 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
         runs: "runs is no checkpoint of the Trainer, .*name a checkpoint in it, such as .*point-7$",
         file: "file is a file; name the folder of a checkpoint",
         tmp_path / "nowhere": "nowhere does not exist; name the folder of a checkpoint",
-        tmp_path / "empty": "empty is empty: this checkpoint was not finished; take an older one",
+        tmp_path / "empty": "empty is empty: this checkpoint was not finished; load an older one",
     }.items():
         with pytest.raises(ValueError, match=match):
             trainer.train(resume_from_checkpoint=str(folder))

@@ -284,11 +284,11 @@ def _refused(model: nn.Module, message: str, **options: Any) -> None:
 def test_torchs_muon_is_refused_in_checkpoints(tmp_path: Path) -> None:
     model = patch(tiny())
     stock = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=LR)
-    with pytest.raises(ValueError, match=r"torch.optim.Muon is refused .* use hf_moe_ep.Muon"):
+    with pytest.warns(UserWarning, match=r"will refuse this optimizer: .* use hf_moe_ep.Muon"):
         save_checkpoint(tmp_path / "step-1", model, stock)
-    save_checkpoint(tmp_path / "step-2", model, Muon(model, LR))
     with pytest.raises(ValueError, match=r"torch.optim.Muon is refused .* use hf_moe_ep.Muon"):
-        load_checkpoint(tmp_path / "step-2", model, stock)
+        load_checkpoint(tmp_path / "step-1", model, stock)
+    load_checkpoint(tmp_path / "step-1", model)  # the weights of the run are not lost
 
 
 def test_bad_input() -> None:

@@ -411,7 +411,7 @@ DESCRIBED = {
     "minimax": "gathered for model.layers.*.self_attn (MiniMaxLightningAttention); the computati",
     "lfm2_moe": "tokens of the previous rank sent for model.layers.*.conv (Lfm2MoeShortConv); eve",
     "nemotron_h": "heads split in model.layers.*.mixer (NemotronHMamba2Mixer); everything, except",
-    "glm_moe_dsa": "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); all but their",
+    "glm_moe_dsa": "keys gathered for model.layers.*.self_attn (GlmMoeDsaAttention); everything,",
     "qwen3_next": "heads split in model.layers.*.linear_attn (Qwen3NextGatedDeltaNet); everything",
 }
 

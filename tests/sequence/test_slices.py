@@ -7,13 +7,20 @@ from unittest import mock
 
 import pytest
 import torch
+from support.tiny_models import tiny
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 from hf_moe_ep.sequence.gather import LayerSlice
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, zigzag_order
-from hf_moe_ep.sequence.split import RunningSlice, TakeSlice, split_loss, split_token_loss
+from hf_moe_ep.sequence.split import (
+    RunningSlice,
+    SplitSequence,
+    TakeSlice,
+    split_loss,
+    split_token_loss,
+)
 
 NO_GROUP = cast(Any, None)
 
@@ -110,3 +117,12 @@ def test_the_number_of_labels_may_be_a_tensor_of_one_element(is_causal: bool) ->
     (loss, grad), (other_loss, other_grad) = of_shape
     assert loss.ndim == 0 and torch.equal(loss, other_loss) and torch.equal(grad, other_grad)
     torch.testing.assert_close(loss, torch.tensor(3.0).log() * 2 * 4 / 7)
+
+
+def test_a_forward_that_is_not_split_forgets_the_slice_of_an_interrupted_one() -> None:
+    running = RunningSlice(Slice(None, 0, 2, length=8))
+    state: Any = SimpleNamespace(meshes=SimpleNamespace(ranks_per_batch=2))
+    model = tiny().eval()
+    split = SplitSequence(state, running, has_mixers=False)
+    assert split(model, (), {"input_ids": torch.ones(1, 8, dtype=torch.int64)}) is None
+    assert running.part is None

@@ -127,7 +127,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         _check_fields(path, content)
     except FileNotFoundError as error:
         raise ValueError(
-            f"{Path(folder)} has no {MANIFEST}: this checkpoint was not finished; take an older one"
+            f"{Path(folder)} has no {MANIFEST}: this checkpoint was not finished; load an older one"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, LookupError, AttributeError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({e}); load an older checkpoint") from e
@@ -296,7 +296,7 @@ def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:
             ) from error
         if size != entry["size"]:
             raise ValueError(
-                f"{folder / name} has {size} bytes, {MANIFEST} says {entry['size']}; take an older "
+                f"{folder / name} has {size} bytes, {MANIFEST} says {entry['size']}; load an older "
                 f"checkpoint"
             )
 

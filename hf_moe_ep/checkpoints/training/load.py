@@ -36,6 +36,7 @@ from hf_moe_ep.checkpoints.training.tensors import (
     model_state_tensors,
     model_targets,
     parameter_names,
+    refuse_torch_muon,
     restore_optimizer,
 )
 from hf_moe_ep.etp import stock_parts
@@ -109,6 +110,7 @@ def load_checkpoint(
             folder.check_only_ours(path)
         check_model(model, saved, str(path))
         if optimizer is not None:
+            refuse_torch_muon(optimizer)
             check_optimizer(model, optimizer, saved.optimizer, str(path))
         if scheduler is not None and saved.scheduler is None:
             raise ValueError(f"{path} was saved without a scheduler; call with scheduler=None")

@@ -16,6 +16,7 @@ first step would then resume with another bias correction.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,11 @@ from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+
+_WHY_NOT_TORCH_MUON = (
+    "it leaves stacked experts to another optimizer, and gathers a sharded matrix on every rank; use "
+    "hf_moe_ep.Muon(model, lr=...), which trains all matrices, also those of the experts"
+)
 
 Convert = Callable[[Tensor], Tensor]
 # The conversions of a tensor that the files hold as the model does.
@@ -243,6 +249,12 @@ def _collect_optimizer(
 ) -> tuple[dict[str, Tensor], OptimizerState, dict[str, int]]:
     """Return the optimizer's tensors by name, the rest of its state, and `NamedState.apart`."""
     names, trained = parameter_names(model, optimizer)
+    if _is_torch_muon(optimizer):  # an error would lose the run
+        warnings.warn(
+            f"this checkpoint has the state of torch.optim.Muon, and load_checkpoint will refuse "
+            f"this optimizer: {_WHY_NOT_TORCH_MUON}",
+            stacklevel=2,
+        )
     tensors: dict[str, Tensor] = {}
     apart: dict[str, int] = {}
     values: dict[str, dict[str, OptimizerValue]] = {}
@@ -284,12 +296,12 @@ def _collect_optimizer(
 
 def refuse_torch_muon(optimizer: Any) -> None:
     """Raise ValueError if `optimizer`, which trains a patched model, is torch.optim.Muon."""
-    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.Muon):
-        raise ValueError(
-            "torch.optim.Muon is refused for a patched model: it gathers each matrix on every "
-            "rank, and leaves stacked experts to another optimizer; use hf_moe_ep.Muon(model, "
-            "lr=...), which trains all matrices, also those of the experts"
-        )
+    if _is_torch_muon(optimizer):
+        raise ValueError(f"torch.optim.Muon is refused for a patched model: {_WHY_NOT_TORCH_MUON}")
+
+
+def _is_torch_muon(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.Muon)
 
 
 def class_name_of(optimizer: Any) -> str:
@@ -319,9 +331,8 @@ def parameter_names(
     """Return the names of the model's parameters by id, and the optimizer's parameters by name.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not the model's, or is torch's Muon.
+        ValueError: the optimizer has a parameter that is not the model's.
     """
-    refuse_torch_muon(optimizer)
     inner = unwrap(model)
     converters, apart = _find_converters(inner), find_apart(inner)
     names = {id(p): _whole_name(inner, name) for name, p in inner.named_parameters()}
