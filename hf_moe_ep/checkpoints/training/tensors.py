@@ -45,8 +45,8 @@ from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 _WHY_NOT_TORCH_MUON = (
-    "it leaves stacked experts to another optimizer, and gathers a sharded matrix on every rank; use "
-    "hf_moe_ep.Muon(model, lr=...), which trains all matrices, also those of the experts"
+    "it leaves stacked experts to another optimizer, and gathers sharded matrices on every rank; "
+    "use hf_moe_ep.Muon(model, lr=...), which trains all matrices, also those of the experts"
 )
 
 Convert = Callable[[Tensor], Tensor]
