@@ -24,8 +24,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-SCHEDULES = ("1f1b", "gpipe")
-
 
 class Operation(NamedTuple):
     """The forward of one micro-batch on one stage, or its backward."""

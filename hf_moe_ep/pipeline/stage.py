@@ -149,11 +149,7 @@ class Stage:
         return None if self.is_first else self.tied_weight
 
 
-class StandIn(nn.Module):
-    """Base class of the modules that stand for parts of other stages."""
-
-
-class NoEmbedding(StandIn):
+class NoEmbedding(nn.Module):
     """Returns zeros of the shape and dtype of embeddings, without memory for them."""
 
     def __init__(self, boundary: Boundary) -> None:
@@ -166,7 +162,7 @@ class NoEmbedding(StandIn):
         return hidden.new_zeros(()).expand(*input_ids.shape, hidden.shape[-1])
 
 
-class _OtherLayer(StandIn):
+class _OtherLayer(nn.Module):
     """Replaces a decoder layer of another stage.
 
     It keeps the layer's public attributes that are numbers, strings or None, because some models
@@ -198,14 +194,14 @@ class LayerAfter(_OtherLayer):
         return hidden_states
 
 
-class NoNorm(StandIn):
+class NoNorm(nn.Module):
     """Passes its input on."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
-class NoHead(StandIn):
+class NoHead(nn.Module):
     """Returns logits of one class, which nothing reads."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.pipeline.gradients import StepGradients
-from hf_moe_ep.ranks.neighbours import broadcast_numbers, broadcast_tensor
+from hf_moe_ep.ranks.neighbours import broadcast_tensor
 from hf_moe_ep.upstream.models import fused_output
 
 # The outputs with one number or flag per token.
@@ -72,11 +72,12 @@ def join_outputs(
         outputs: those of the micro-batches on the rank `source`, unused on other ranks.
     """
     is_source = dist.get_rank() == source
-    exist = torch.zeros(len(_PER_TOKEN), dtype=torch.float64, device=device)
+    exist = torch.zeros(len(_PER_TOKEN), device=device)
     if is_source:
         exist += torch.tensor([outputs[0].get(n) is not None for n in _PER_TOKEN], device=device)
     joined = {}
-    for name, exists in zip(_PER_TOKEN, broadcast_numbers(exist, source, group), strict=True):
+    dist.broadcast(exist, source, group=group)
+    for name, exists in zip(_PER_TOKEN, exist.tolist(), strict=True):
         if exists:
             own = torch.cat([output[name] for output in outputs]) if is_source else None
             if own is not None and name in _FLAGS:

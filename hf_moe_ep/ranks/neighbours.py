@@ -168,13 +168,6 @@ def _read(numbers: Sequence[int]) -> list[Form]:
     return forms
 
 
-def broadcast_numbers(numbers: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the fp64 numbers of the rank `source` on every rank of `group`."""
-    assert numbers.dtype == torch.float64
-    dist.broadcast(numbers, source, group=group)
-    return numbers
-
-
 def broadcast_tensor(
     tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:

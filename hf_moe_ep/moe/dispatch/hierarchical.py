@@ -69,15 +69,6 @@ class NodePosition:
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
 
-    def ranks_with(self, local_rank: int) -> list[int]:
-        """List the ranks with this local rank, one on each node."""
-        return [node * self.ranks_per_node + local_rank for node in range(self.num_nodes)]
-
-    def ranks_of_node(self) -> list[int]:
-        """List the ranks of this node."""
-        first = self.node * self.ranks_per_node
-        return list(range(first, first + self.ranks_per_node))
-
 
 @dataclass(frozen=True)
 class Hierarchical:
