@@ -1,14 +1,14 @@
 """Find options that make a training step fit; the changes that cost least are tried first.
 
-    limit 24 GiB    options as given           30.1 GiB
-                    --fused-head               30.0 GiB
+    limit 24 GiB    options as given           30.0 GiB
                     --optimizer adamw_fused    28.6 GiB
                     --experts-double-quant     27.3 GiB
                     --masters model            23.7 GiB    fits
 
-`shrink` plans the step again with each change, and drops a change that does not lower the peak. The
-changes before `experts_dtype` give the same training results up to rounding (for `batch`, only if
-gradients are accumulated instead). `experts_dtype` and the changes after it give other results.
+`shrink` plans the step again with each change, and drops a change that lowers the peak by less than
+a thousandth. The changes before `experts_dtype` give the same training results up to rounding (for
+`batch`, only if gradients are accumulated instead). `experts_dtype` and the changes after it give
+other results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# The least share of the peak by which a change must lower it.
+_LEAST = 0.001
 # The options of a step: name -> value.
 Options = Mapping[str, Any]
 
@@ -73,7 +75,7 @@ def shrink(
             continue
         changed = options | {change.name: change.value}
         new_peak = peak_of(changed)
-        if new_peak < peak:
+        if new_peak <= peak * (1 - _LEAST):
             options, peak = changed, new_peak
             yield change, peak
 
