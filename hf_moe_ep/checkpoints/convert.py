@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
-from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
+from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS, read_state
 from hf_moe_ep.ranks.boxes import Box, whole
 from hf_moe_ep.upstream.hub import progress_bar
 
@@ -105,6 +105,8 @@ def convert(
     if not (config_folder / CONFIG).is_file():
         raise ValueError(f"{config_folder} has no {CONFIG}; name the model's folder with --config")
     reader, metadata = _open_checkpoint(folder)
+    has_state = manifest.is_ours(folder) and (folder / STATE).is_file()
+    scalars = read_state(folder).scalars if has_state else {}
     model, plan = model_from_config(config_folder)
     add_empty_head(model, plan, metadata.state_dict_metadata)
     saved_in = dtype or next(p.dtype for p in model.parameters())
@@ -114,9 +116,9 @@ def convert(
         plan,
         tensors,
         lambda _, tensor: saved_dtype(tensor, saved_in),
-        lambda name, _: _read_slabs(reader, metadata, name),
+        lambda name, _: _read_slabs(reader, metadata, scalars, name),
     )
-    _check_fits(folder, model, metadata)
+    _check_fits(folder, model, metadata, scalars)
     extra = read_extra(folder / EXTRA) if extra_tensors else None
     own_keys = {key for group in groups for key in group.shapes}
     to_copy = find_to_copy(extra, own_keys, reads=check_hashes)
@@ -207,9 +209,13 @@ def _find_key(name: str, metadata: Metadata) -> str | None:
     return next((key for key in keys if key in metadata.state_dict_metadata), None)
 
 
-def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
+def _check_fits(
+    folder: Path, model: nn.Module, metadata: Metadata, scalars: Mapping[str, Tensor]
+) -> None:
     missing, misshapen = [], []
     for name, tensor in distinct_tensors(model).items():
+        if name in scalars and not tensor.ndim:
+            continue
         key = _find_key(name, metadata)
         if key is None:
             missing.append(name)
@@ -235,7 +241,13 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
         )
 
 
-def _read_slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Tensor]]:
+def _read_slabs(
+    reader: Any, metadata: Metadata, scalars: Mapping[str, Tensor], name: str
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield a tensor; `save_checkpoint` keeps 0-dim tensors, `scalars`, in `state.json`."""
+    if name in scalars:
+        yield from whole(scalars[name])
+        return
     key = _find_key(name, metadata)
     assert key is not None
     saved = metadata.state_dict_metadata[key]

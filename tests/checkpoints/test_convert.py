@@ -22,6 +22,7 @@ from support.ranks import run_ranks
 from support.tiny_models import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
 from hf_moe_ep.checkpoints.convert import convert
@@ -195,6 +196,25 @@ def test_a_killed_conversion_leaves_no_model(tmp_path: Path) -> None:
     assert not out.exists()
     convert(source, out)
     assert_equal(read_all(out), hub_state(tiny(dtype=torch.float32)))
+
+
+def test_tensors_without_dims_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the number of batches that a norm has seen; `save_checkpoint` stores them apart."""
+    build = Qwen3MoeModel.__init__
+
+    def build_with_number(self: nn.Module, config: Any) -> None:
+        build(self, config)
+        self.register_buffer("num_batches", torch.tensor(0))
+
+    monkeypatch.setattr(Qwen3MoeModel, "__init__", build_with_number)
+    model = patch(tiny(dtype=torch.float32))
+    model.model.num_batches += 3
+    source = tmp_path / "training"
+    save_checkpoint(source, model, torch.optim.AdamW(model.parameters()))
+    convert(source, tmp_path / "model")
+    assert read_all(tmp_path / "model")["model.num_batches"] == 3
 
 
 def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
