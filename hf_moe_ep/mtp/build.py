@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-import torch
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
@@ -158,12 +157,3 @@ def _set_dtypes(mtp: MtpHead, stock: nn.Module) -> None:
     for block in mtp.blocks:
         for name, tensor in block.state_dict(keep_vars=True).items():
             tensor.data = tensor.detach().to(of_layer[name])
-
-
-def allocate(mtp: MtpHead, device: torch.device) -> None:
-    """Allocate uninitialised memory for the parameters of a head that are on meta."""
-    for module in mtp.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                values = torch.empty_like(parameter, device=device)
-                setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))

@@ -22,13 +22,13 @@ from hf_moe_ep.checkpoints.hub.read import match_checkpoint
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.model_patches.standard import MTP_HEADS
-from hf_moe_ep.mtp.build import allocate, build_head, check_type, count_stored, count_trained
+from hf_moe_ep.mtp.build import build_head, check_type, count_stored, count_trained
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import MTP_HEAD, ModelPlan
 from hf_moe_ep.ranks.boxes import whole_box
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import initialise
-from hf_moe_ep.upstream.modules import own_buffers, own_child, own_children_by_name
+from hf_moe_ep.upstream.modules import allocate_meta, own_buffers, own_child, own_children_by_name
 
 
 def add_head(
@@ -118,7 +118,7 @@ def _find_source(
 def _initialise(head: MtpHead, parts: Parts) -> None:
     """Give a head random values, as transformers gives them to a new model."""
     device = next(parts.final_norm[0].parameters()).device
-    allocate(head, torch.device("cpu") if device.type == "meta" else device)
+    allocate_meta(head, torch.device("cpu") if device.type == "meta" else device)
     initialise(parts.causal_lm, head)
 
 
@@ -134,7 +134,7 @@ def _read(
     names = [f"{prefix}.{name}" for name, _ in head.named_parameters()]
     stored = match_checkpoint(model, folder, plan, names, file_tensors=tensors).stored
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    allocate(head, device)
+    allocate_meta(head, device)
     with Reader() as reader, torch.no_grad():
         for path, module in head.named_modules(prefix=prefix):
             tensors = dict(module.named_parameters(recurse=False)) | own_buffers(module)

@@ -98,11 +98,6 @@ class FileReferences:
         return len(self._rows()[1])
 
     @property
-    def num_bytes(self) -> int:
-        """The size of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    @property
     def held_bytes(self) -> int:
         """The memory that the references take while they are not used."""
         return len(self._packed) + len(self._digests or b"")
@@ -119,10 +114,6 @@ class FileReferences:
     def _rows(self) -> tuple[list[str], list[list[Any]]]:
         names, rows = json.loads(zlib.decompress(self._packed))
         return names, rows
-
-    def files(self) -> dict[str, Path]:
-        """Return the file of each tensor."""
-        return {key: tensor.file for key, tensor in self.tensors().items()}
 
     def check_unchanged(self, *, reads: bool = True) -> None:
         """Raise ValueError if a file is gone, or has changed since the first look at it.
