@@ -18,16 +18,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hf_moe_ep.config import EXPERTS_DTYPES, ParallelConfig
+from hf_moe_ep.cli.layout_options import (
+    DEFAULT,
+    add_model_and_gpus,
+    add_sizes,
+    add_training,
+    check_experts_are_frozen,
+)
+from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.planner.options import (
-    LORA_TARGETS,
     MASTERS,
     NO_WHOLE_LOGITS,
     NOT_COUNTED,
-    OPTIMIZERS,
     STEP_NOT_COUNTED,
     WHOLE_LOGITS,
-    published_configs,
 )
 from hf_moe_ep.planner.shrink import shrink
 
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
     from hf_moe_ep.planner.step import StepPlan
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_DEFAULT = "default: %(default)s"
 _GIB = 2**30
 
 
@@ -49,86 +52,35 @@ def add_parser(subparsers: Any) -> None:
         "parameters, gradients and optimizer state. With --seq: the peak of a whole training step, "
         "which runs on tensors without memory. All sizes are in GiB (2^30 bytes).",
     )
+    add_model_and_gpus(parser)
     add = parser.add_argument
-    models = ", ".join(published_configs())
-    add(
-        "model",
-        help=f"folder, config.json or hub name; these need no download: {models}",
-    )
-    add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
     add(
         "--gpu-memory",
         type=float,
         metavar="GIB",
         help="memory of one GPU; the output then says if the plan fits",
     )
-    add(
-        "--ep-size",
-        "--ep",
-        dest="ep",
-        type=int,
-        default=1,
-        metavar="N",
-        help=f"expert parallel size; {_DEFAULT}",
-    )
-    add(
-        "--etp-size",
-        "--etp",
-        dest="etp",
-        type=int,
-        default=1,
-        metavar="N",
-        help=f"expert tensor parallel size; {_DEFAULT}",
-    )
-    add(
-        "--sp-size",
-        "--sp",
-        dest="sp",
-        type=int,
-        default=1,
-        metavar="N",
-        help=f"sequence parallel size; {_DEFAULT}",
-    )
-    add(
-        "--cp-size",
-        "--cp",
-        dest="cp",
-        type=int,
-        default=1,
-        metavar="N",
-        help=f"context parallel size; {_DEFAULT}",
-    )
-    add(
-        "--dp-replicate-size",
-        "--dp-replicate",
-        dest="dp_replicate",
-        type=int,
-        default=1,
-        metavar="N",
-        help=f"HSDP replicas; {_DEFAULT}",
-    )
+    helps = {
+        "ep": f"expert parallel size; {DEFAULT}",
+        "etp": f"expert tensor parallel size; {DEFAULT}",
+        "sp": f"sequence parallel size; {DEFAULT}",
+        "cp": f"context parallel size; {DEFAULT}",
+        "dp_replicate": f"HSDP replicas; {DEFAULT}",
+    }
+    add_sizes(parser, helps, default=1)
     add(
         "--dtype",
         choices=_DTYPES,
         default="bfloat16",
-        help=f"dtype of the model; {_DEFAULT}",
+        help=f"dtype of the model; {DEFAULT}",
     )
-    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
     add(
         "--experts-double-quant",
         "--double-quant",
         action="store_true",
         help="quantise the NF4 scales as well",
     )
-    add(
-        "--masters",
-        choices=MASTERS,
-        default="fp32",
-        help=f"dtype of trained weights; {_DEFAULT}",
-    )
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
-    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
-    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
+    add("--masters", choices=MASTERS, default="fp32", help=f"dtype of trained weights; {DEFAULT}")
     add("--seq", type=int, metavar="S", help="plan a whole training step on sequences of S tokens")
     batch = "sequences per step, summed over all GPUs; default: one per data rank"
     add("--batch", type=int, metavar="B", help=batch)
@@ -140,19 +92,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="use TRL's chunked loss, which never holds all logits in memory",
     )
-    add(
-        "--mtp-layers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="train N layers of the head for multi-token prediction (patch(model, mtp_layers=N))",
-    )
-    add(
-        "--fsdp-double-buffer",
-        action="store_true",
-        help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
-    )
-    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    add_training(parser)
     parser.set_defaults(run=run)
 
 
@@ -201,11 +141,7 @@ def _check_options(options: argparse.Namespace) -> None:
             f"--lora-targets {options.lora_targets} chooses the layers of adapters, and this plan "
             f"trains all weights; add --lora-rank 16"
         )
-    if options.experts_dtype is not None and options.lora_rank is None:
-        raise ValueError(
-            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
-            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
-        )
+    check_experts_are_frozen(options)
     step_options = {
         "--checkpointing": options.checkpointing,
         "--whole-logits": options.whole_logits,

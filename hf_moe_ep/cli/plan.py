@@ -16,8 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_moe_ep.cli.layout_options import (
+    add_model_and_gpus,
+    add_sizes,
+    add_training,
+    check_experts_are_frozen,
+)
 from hf_moe_ep.cli.progress import Progress
-from hf_moe_ep.config import EXPERTS_DTYPES
 from hf_moe_ep.planner.hardware import (
     ASSUMED,
     Hardware,
@@ -26,13 +31,10 @@ from hf_moe_ep.planner.hardware import (
     known_hardware,
 )
 from hf_moe_ep.planner.options import (
-    LORA_TARGETS,
     NO_WHOLE_LOGITS,
     NODE,
-    OPTIMIZERS,
     STEP_NOT_COUNTED,
     WHOLE_LOGITS,
-    published_configs,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +51,6 @@ _FOR_SHARDED = (
     "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
     "  # call model.gradient_checkpointing_enable() in the script."
 )
-_DEFAULT = "default: %(default)s"
 # Names of the parts of `StepTime` in the output.
 _PART_NAMES = {
     "matmul": "matrix products",
@@ -79,13 +80,8 @@ def add_parser(subparsers: Any) -> None:
         "are sorted by planned seconds per step. The seconds are computed from the speed of the "
         "GPU and not measured; trust their order more than their values.",
     )
+    add_model_and_gpus(parser)
     add = parser.add_argument
-    models = ", ".join(published_configs())
-    add(
-        "model",
-        help=f"folder, config.json or hub name; these need no download: {models}",
-    )
-    add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
     add(
         "--gpu",
         metavar="NAME",
@@ -100,46 +96,14 @@ def add_parser(subparsers: Any) -> None:
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
     add("--seq", type=int, metavar="S", help="tokens per sequence")
     add("--batch", type=int, metavar="B", help="sequences per optimizer step, summed over all GPUs")
-    add(
-        "--ep-size",
-        "--ep",
-        dest="ep",
-        type=int,
-        metavar="N",
-        help=f"ep_size; default: powers of two up to {NODE}",
-    )
-    add(
-        "--etp-size",
-        "--etp",
-        dest="etp",
-        type=int,
-        metavar="N",
-        help="etp_size; default: 1, larger for a model with fewer experts than ranks",
-    )
-    add(
-        "--sp-size",
-        "--sp",
-        dest="sp",
-        type=int,
-        metavar="N",
-        help="sp_size; default: 1, larger if nothing fits",
-    )
-    add(
-        "--cp-size",
-        "--cp",
-        dest="cp",
-        type=int,
-        metavar="N",
-        help="cp_size; default: 1, larger if nothing fits with any sp_size",
-    )
-    add(
-        "--dp-replicate-size",
-        "--dp-replicate",
-        dest="dp_replicate",
-        type=int,
-        metavar="N",
-        help=f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
-    )
+    helps = {
+        "ep": f"ep_size; default: powers of two up to {NODE}",
+        "etp": "etp_size; default: 1, larger for a model with fewer experts than ranks",
+        "sp": "sp_size; default: 1, larger if nothing fits",
+        "cp": "cp_size; default: 1, larger if nothing fits with any sp_size",
+        "dp_replicate": f"HSDP replicas; default: both 1 and one per {NODE} GPUs are tried",
+    }
+    add_sizes(parser, helps, default=None)
     add(
         "--pp-size",
         "--pp",
@@ -150,31 +114,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="pp_size; several numbers are compared; default: 1",
     )
-    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
-    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
-    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
     add(
         "--compile-layers",
         action="store_true",
         help="compile the decoder layers (patch(model, compile_layers=True))",
     )
-    add(
-        "--whole-logits",
-        action="store_true",
-        help=WHOLE_LOGITS,
-    )
-    add(
-        "--mtp-layers",
-        type=int,
-        metavar="N",
-        help="train N layers of the head for multi-token prediction (patch(model, mtp_layers=N))",
-    )
-    add(
-        "--fsdp-double-buffer",
-        action="store_true",
-        help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
-    )
+    add("--whole-logits", action="store_true", help=WHOLE_LOGITS)
     add(
         "--offload",
         action="store_true",
@@ -193,7 +138,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="write a config file of the best layout for accelerate launch",
     )
-    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    add_training(parser)
     parser.set_defaults(run=run)
 
 
@@ -275,11 +220,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag} ({value:g}) must be more than 0{finite}")
     if min(options.pp) < 1:
         raise ValueError(f"--pp-size ({min(options.pp)}) must be more than 0")
-    if options.experts_dtype is not None and options.lora_rank is None:
-        raise ValueError(
-            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
-            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
-        )
+    check_experts_are_frozen(options)
 
 
 def _import_draw_memory() -> Callable[..., None]:

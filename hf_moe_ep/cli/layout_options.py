@@ -1,0 +1,69 @@
+"""Options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from hf_moe_ep.config import EXPERTS_DTYPES
+from hf_moe_ep.planner.options import LORA_TARGETS, OPTIMIZERS, published_configs
+
+DEFAULT = "default: %(default)s"
+
+
+def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
+    models = ", ".join(published_configs())
+    parser.add_argument(
+        "model", help=f"folder, config.json or hub name; these need no download: {models}"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each"
+    )
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser, helps: Mapping[str, str], default: int | None
+) -> None:
+    """Add `--ep-size`, with the short spelling `--ep`, for the key "ep" of `helps`, and so on."""
+    for name, text in helps.items():
+        short = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            f"{short}-size",
+            short,
+            dest=name,
+            type=int,
+            default=default,
+            metavar="N",
+            help=text,
+        )
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is trained, and `--json`."""
+    add = parser.add_argument
+    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
+    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {DEFAULT}")
+    add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {DEFAULT}")
+    add(
+        "--mtp-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train N layers of the head for multi-token prediction (patch(model, mtp_layers=N))",
+    )
+    add(
+        "--fsdp-double-buffer",
+        action="store_true",
+        help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
+    )
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+
+
+def check_experts_are_frozen(options: argparse.Namespace) -> None:
+    """Raise ValueError if `--experts-dtype` is given without LoRA."""
+    if options.experts_dtype is not None and options.lora_rank is None:
+        raise ValueError(
+            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
+            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
+        )
