@@ -55,7 +55,6 @@ from hf_moe_ep.upstream.models import (
     token_classifier,
 )
 from hf_moe_ep.upstream.module_names import stock_name, without_copies
-from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 
 # Fields of configs that hold the number of experts per token.
@@ -260,7 +259,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     if given is not None and complete:
         _check_given_plan(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
-    owners = (module for module in model.modules() if head in own_children(module))
+    owners = (module for module in model.modules() if head in module.children())
     parts = Parts(
         plan=plan,
         config=config,

@@ -190,35 +190,15 @@ class ParallelConfig:
     nccl_ub: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "ep_size",
-            "sp_size",
-            "cp_size",
-            "dp_replicate_size",
-            "etp_size",
-            "pp_size",
-            "pp_microbatches",
-            "max_tokens_per_rank",
-            "node_size",
-            "deepep_num_sms",
-        ):
-            _check_size(name, getattr(self, name))
+        for field in fields(self):
+            if field.type == "int | None":
+                _check_size(field.name, getattr(self, field.name))
+            elif field.type == "bool":
+                check_choice(field.name, getattr(self, field.name), (False, True))
         if isinstance(self.dispatch_chunks, str):
             check_choice("dispatch_chunks", self.dispatch_chunks, ("auto", 1, 2, 4))
         else:
             _check_size("dispatch_chunks", self.dispatch_chunks, may_be_none=False)
-        for name in (
-            "aux_loss_per_layer",
-            "ep_outside",
-            "experts_double_quant",
-            "fsdp_double_buffer",
-            "gather_logits",
-            "mtp_from_scratch",
-            "nccl_ub",
-            "recompute_activations",
-            "reshard_after_forward",
-        ):
-            check_choice(name, getattr(self, name), (False, True))
         _check_rate("bias_update_rate", self.bias_update_rate)
         self._check_mtp()
         for name, allowed in CHOICES.items():

@@ -49,7 +49,6 @@ from hf_moe_ep.upstream.models import (
     text_config,
 )
 from hf_moe_ep.upstream.module_names import without_copies
-from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
 
 # If the forward of a module takes one of these arguments, it mixes the tokens of a sequence.
@@ -366,7 +365,7 @@ class _Derivation:
 
     def _aux_loss_coefficient(self) -> str | None:
         head = output_head(self.model)
-        owner = next((m for m in self.modules.values() if head in own_children(m)), None)
+        owner = next((m for m in self.modules.values() if head in m.children()), None)
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
     def _encoders(self, decoder: str) -> list[str]:
@@ -533,7 +532,7 @@ def is_attention(module: nn.Module) -> bool:
 
 def is_mixer(module: nn.Module) -> bool:
     """Return True if a module mixes the tokens of a sequence without the attention interface."""
-    if any(isinstance(part, _CONVOLUTIONS) for part in (module, *own_children(module))):
+    if any(isinstance(part, _CONVOLUTIONS) for part in (module, *module.children())):
         return True
     return _takes_a_sequence(module) and not any(map(is_attention, module.modules()))
 

@@ -66,7 +66,7 @@ from hf_moe_ep.upstream.compiler import (
 )
 from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
-from hf_moe_ep.upstream.modules import has_hooks, own_children
+from hf_moe_ep.upstream.modules import has_hooks
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -286,7 +286,7 @@ def _find_blocks(
         for child_name, child in modules.items():
             is_child = child_name.rpartition(".")[0] == parent
             is_routed = any(STATE in vars(m) for m in child.modules()) or child_name in routers
-            if is_child and not is_routed and any(own_children(child)):
+            if is_child and not is_routed and any(child.children()):
                 shared[child_name] = child
     return blocks, shared
 

@@ -29,7 +29,6 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.state import ModelState, Ours, ReliedOn
-from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.replaced_forwards import (
     belongs_to_liger,
     class_with_forward,
@@ -57,7 +56,7 @@ def _expected_forward(module: nn.Module) -> Callable[..., Any]:
 
     A plan may describe the forward of an MoE block (`MoEBlock.forward`).
     """
-    for experts in own_children(module):
+    for experts in module.children():
         if isinstance(experts, StackedExperts) and "forward" in vars(module):
             return experts.description.forward or forward_of_class(module)
     return forward_of_class(module)
@@ -144,7 +143,7 @@ def _list_relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.M
         blocks = {
             id(child): (name, module)
             for name, module in parts.root.named_modules()
-            for child in own_children(module)
+            for child in module.children()
             if id(child) in experts
         }
         for name, module in parts.experts.items():

@@ -24,7 +24,7 @@ from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, RoutingSession
 from hf_moe_ep.upstream.models import bind_forward, find_tokens, output_head
-from hf_moe_ep.upstream.modules import own_children, runs_compiled
+from hf_moe_ep.upstream.modules import runs_compiled
 
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
@@ -87,7 +87,7 @@ def session_hooks(
             f"once the model is sharded; shard it first"
         )
     head = output_head(root)
-    owners = (module for module in root.modules() if head in own_children(module))
+    owners = (module for module in root.modules() if head in module.children())
     model = root if head is None else next(owners, root)
     handles = [
         model.register_forward_pre_hook(_Begin(session), with_kwargs=True),

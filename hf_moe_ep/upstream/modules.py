@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,6 @@ from torch import Tensor, nn
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of the buffers of `module` itself; callers may change it."""
     return module._buffers
-
-
-def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
-    """Return the children that `module` itself registered.
-
-    `getattr` is not suitable: on PEFT's wrappers it also returns children of the wrapped module.
-    """
-    return module._modules.values()
 
 
 def own_children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
