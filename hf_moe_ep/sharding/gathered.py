@@ -26,9 +26,8 @@ output arrives, the modules get the gathered parameters back. `parameters()`, `z
 `parameters()`. The list may begin at the model, at a module around it or at a unit, but not inside
 a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
 
-After an error in a backward, the gradients
-are incomplete: some layers have reduced them, and others have not. The next forward and clipping
-raise an error until the gradients are deleted.
+After an error in a backward, the gradients are incomplete: some layers have reduced them, and others
+have not. The next forward and clipping raise an error until the gradients are deleted.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class GatheredUnits:
     Attributes:
         root: the root unit.
         lists_shards: False if forward and backward are one call, as with pipeline stages.
-        may_be_gathered: True from the end of a forward until all units are resharded.
+        may_be_gathered: True from the end of a forward until all units are known to be resharded.
         shows_shards: True while modules of gathered units have their shards.
         generates: True during a call of `generate`.
     """
@@ -165,6 +164,7 @@ class GatheredUnits:
                 self._reshard()
             elif self.may_be_gathered and self.lists_shards and not (runs or self.shows_shards):
                 shown = [show_shards(unit) for unit in self._units]
-                self.shows_shards = any(shown)
+                # After a backward nothing is gathered, until a caller gathers a unit.
+                self.may_be_gathered = self.shows_shards = any(shown)
         listed: Iterator[tuple[str, nn.Module]] = type(unit).named_modules(unit, *args, **kwargs)
         return listed

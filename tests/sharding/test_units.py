@@ -140,6 +140,19 @@ def _frozen_after_a_forward(rank: int, world: int) -> None:
         assert (parameter.grad is None) == (".layers." in name), name
 
 
+def _gathered_by_hand(rank: int, world: int) -> None:
+    """After a backward, a unit that the caller gathers lists its gathered parameters."""
+    model = apply_ep_fsdp2(tiny(), ep_size=2)
+    model(**batch(model, 2, 7, seed=rank)).loss.backward()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    layer: Any = model.model.layers[0]
+    layer.unshard()
+    listed = dict(layer.named_parameters())
+    assert not isinstance(listed["self_attn.q_proj.weight"], DTensor)
+    layer.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
 def _fails_in_backward(options: dict[str, Any], prepare: Prepare | None, rank: int, _: int) -> None:
     """Incomplete gradients are refused. Once they are deleted, training equals that without error.
 
@@ -243,6 +256,7 @@ CHECKS = on_ranks(
     {"listed: whole experts": partial(_check_listed, *LISTED["whole experts"])},
     {
         "frozen": _frozen_after_a_forward,
+        "gathered by hand": _gathered_by_hand,
         "fails in backward": partial(_fails_in_backward, WHOLE_EXPERTS, None),
         "two forwards": partial(two_forwards_before_one_backward, None),
         "two forwards, reentrant": partial(two_forwards_before_one_backward, _reentrant),
