@@ -259,7 +259,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     if given is not None and complete:
         _check_given_plan(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
-    owners = (module for module in model.modules() if head in module.children())
+    owners = (module for module in model.modules() if any(x is head for x in module.children()))
     parts = Parts(
         plan=plan,
         config=config,

@@ -365,7 +365,9 @@ class _Derivation:
 
     def _aux_loss_coefficient(self) -> str | None:
         head = output_head(self.model)
-        owner = next((m for m in self.modules.values() if head in m.children()), None)
+        owner = next(
+            (m for m in self.modules.values() if any(x is head for x in m.children())), None
+        )
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
     def _encoders(self, decoder: str) -> list[str]:

@@ -87,7 +87,7 @@ def session_hooks(
             f"once the model is sharded; shard it first"
         )
     head = output_head(root)
-    owners = (module for module in root.modules() if head in module.children())
+    owners = (module for module in root.modules() if any(x is head for x in module.children()))
     model = root if head is None else next(owners, root)
     handles = [
         model.register_forward_pre_hook(_Begin(session), with_kwargs=True),

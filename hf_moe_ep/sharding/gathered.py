@@ -26,8 +26,8 @@ output arrives, the modules get the gathered parameters back. `parameters()`, `z
 `parameters()`. The list may begin at the model, at a module around it or at a unit, but not inside
 a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
 
-After an error in a backward, the gradients are incomplete: some layers have reduced them, and others
-have not. The next forward and clipping raise an error until the gradients are deleted.
+After an error in a backward, the gradients are incomplete: some layers have reduced them, and
+others have not. The next forward and clipping raise an error until the gradients are deleted.
 """
 
 from __future__ import annotations
