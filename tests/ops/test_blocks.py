@@ -122,8 +122,9 @@ def test_blocks_that_tma_loads_give_the_same_gradients(
     # Columns of two halves that are contiguous along the columns are no block of a descriptor.
     by_pointers = field == "up" and name == "transposed"
     assert len(descriptors) == (0 if by_pointers else DESCRIPTORS[field])
-    for name, got_grad, want_grad in zip(NAMES, got, want, strict=False):
-        assert torch.equal(got_grad, want_grad), name
+    # Interpreted products are NumPy's, whose rounding depends on where a tile lies in memory.
+    for got_grad, want_grad in zip(got, want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad)
 
 
 @pytest.mark.parametrize("moved", ["start", "stride"])
