@@ -241,10 +241,13 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other_gradient(
     grad_RH = torch.randn_like(inputs[0])
     want, want_grads = _ours(case, inputs, grad_RH, backend)
     got, got_grads = _ours(case, inputs, grad_RH, backend, wanted)
-    assert torch.equal(got, want)
+    # Interpreted products are NumPy's, whose rounding depends on where a tile lies in memory.
+    is_interpreted = (backend, device) == ("triton", "cpu")
+    tolerance = {} if is_interpreted else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(got, want, **tolerance)
     for name, flag, got_grad, want_grad in zip(NAMES, wanted, got_grads, want_grads):
         if flag:
-            assert torch.equal(got_grad, want_grad), name
+            torch.testing.assert_close(got_grad, want_grad, **tolerance)
         else:
             assert got_grad is None, name
 
