@@ -288,7 +288,7 @@ def test_torchs_muon_is_refused_in_checkpoints(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "step-1", model, stock)
     with pytest.raises(ValueError, match=r"torch.optim.Muon is refused .* use hf_moe_ep.Muon"):
         load_checkpoint(tmp_path / "step-1", model, stock)
-    load_checkpoint(tmp_path / "step-1", model)  # the weights of the run are not lost
+    load_checkpoint(tmp_path / "step-1", model, None)  # the weights of the run are not lost
 
 
 def test_bad_input() -> None:
