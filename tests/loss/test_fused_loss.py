@@ -153,6 +153,7 @@ def parameters_on_the_host(rank: int, world: int) -> None:
         bf16_masters_under_accelerates_policy,
         fp16_recomputes_with_a_resharded_head,
         parameters_on_the_host,
+        slow=True,
     ),
 )
 def test_on_ranks(found: Found, claim: Check) -> None:

@@ -39,7 +39,7 @@ def _with_encoders() -> nn.Module:
     [
         pytest.param(_base, marks=pytest.mark.slow),
         tiny,
-        _with_tower,
+        pytest.param(_with_tower, marks=pytest.mark.slow),
         pytest.param(_with_encoders, marks=pytest.mark.slow),
     ],
     ids=["base", "causal LM", "tower", "encoders"],

@@ -263,13 +263,19 @@ ON_TWO_RANKS = [
     *on_ranks(
         2,
         counts_are_exchanged_once,
-        weight_grads_overlap_rows,
         a_recompute_keeps_the_experts_of_forward,
         two_forwards_one_backward,
-        checkpointed_hooks_of_fsdp2,
         a_rank_without_rows,
     ),
-    *on_ranks(2, a_checkpoint_that_is_not_wrapped, selective_checkpointing, compiled, slow=True),
+    *on_ranks(
+        2,
+        weight_grads_overlap_rows,
+        checkpointed_hooks_of_fsdp2,
+        a_checkpoint_that_is_not_wrapped,
+        selective_checkpointing,
+        compiled,
+        slow=True,
+    ),
 ]
 
 

@@ -98,8 +98,7 @@ DESCRIPTORS = {"up": 1, "down": 2, "rows": 2, "dgated": 1, "outer": 2}
     "field",
     [
         "down",
-        "dgated",
-        *(pytest.param(field, marks=pytest.mark.slow) for field in ("up", "rows", "outer")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("up", "rows", "dgated", "outer")),
     ],
 )
 @pytest.mark.parametrize(

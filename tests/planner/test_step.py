@@ -300,6 +300,7 @@ def test_few_layers_are_extrapolated_to_many(name: str) -> None:
     assert set(few.peaks.values()) <= set(whole.peaks.values())
 
 
+@pytest.mark.slow
 def test_three_experts_of_a_block_are_extrapolated_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak and work are equal, to the byte, to those of a plan that runs every expert."""
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
@@ -349,6 +350,7 @@ def test_layers_that_differ_are_all_run() -> None:
     assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
 
 
+@pytest.mark.slow
 def test_a_step_on_text_of_a_model_with_a_tower() -> None:
     """On several ranks the forward runs a collective that finds out which ranks have pixels.
 
