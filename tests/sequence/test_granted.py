@@ -25,6 +25,7 @@ from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.generation import assert_same, continuations
+from support.needs import SINCE_5_23
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
@@ -70,8 +71,16 @@ def train_evaluate_generate(model_type: str, rank: int, world: int) -> None:
         assert_same(model_type, continuations(model, rank), continuations(stock, rank))
 
 
+# Stock attends to padding, whose rows the experts of a patched model do not compute.
+STOCK_IS_WRONG = {} if SINCE_5_23 else {"glm_moe_dsa": "this stock code adds boolean masks"}
 TWO_RANKS = [
-    Check(name, 2, partial(equals_stock, name), slow=name not in FAST).as_parameter()
+    Check(
+        name,
+        2,
+        partial(equals_stock, name),
+        slow=name not in FAST,
+        skip=STOCK_IS_WRONG.get(name, ""),
+    ).as_parameter()
     for name in GRANTED
 ]
 PACKED = [

@@ -24,9 +24,9 @@ from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
 
 # A text model without a head: sp_size > 1 needs a loss of tokens.
-WITHOUT_HEAD = {"diffusion_gemma_text"}
+WITHOUT_HEAD = {"diffusion_gemma_text"} & {*MODEL_TYPES}
 # The second tower attends to the tokens of the first, and their layers share all parameters.
-TWO_TOWERS = {"diffusion_gemma"}
+TWO_TOWERS = {"diffusion_gemma"} & {*MODEL_TYPES}
 # No module mixes in these types. They are refused only because no test compares them with stock.
 NOT_COMPARED = set(MODEL_TYPES) - SEQUENCE_PARALLEL - WITHOUT_HEAD - TWO_TOWERS
 
