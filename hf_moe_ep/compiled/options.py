@@ -17,7 +17,7 @@ _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def how_to_raise_recompile_limit() -> str:
-    """Return what to write: the argument of torch.compile, or before torch 2.12 torch's config."""
+    """Return what to write: the argument of torch.compile, or torch's config without it."""
     if "recompile_limit" in compile_arguments():
         return "compile_layers={'recompile_limit': ...}"
     return "torch._dynamo.config.recompile_limit = ..."

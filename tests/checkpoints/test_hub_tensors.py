@@ -192,6 +192,8 @@ def ranks_that_differ(rank: int, world: int) -> None:
             next(hub_tensors(model, merge_adapters=True))
     model.set_adapter("default")
     assert collect(model, merge_adapters=True)
+    stream = hub_tensors(model, merge_adapters=True)
+    assert list(stream.by_module() if rank == 0 else stream), "lists on one rank change no tensor"
     other = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=2)
     with pytest.raises(
         ValueError, match=r"values of model: rank 0 with 'PeftModel.* of \d+ values"

@@ -483,7 +483,7 @@ class _Source:
                 max_bytes=self._max_bytes,
                 extra_tensors=self._extra_tensors,
                 since=None if self._since is None else len(self._since),
-                by_module=self._whole_modules,
+                by_module=self._since is not None and self._whole_modules,
             )
         groups = self._describe(names)
         in_fp8 = self._find_fp8(groups, names)
