@@ -13,6 +13,8 @@ BIN := .venv/bin
 # Ranks share the machine's cores: one thread each. Two test files at a time, because ranks wait for
 # each other about half of the time; a file stays in one process, for what its tests share.
 export OMP_NUM_THREADS := 1
+# Scripts and ranks import the package hundreds of times, so its bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 # $(call timed,COMMANDS): what `make test` takes where the set-up is done, and COMMANDS' exit code.

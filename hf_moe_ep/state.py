@@ -120,14 +120,14 @@ the row above.
     upstream/wrap.py | __class__ setattr | the class of an Accelerator or Trainer: a subclass of it
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
-    upstream/training_frameworks.py | __getattr__ __all__ Accelerator | of accelerate, until used
+    upstream/accelerate_and_trainer.py | __getattr__ __all__ Accelerator | of accelerate, until used
     runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     integrations/prepare.py | config | of a ModelState, if Accelerate is to compile the model
-    upstream/training_frameworks.py | distributed_type | the same
-    upstream/training_frameworks.py | data_ptr | of parameters on meta, until sharding
+    upstream/accelerate_and_trainer.py | distributed_type | the same
+    upstream/accelerate_and_trainer.py | data_ptr | of parameters on meta, until sharding
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
@@ -144,17 +144,17 @@ the row above.
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
     integrations/shared_batches.py | _hf_moe_ep_batch_sizes | their sizes, for errors
     integrations/shared_batches.py | _hf_moe_ep_stages | the number of pipeline stages
-    upstream/training_frameworks.py | dp_shard_size setattr | of a ParallelismConfig, taken over
+    upstream/accelerate_and_trainer.py | dp_shard_size setattr | of a ParallelismConfig, taken over
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | methods of one trainer of TRL or ms-swift
-    upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
+    upstream/accelerate_and_trainer.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
     integrations/engines.py | _hf_moe_ep_sent setattr | of TRL's objects that sent extra tensors
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
-    upstream/trainers.py | tp_size total_samples | of the sampler of a loader of ms-swift
+    upstream/frameworks.py | tp_size total_samples | of the sampler of a loader of ms-swift
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
@@ -207,8 +207,8 @@ from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, Qua
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.mesh import Meshes, Stages
+from hf_moe_ep.upstream.frameworks import how_to_shard
 from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
-from hf_moe_ep.upstream.trainers import how_to_shard
 
 STATE = "_hf_moe_ep"
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,11 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Found:
-    """Return the results of the module's checks on several ranks (`support.checks`)."""
-    return Found(selected_checks(request))
+def found(request: pytest.FixtureRequest) -> Iterator[Found]:
+    """Yield the results of the module's checks on several ranks (`support.checks`)."""
+    found = Found(selected_checks(request))
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

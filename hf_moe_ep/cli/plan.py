@@ -301,8 +301,8 @@ def launch_config(
     return "\n".join(
         [
             f"# {layout.patch_line(**extra)}",
-            f"# {layout.per_forward} sequences per forward of a data rank, "
-            f"gradient_accumulation_steps {layout.accumulated}",
+            f"# sequences per forward of a data rank: {layout.per_forward}, "
+            f"gradient_accumulation_steps: {layout.accumulated}",
             *(multi_node_lines if machines > 1 else ["main_process_port: 0"]),
             "compute_environment: LOCAL_MACHINE",
             "distributed_type: FSDP",

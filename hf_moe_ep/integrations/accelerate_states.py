@@ -59,7 +59,7 @@ from hf_moe_ep.integrations.saving import (
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.training_frameworks import prepared_models, prepared_optimizers
+from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, prepared_optimizers
 
 _AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
 # The names that accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py give to folders

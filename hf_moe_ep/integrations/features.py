@@ -24,8 +24,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
 from hf_moe_ep.upstream.adapters import parameter_factors
-from hf_moe_ep.upstream.training_frameworks import prepared_models
 from hf_moe_ep.upstream.wrap import Feature
 
 

@@ -58,7 +58,7 @@ from hf_moe_ep.integrations import (
 )
 from hf_moe_ep.lora import computed as adapters
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.training_frameworks import (
+from hf_moe_ep.upstream.accelerate_and_trainer import (
     accelerate_is_in_use,
     call_when_accelerator_is_imported,
     end_wait_for_accelerator,

@@ -29,12 +29,12 @@ from hf_moe_ep.sharding.clip import Scope, clip_gradients_of
 from hf_moe_ep.sharding.gathered import check_backward_has_ended
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
-from hf_moe_ep.upstream.training_frameworks import (
+from hf_moe_ep.upstream.accelerate_and_trainer import (
     clips_over_meshes,
     prepared_models,
     prepared_optimizers,
 )
+from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
 # An attribute of an optimizer: the states of the models with biases that it trains.

@@ -41,21 +41,21 @@ from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions, kept_whole
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.models import packed_parameters, text_config
-from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.trainers import (
-    check_sequence_parallelism,
-    has_option_of_size,
-    how_to_shard,
-    option_of_size,
-)
-from hf_moe_ep.upstream.training_frameworks import (
+from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
     declare_fsdp,
     give_addresses,
     has_chunked_loss,
 )
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.frameworks import (
+    check_sequence_parallelism,
+    has_option_of_size,
+    how_to_shard,
+    option_of_size,
+)
+from hf_moe_ep.upstream.models import packed_parameters, text_config
+from hf_moe_ep.upstream.module_names import unwrap
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:

@@ -42,6 +42,7 @@ from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
+from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, save_beside
 from hf_moe_ep.upstream.adapters import (
     canonical_modules,
     has_adapters,
@@ -50,7 +51,6 @@ from hf_moe_ep.upstream.adapters import (
 )
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
-from hf_moe_ep.upstream.training_frameworks import prepared_models, save_beside
 
 
 def save_model(

@@ -43,12 +43,12 @@ from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.trainers import (
+from hf_moe_ep.upstream.accelerate_and_trainer import generates_in_training, prepared_loaders
+from hf_moe_ep.upstream.frameworks import (
     check_reads_no_logits,
     multiplies_by_processes,
     split_over_data_ranks,
 )
-from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepared_loaders
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
 _SHARING = "_hf_moe_ep_sharing"

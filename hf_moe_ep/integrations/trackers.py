@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from hf_moe_ep.ranks.together import one_line, this_rank
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.training_frameworks import prepared_models
+from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
 
 
 def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

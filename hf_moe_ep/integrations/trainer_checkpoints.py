@@ -69,6 +69,7 @@ from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.accelerate_and_trainer import checkpoint_folder
 from hf_moe_ep.upstream.adapters import (
     has_adapters,
     keys_of_adapters,
@@ -77,7 +78,6 @@ from hf_moe_ep.upstream.adapters import (
 )
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
-from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # `transformers.trainer` also has this name, but its import takes seconds.

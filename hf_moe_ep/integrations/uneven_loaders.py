@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.training_frameworks import prepared_loaders, prepared_models
+from hf_moe_ep.upstream.accelerate_and_trainer import prepared_loaders, prepared_models
 
 
 def check_even(accelerator: Accelerator) -> None:

@@ -9,5 +9,5 @@
 
 The command replaces the process of `hf-moe-ep run`, so its exit code and its signals are those of
 the command. Nothing here changes how a patched model is sharded, trained or saved: this folder only
-calls `patch`. Settings for a single trainer belong to `upstream/trainers.py`.
+calls `patch`. Settings for a single trainer belong to `upstream/frameworks.py`.
 """

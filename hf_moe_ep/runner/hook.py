@@ -140,7 +140,7 @@ def _patch(model: Any, this_load: Any) -> None:
     from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
     from hf_moe_ep.ranks.together import rank_of_launch
-    from hf_moe_ep.upstream.trainers import problem_of_version
+    from hf_moe_ep.upstream.frameworks import problem_of_version
 
     _show_log()
     name = type(model).__name__

@@ -35,6 +35,7 @@ from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     asks_for,
@@ -44,7 +45,6 @@ from hf_moe_ep.upstream.models import (
     is_fused_head,
 )
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
-from hf_moe_ep.upstream.trainers import how_to_keep_all_logits
 
 
 @dataclass

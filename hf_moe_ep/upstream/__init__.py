@@ -5,38 +5,38 @@ files that it depends on. If an upgrade of another project breaks something, rea
 the table of `integrations/install.py`, which names the wrapped functions as strings. This
 folder never decides how a model is trained.
 
-    attention_interface   transformers' attention and mask interfaces, with functions of ours
-    experts_interface     transformers' experts interface, with our forward of all experts
-    models                the parts, the config, the forward and the buffers of a model
-    code                  names that the code of a module uses, arguments of its forward
-    causal_loss           how a model's forward uses its logits, and transformers' causal loss
-    towers                vision towers, and the arguments of a forward for pictures and sound
-    graph                 parameters that the autograd graph of a tensor reaches; nested tensors
-    module_names          module names without the components that wrappers add
-    modules               buffers, children and hooks of a torch.nn.Module
-    norms                 norms of many tensors in one operator call
-    replaced_forwards     the function that computes a module: its class's, Liger's or another's
-    recurrences           the convolutions and recurrences that mixers call
-    sharded_models        private state of FSDP2, FSDP, DDP and transformers on a sharded model
-    process_groups        the default store, timeouts, flattened meshes, fake groups
-    gloo                  process groups of gloo with one worker thread
-    dispatch_modes        modes that see every operator, and tensors without memory
-    host_copies           copies between host and device that FSDP2 makes
-    operators             FLOPs, bytes and collectives of an operator
-    autograd_modes        the state of autograd: backward, dispatch modes, views
-    compiler              torch.compile: its arguments, backends and errors
-    captured_outputs      transformers' collector of router logits and other outputs
-    checkpoint_files      files and planner of torch.distributed.checkpoint
-    hub                   folders of the hub, and the model that a config describes
-    named_weights         the weight file that config.json names
-    loading               a stop in from_pretrained, before it loads weights
-    conversion            conversion of a model's tensors to those of a hub checkpoint
-    adapters              PEFT: adapters, their factors, and the tensors that PEFT saves
-    adapter_files         PEFT: the config in an adapter's folder, an adapter for a model on meta
-    training_frameworks   private names of Accelerate, the Trainer and TRL
-    trainers              options of axolotl, ms-swift, LLaMA-Factory and TRL's commands
-    grpo                  methods of TRL's GRPO trainer, and its rollout engine
-    requirements          allowed and installed versions of other packages
-    launch_config         the default config file of `accelerate launch`
-    wrap                  calls of a wrapper of ours in place of a function of another project
+    attention_interface     transformers' attention and mask interfaces, with functions of ours
+    experts_interface       transformers' experts interface, with our forward of all experts
+    models                  the parts, the config, the forward and the buffers of a model
+    code                    names that the code of a module uses, arguments of its forward
+    causal_loss             how a model's forward uses its logits, and transformers' causal loss
+    towers                  vision towers, and the arguments of a forward for pictures and sound
+    graph                   parameters that the autograd graph of a tensor reaches; nested tensors
+    module_names            module names without the components that wrappers add
+    modules                 buffers, children and hooks of a torch.nn.Module
+    norms                   norms of many tensors in one operator call
+    replaced_forwards       the function that computes a module: its class's, Liger's or another's
+    recurrences             the convolutions and recurrences that mixers call
+    sharded_models          private state of FSDP2, FSDP, DDP and transformers on a sharded model
+    process_groups          the default store, timeouts, flattened meshes, fake groups
+    gloo                    process groups of gloo with one worker thread
+    dispatch_modes          modes that see every operator, and tensors without memory
+    host_copies             copies between host and device that FSDP2 makes
+    operators               FLOPs, bytes and collectives of an operator
+    autograd_modes          the state of autograd: backward, dispatch modes, views
+    compiler                torch.compile: its arguments, backends and errors
+    captured_outputs        transformers' collector of router logits and other outputs
+    checkpoint_files        files and planner of torch.distributed.checkpoint
+    hub                     folders of the hub, and the model that a config describes
+    named_weights           the weight file that config.json names
+    loading                 a stop in from_pretrained, before it loads weights
+    conversion              conversion of a model's tensors to those of a hub checkpoint
+    adapters                PEFT: adapters, their factors, and the tensors that PEFT saves
+    adapter_files           PEFT: the config in an adapter's folder, an adapter for a model on meta
+    accelerate_and_trainer  private names of Accelerate, the Trainer and TRL
+    frameworks              options of axolotl, ms-swift, LLaMA-Factory and TRL's commands
+    grpo                    methods of TRL's GRPO trainer, and its rollout engine
+    requirements            allowed and installed versions of other packages
+    launch_config           the default config file of `accelerate launch`
+    wrap                    calls of a wrapper of ours in place of a function of another project
 """

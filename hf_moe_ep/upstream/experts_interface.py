@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from hf_moe_ep.upstream.frameworks import chooses_no_experts, how_to_compute_experts
 from hf_moe_ep.upstream.replaced_forwards import belongs_to_liger
-from hf_moe_ep.upstream.trainers import chooses_no_experts, how_to_compute_experts
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 

@@ -64,7 +64,7 @@ CORRECTED = {
     "zaya": "gate.balancing_biases",
 }
 # The bias of one of them is a parameter, that of the other is a buffer.
-IN_FAST_SUITE = {"afmoe", "deepseek_v3"}
+IN_FAST_SUITE = {"deepseek_v3"}
 # Their routers multiply fp32 activations by their weight, which FSDP2 has cast. Accelerate and the
 # Trainer always use autocast in bf16.
 WITH_AUTOCAST = {"inkling2_loop_text", "inkling2_text"}

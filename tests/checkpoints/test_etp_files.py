@@ -83,8 +83,8 @@ def _step(model: Any, optimizer: Any, seed: int) -> Tensor:
     return loss.detach()
 
 
-FEW_LAYOUTS = [SIZES, {"ep_size": 4}, FEW]
-LAYOUTS = [*FEW_LAYOUTS, {"ep_size": 1}, {"ep_size": 1, "etp_size": 4}, SIZES]
+FEW_LAYOUTS = [SIZES, {"ep_size": 4}]
+LAYOUTS = [*FEW_LAYOUTS, FEW, {"ep_size": 1}, {"ep_size": 1, "etp_size": 4}, SIZES]
 
 
 def _resume_anywhere(

@@ -390,9 +390,9 @@ ON_TWO_RANKS = (
     saves_over_its_own_source,
     undeclared_tensors_need_the_option,
     one_name_twice,
-    {"with the trainer": partial(with_the_trainer, SHARDED)},
 )
 IN_OTHER_WAYS = {
+    "with the trainer": partial(with_the_trainer, SHARDED),
     "with the trainer, full state dict": partial(with_the_trainer, FULL),
     "with accelerate": with_accelerate,
 }

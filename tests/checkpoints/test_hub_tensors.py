@@ -246,11 +246,11 @@ def memory(adapters: bool, rank: int, world: int) -> int:
 FAST = {
     "as saved, ep 2, fsdp 2": partial(as_saved, "qwen3_moe", "ep 2, fsdp 2"),
     "stopping early": stopping_early,
-    "in the middle of a step": in_the_middle_of_a_step,
     "ranks that differ": ranks_that_differ,
     "merged before it was sharded": merged_before_it_was_sharded,
 }
 SLOW = {
+    "in the middle of a step": in_the_middle_of_a_step,
     **{f"as saved, {layout}": partial(as_saved, "qwen3_moe", layout) for layout in LAYOUTS},
     **{f"merged, {kind}": partial(merged, "qwen3_moe", kind) for kind in ADAPTERS},
     "memory": partial(memory, False),

@@ -81,7 +81,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("before", "resized"),
     [
-        (_save_by_us, True),
+        pytest.param(_save_by_us, True, marks=pytest.mark.slow),
         pytest.param(_save_by_stock, False, marks=pytest.mark.slow),
         pytest.param(_save_by_us, False, marks=pytest.mark.slow),
         pytest.param(_save_by_stock, True, marks=pytest.mark.slow),

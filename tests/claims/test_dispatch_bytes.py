@@ -242,7 +242,7 @@ def _check_random_cases(rank: int, world: int, every: int) -> None:
     _check_max_rows(dist.group.WORLD)
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_cases_on_four_ranks(every: int) -> None:
     run_ranks(_check_random_cases, 4, every, timeout=300)
 

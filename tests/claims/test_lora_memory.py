@@ -154,10 +154,15 @@ ON_TWO_RANKS = [
     calls_that_cannot_work_on_a_sharded_model_are_refused,
     trained_parameters_of_two_dtypes_are_an_error,
     unquantised_experts_of_a_quantised_model_must_be_frozen,
-    saving_on_one_rank_raises_instead_of_hanging,
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(2, *ON_TWO_RANKS),
+        *on_ranks(2, saving_on_one_rank_raises_instead_of_hanging, slow=True),
+    ],
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

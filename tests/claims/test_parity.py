@@ -35,13 +35,11 @@ THREE_RANKS = [
     Case("3 ranks, ep 1", 3, budget=FP32_INSIDE),
     Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=FP32_INSIDE),
 ]
-FOUR_RANKS = [
-    Case("ep 2, HSDP", 4, 2, 2),
+FOUR_RANKS = [Case("ep 2, HSDP", 4, 2, 2)]
+FOUR_RANKS_MORE = [
     Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
     .with_config(dispatch_chunks=3)
     .with_(**TWO_FORWARDS),
-]
-FOUR_RANKS_MORE = [
     Case("ep 2", 4, 2),
     Case("ep 4", 4, 4),
     Case("two forwards, reentrant checkpoint", 4, 2).with_(prepare=REENTRANT, **TWO_FORWARDS),

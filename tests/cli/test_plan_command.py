@@ -275,7 +275,7 @@ def test_command_prints_and_writes_the_best_layout(
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
-    arguments = ["--gpus", "2", "--gpu-memory", "1", "--seq", "16", "--batch", "4"]
+    arguments = ["--gpus", "2", "--gpu-memory", "1", "--seq", "16", "--batch", "2"]
     arguments += ["--ep-size", "2", "--gpu", "h100", "--train-tokens", "1e6"]
     assert main(["plan", str(folder), *arguments, "--write", str(written)]) == 0
     out = capsys.readouterr().out
@@ -291,7 +291,9 @@ def test_command_prints_and_writes_the_best_layout(
     assert (config.num_processes, config.num_machines) == (2, 1)
     assert config.fsdp_config["fsdp_version"] == 2
     assert config.fsdp_config["fsdp_activation_checkpointing"] is False
-    assert written.read_text().startswith("# patch(model, ep_size=2)\n# 2 sequences per forward")
+    assert written.read_text().startswith(
+        "# patch(model, ep_size=2)\n# sequences per forward of a data rank: 1, "
+    )
 
 
 @pytest.mark.slow
@@ -382,7 +384,7 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     assert "  # call model.gradient_checkpointing_enable() in the script.\n" in written.read_text()
     first, second, *_ = written.read_text().splitlines()
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
-    assert second.endswith("gradient_accumulation_steps 4")
+    assert second.endswith("gradient_accumulation_steps: 4")
 
 
 def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:

@@ -103,8 +103,10 @@ def _assert_equal_to_eager(
     return graphs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", REENTRANT)
+@pytest.mark.parametrize(
+    "checkpoints",
+    [pytest.param(x, marks=[] if x == "no checkpoints" else pytest.mark.slow) for x in REENTRANT],
+)
 def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> None:
     """A reentrant checkpoint first runs a layer without gradients, which needs other graphs."""
     graphs = _assert_equal_to_eager({}, REENTRANT[checkpoints])
@@ -151,21 +153,13 @@ ON_RANKS |= {
     "aux loss, ep 2": partial(_aux_loss, {"ep_size": 2}),
     "aux loss per layer": partial(_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
 }
-FAST = {
-    "ep 2, MoE layers": partial(
-        _on_ranks, 2, "checkpoints", 2, num_hidden_layers=2, mlp_only_layers=[]
-    )
-}
 # A rank waits while another rank compiles, on a busy machine for more than a minute.
 PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 
 
 @pytest.mark.parametrize(
     "claim",
-    [
-        *on_ranks(2, FAST, **PATIENT),
-        *on_ranks(2, ON_RANKS, slow=True, **PATIENT),
-    ],
+    on_ranks(2, ON_RANKS, slow=True, **PATIENT),
 )
 def test_graphs_and_gradients_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

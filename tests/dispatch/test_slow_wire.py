@@ -142,10 +142,10 @@ def _checkpoint(use_reentrant: bool) -> Any:
 
 THREE_CHUNKS = {"dispatch_chunks": 3}
 CASES = [
-    Case("1 chunk", 2, 2),
     Case("3 chunks, checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_checkpoint(False)),
 ]
 MORE_CASES = [
+    Case("1 chunk", 2, 2),
     Case("3 chunks", 2, 2, config=THREE_CHUNKS),
     Case("1 chunk, checkpoint", 2, 2, prepare=_checkpoint(False)),
     Case("3 chunks, reentrant checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_checkpoint(True)),

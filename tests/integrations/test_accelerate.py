@@ -332,8 +332,13 @@ def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
                 assert_close(name, saved[name], parameter, FP32_BUDGET)
 
 
+SLOW_ON_TWO_RANKS = {
+    f"trains as stock: {name}": partial(_trains_as_stock, name)
+    for name in VARIANTS
+    if name != "defaults"
+}
 ON_TWO_RANKS = {
-    **{f"trains as stock: {name}": partial(_trains_as_stock, name) for name in VARIANTS},
+    "trains as stock: defaults": partial(_trains_as_stock, "defaults"),
     "trains as stock: patched first": _trains_as_stock_patched_first,
     "trains as stock: adapters with a task type": _adapters_with_a_task_type_train_as_stock,
     "clips only the given parameters": _clips_only_the_given_parameters,
@@ -348,6 +353,9 @@ ON_TWO_RANKS = {
 }
 
 
-@pytest.mark.parametrize("claim", on_ranks(WORLD, ON_TWO_RANKS))
+@pytest.mark.parametrize(
+    "claim",
+    [*on_ranks(WORLD, ON_TWO_RANKS), *on_ranks(WORLD, SLOW_ON_TWO_RANKS, slow=True)],
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -93,6 +93,8 @@ def _train_stock(model: nn.Module, bf16: bool = False) -> State:
 
 NOT_COMPILED = {
     "router aux loss of padded batches equals stock": partial(_same_as_stock, {}, AUX_LOSS),
+}
+BF16 = {
     "bf16 error is at most twice that of stock": bf16_error_is_at_most_twice_that_of_stock_bf16,
 }
 COMPILED = {
@@ -134,6 +136,7 @@ def a_disabled_compilation(rank: int, world: int) -> None:
     "claim",
     [
         *on_ranks(WORLD, NOT_COMPILED, a_mode_that_is_refused, a_disabled_compilation),
+        *on_ranks(WORLD, BF16, slow=True),
         *on_ranks(
             WORLD,
             {

@@ -322,17 +322,21 @@ def what_is_trained_beside_an_adapter_is_resumed(rank: int, world: int, folder: 
 ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
-    prompt_encoders_are_trained_saved_and_used_by_generate,
     saving_on_the_main_process_alone_raises_an_error,
     options_that_a_sharded_save_would_not_follow_are_refused,
     the_trainer_saves_an_adapter_on_every_rank_or_on_none,
     saving_on_each_of_two_nodes_is_refused,
     push_to_hub_uploads_what_save_model_writes,
+]
+SLOW_ON_TWO_RANKS = [
+    prompt_encoders_are_trained_saved_and_used_by_generate,
     what_is_trained_beside_an_adapter_is_resumed,
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+@pytest.mark.parametrize(
+    "claim", [*on_ranks(2, *ON_TWO_RANKS), *on_ranks(2, *SLOW_ON_TWO_RANKS, slow=True)]
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 

@@ -42,12 +42,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer")
     stock = [
         Case("stock", ("train", "evaluate", "predict"), arguments=EVALUATE),
-        Case("stock aux", model=AUX_LOSS, rows="padded", arguments=EVALUATE),
     ]
     after = ("evaluate", "predict", "save", "generate")
     ranks = [
         Case("ep2", ("train", *after), ep=2, arguments=EVALUATE),
-        Case("aux ep2", ep=2, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("half", ep=2, arguments=SAVE, folder=folder / "half", stop_after=3),
         Case("resumed", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half"),
     ]
@@ -72,6 +70,7 @@ def _slow_cases(folder: Path) -> list[Case]:
             for n in (1, 4)
         ),
         *(Case(f"bf16 ep{n}", ep=n, arguments=BF16 | {"bf16": True}) for n in (1, 2, 4)),
+        Case("aux ep2", ep=2, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("aux ep4", ep=4, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("aux single", ep=2, model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
         *(Case(name, ("train", "inspect"), ep=2, arguments=a) for name, a in checkpointing.items()),
@@ -98,6 +97,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
     folder = tmp_path_factory.mktemp("trainer_slow")
     tiny(dtype=torch.float32).save_pretrained(folder / "model")
     stock = [
+        Case("stock aux", model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("stock aux single", model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
         Case("stock fp64", dtype=torch.float64, arguments=BF16),
         Case("stock bf16", arguments=BF16 | {"bf16": True}),
@@ -140,9 +140,10 @@ def test_evaluation_equals_stock(runs: Results) -> None:
     assert len(half) == 3 and torch.equal(half, runs["ep2"][0].series("loss")[:3])
 
 
-def test_aux_loss_of_padded_rows_equals_stock(runs: Results) -> None:
-    assert_same_training(runs["aux ep2"][0], runs["stock aux"][0])
-    assert_same_evaluation(runs["aux ep2"][0], runs["stock aux"][0], count=2)
+@pytest.mark.slow
+def test_aux_loss_of_padded_rows_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["aux ep2"][0], slow_runs["stock aux"][0])
+    assert_same_evaluation(slow_runs["aux ep2"][0], slow_runs["stock aux"][0], count=2)
 
 
 def test_a_new_trainer_resumes_as_if_never_interrupted(runs: Results) -> None:

@@ -21,12 +21,13 @@ from support.trainer_runs import (
     assert_same_evaluation,
 )
 
-STEPS = 10
+STEPS = 4
 LAYERS = {"num_hidden_layers": 4}
 ARGUMENTS = EVALUATE | {"include_num_input_tokens_seen": "non_padding", "max_steps": STEPS}
 ALL_STEPS = ("train", "evaluate", "predict", "predict 21")
 UNCLIPPED = {"max_grad_norm": 0.0, "max_steps": 3}
 OWN_LOSS = {"max_steps": 3}
+LONG = ARGUMENTS | {"max_steps": 10}
 STAGES: dict[str, Any] = {"ep": 2, "pp": 2, "microbatches": 3}
 TIED = {"tie_word_embeddings": True}
 OPTIONS: dict[str, Any] = {"model": LAYERS, "rows": "padded"}
@@ -48,11 +49,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_stages_slow")
     stock = [
+        Case("stock long", arguments=LONG, **OPTIONS),
         Case("stock unclipped", arguments=UNCLIPPED, **OPTIONS),
         Case("stock own loss", ("train", "evaluate"), **LOSS),
         Case("stock tied", model=LAYERS | TIED, arguments={"max_steps": 4}),
     ]
     ranks = [
+        Case("pp2 long", ep=2, pp=2, arguments=LONG, **OPTIONS),
         Case("pp4", ALL_STEPS, ep=1, pp=4, microbatches=4, arguments=ARGUMENTS, **OPTIONS),
         Case("pp2 sp2", ep=2, pp=2, sp=2, arguments=ARGUMENTS, **OPTIONS),
         Case("unclipped", ep=2, pp=2, arguments=UNCLIPPED, **OPTIONS),
@@ -143,6 +146,11 @@ def test_counts_of_tokens_and_flos(runs: Results) -> None:
 @pytest.mark.parametrize("name", ["pp4", "pp2 sp2"])
 def test_other_layouts_train_as_one_process(slow_runs: Results, name: str) -> None:
     assert_same_training(slow_runs[name][0], slow_runs["stock"][0])
+
+
+@pytest.mark.slow
+def test_ten_steps_equal_one_process(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["pp2 long"][0], slow_runs["stock long"][0], 10)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
 from hf_moe_ep.integrations.install import OBJECTS, PROCESS, SLOW_TO_IMPORT, wraps
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.training_frameworks import call_when_accelerator_is_imported
+from hf_moe_ep.upstream.accelerate_and_trainer import call_when_accelerator_is_imported
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
 
 ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package not in SLOW_TO_IMPORT]

@@ -77,18 +77,18 @@ FUSED = {"fused_loss": True}
 NODES = {"dispatcher": "hierarchical", "node_size": 2}
 CASES = [
     RIGHT,
+    RIGHT.with_(name="on the left", micro_batches=partial(_batches, left=True)),
+]
+MORE_CASES = [
     RIGHT.with_(name="3 chunks, checkpoint", config={"dispatch_chunks": 3}).with_(
         prepare=_checkpointing(False)
     ),
-    RIGHT.with_(name="on the left", micro_batches=partial(_batches, left=True)),
     RIGHT.with_(
         name="on the left, first tokens predicted",
         micro_batches=partial(_batches, left=True, first_label=True),
     ),
     RIGHT.with_(name="sp", sp=2),
     RIGHT.with_(name="ep 1, checkpoint", ep=1, config=FUSED, prepare=_checkpointing(False)),
-]
-MORE_CASES = [
     RIGHT.with_(name="reentrant checkpoint", prepare=_checkpointing(True)),
     RIGHT.with_(name="own checkpoint", prepare=partial(_own_checkpoint, use_reentrant=False)),
     RIGHT.with_(

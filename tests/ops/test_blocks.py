@@ -76,7 +76,7 @@ def _change_blocks(monkeypatch: pytest.MonkeyPatch, device: str, field: str, **t
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-@pytest.mark.parametrize("name", ["silu", "gpt-oss"])
+@pytest.mark.parametrize("name", [pytest.param("silu", marks=pytest.mark.slow), "gpt-oss"])
 def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
     name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_chunks_have_the_gradients_of_all_rows(backend: str, device: str) -> Non
             assert_close(f"{name}, {chunks} chunks", grad, want[name], 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "device", "dtype"), SIXTEEN_BIT)
 def test_four_chunks_are_as_exact_as_one(backend: str, device: str, dtype: torch.dtype) -> None:
     """The error is at most 1.2 times that of one chunk. With a sum in bf16 it was 2.6 times."""

@@ -14,7 +14,7 @@ from hf_moe_ep.ops.interface import ExpertWeights
 MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     backend: str, device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch

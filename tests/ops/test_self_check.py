@@ -76,7 +76,10 @@ def _clear_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "_shorten", lambda size: 16 + size % 16)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "lora" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+)
 def test_right_kernels_pass(name: str) -> None:
     assert check_once(KINDS[name]) == ""
 

@@ -48,7 +48,7 @@ class Case:
 CASES = [
     Case("ep 2", 2, layout={"ep_size": 2}),
     Case("ep 1, rows of experts", 2, layout={"expert_shard_dim": 1}, slow=True),
-    Case("ep 2, rows of experts", 4, layout={"ep_size": 2, "expert_shard_dim": 1}),
+    Case("ep 2, rows of experts", 4, layout={"ep_size": 2, "expert_shard_dim": 1}, slow=True),
     Case("ep 4", 4, layout={"ep_size": 4}, slow=True),
     Case("ep 2, unfrozen later", 2, layout={"ep_size": 2}, unfreezes=True, slow=True),
     Case("ep 1, unfrozen later", 2, layout={"expert_shard_dim": 1}, unfreezes=True, slow=True),

@@ -369,6 +369,8 @@ TWO_RANKS = (
     losses_of_other_outputs_are_refused,
     an_aux_loss_that_is_not_computed_is_refused,
     packed_rows_with_padding_are_refused,
+)
+CLOSE_GROUPS = (
     gradients_of_a_failed_step_stay,
     errors_of_a_loss_end_all_ranks,
     errors_after_the_last_transfer_end_all_ranks,
@@ -379,6 +381,7 @@ TWO_RANKS = (
     "claim",
     [
         *on_ranks(2, *TWO_RANKS),
+        *on_ranks(2, *CLOSE_GROUPS, alone=True),
         *on_ranks(4, errors_of_one_rank_end_all_ranks),
         *on_ranks(
             4, no_rank_waits_for_one_that_refuses, ranks_that_share_a_batch_disagree, slow=True

@@ -71,8 +71,8 @@ def _products(work: StepWork) -> int:
     ("parallel", "products"),
     [
         ({}, 6),
-        ({"recompute_activations": True}, 7),
-        ({"ep_size": 2}, 6),
+        pytest.param({"recompute_activations": True}, 7, marks=pytest.mark.slow),
+        pytest.param({"ep_size": 2}, 6, marks=pytest.mark.slow),
         ({"ep_size": 2, "dispatch_chunks": 2}, 12),
     ],
 )

@@ -92,7 +92,8 @@ def test_a_plan_for_one_rank_is_exact_to_the_byte(name: str) -> None:
     assert planned.work.nbytes() == pytest.approx(step.work.nbytes(), rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: bool) -> None:
     """On one rank its peaks and its work are those of a real step, to the byte."""
     model = tiny_of_type("glm4_moe", dtype=torch.float32)

@@ -21,9 +21,9 @@ from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.integrations.prepare import check_parallelism, take_over_sizes
 from hf_moe_ep.integrations.shared_batches import compute_loss_of_swift
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream import trainers
+from hf_moe_ep.upstream import frameworks
 
-MODULES = [entry.module for entry in trainers._FRAMEWORKS]
+MODULES = [entry.module for entry in frameworks._FRAMEWORKS]
 TO_SHARD = {
     "axolotl": r"axolotl: Add `fsdp_version: 2` and `fsdp_config: ",
     "swift.arguments": r"ms-swift: Add --fsdp fsdp2 to the command",
@@ -55,7 +55,7 @@ def test_a_model_that_is_never_sharded(module: str, monkeypatch: pytest.MonkeyPa
 def test_a_framework_that_uses_trl_is_named_before_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("trl.scripts", "axolotl"):
         runs(module, monkeypatch)
-    assert trainers.how_to_shard().startswith("axolotl: ")
+    assert frameworks.how_to_shard().startswith("axolotl: ")
 
 
 def test_context_parallelism_of_axolotl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_context_parallelism_of_the_launch_is_used(
 
 
 def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trainers.how_to_keep_all_logits() == "leave logits_to_keep out"
+    assert frameworks.how_to_keep_all_logits() == "leave logits_to_keep out"
     runs("swift.arguments", monkeypatch)
-    words = trainers.how_to_keep_all_logits()
+    words = frameworks.how_to_keep_all_logits()
     assert words == "ms-swift: add --use_logits_to_keep false to the command"
 
 
@@ -167,10 +167,10 @@ def test_ranks_of_an_sp_group_draw_the_same_samples_from_ms_swift(resumed: bool)
         range(9), batch_sampler=SkipBatchSampler(sampler, 1) if resumed else sampler
     )
     assert [x.item() for x in loader] == ([7] if resumed else [3, 7])
-    trainers.split_over_data_ranks(loader, 2)
+    frameworks.split_over_data_ranks(loader, 2)
     assert [x.item() for x in loader] == ([3, 5, 7] if resumed else [1, 3, 5, 7])
     with pytest.raises(ValueError, match=r"sp_size=2 .* leave out --streaming, or --sp-size"):
-        trainers.split_over_data_ranks(SimpleNamespace(base_dataloader=loader), 2)
+        frameworks.split_over_data_ranks(SimpleNamespace(base_dataloader=loader), 2)
 
 
 def test_a_loss_that_ms_swift_multiplies_by_the_number_of_processes() -> None:
@@ -196,6 +196,6 @@ def test_trainers_of_ms_swift_that_read_logits() -> None:
     sft, dpo = type("Seq2SeqTrainer", (), {}), type("DPOTrainer", (), {})
     sft.__module__ = "swift.trainers.seq2seq_trainer"
     dpo.__module__ = "swift.rlhf_trainers.dpo_trainer"
-    trainers.check_reads_no_logits(sft())
+    frameworks.check_reads_no_logits(sft())
     with pytest.raises(ValueError, match=r"DPOTrainer reads .* leave --sp-size out \(swift sft"):
-        trainers.check_reads_no_logits(dpo())
+        frameworks.check_reads_no_logits(dpo())

@@ -33,7 +33,7 @@ from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 GRANTED = sorted(SEQUENCE_PARALLEL & set(MODEL_TYPES))
 # The fast tests: a delta net, and an indexer in attention with shared keys.
 # test_context_of_types.py has fast tests of attention sinks and of latent attention.
-FAST = ("qwen3_5_moe_text", "glm_moe_dsa")
+FAST = ("qwen3_5_moe_text",)
 # Types with sliding windows, attention sinks, MLA, or other numbers of heads in full layers.
 WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
 # Its layers share keys, and stock itself cannot train it with reentrant checkpointing.

@@ -7,29 +7,29 @@
     def test_on_two_ranks(found: Found, claim: Check) -> None:
         found.raise_if_failed(claim)                                # or: found.values(claim)[rank]
 
-The fixture `found` (conftest.py) runs the selected checks of a module. Checks with the same number
-of ranks share one spawn, and each check starts with seed 0. A check that fails or hangs is reported
-with every rank's traceback and ends the spawn. The checks after it run in a fresh spawn, so its
-failure does not affect them. A check that passes but leaves its process group unusable must be
-marked `alone=True`. `parity.on_ranks(CASES)` makes checks of the cases of `support.parity`.
+The fixture `found` (conftest.py) runs a check when its test asks for it. The checks of a module
+with the same number of ranks share one spawn, and each check starts with seed 0. A check that fails
+or hangs is reported with every rank's traceback and ends the spawn. The checks after it run in a
+fresh spawn, so its failure does not affect them. A check that passes but leaves a process group
+unusable must be marked `alone=True`. `parity.on_ranks(CASES)` makes checks of the cases of
+`support.parity`.
 """
 
-import gc
-import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.tensor import debug
 
-from support.ranks import RankError, begin_time_anew, run_ranks
+from support.kept_groups import KeptGroups
+from support.ranks import RankError, raise_if_failed, started_ranks
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,20 @@ def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: 
 
 
 class Found:
-    """The results or errors of a module's checks. Reading the first result runs the checks."""
+    """The results or errors of a module's checks. Reading a result runs the check.
+
+    The ranks of one spawn exist at a time, and end after the last selected check that can share it.
+    """
 
     def __init__(self, selected: Iterable[Check]) -> None:
         self._selected = [check for check in selected if not check.skip]
         self._outcomes: dict[Check, list[Any] | Exception] = {}
+        self._spawn: _Spawn | None = None
 
     def values(self, check: Check) -> list[Any]:
         """Return the value of every rank, or raise the error of the check."""
         if check not in self._outcomes:
-            self._outcomes |= run_checks(self._checks_of_spawn(check))
+            self._outcomes[check] = self._run(check)
         outcome = self._outcomes[check]
         if isinstance(outcome, Exception):
             raise outcome
@@ -82,6 +86,21 @@ class Found:
 
     def raise_if_failed(self, check: Check) -> None:
         self.values(check)
+
+    def close(self) -> None:
+        if self._spawn is not None:
+            self._spawn.close()
+            self._spawn = None
+
+    def _run(self, check: Check) -> list[Any] | Exception:
+        if self._spawn is None or check not in self._spawn.checks:
+            self.close()
+            self._spawn = _Spawn(self._checks_of_spawn(check))
+        last = all(other in self._outcomes for other in self._spawn.checks if other is not check)
+        outcome = self._spawn.run(check, last)
+        if last or isinstance(outcome, Exception):
+            self.close()
+        return outcome
 
     def _checks_of_spawn(self, check: Check) -> list[Check]:
         """List the selected checks that share a spawn with this check, and the check itself."""
@@ -99,75 +118,86 @@ def selected_checks(request: pytest.FixtureRequest) -> list[Check]:
     return list(checks)
 
 
-def run_checks(checks: list[Check]) -> dict[Check, list[Any] | Exception]:
-    """Run checks that can share a spawn. Return each check's values of all ranks, or its error."""
-    assert len({_spawn_of(check) for check in checks}) == 1, "these checks cannot share a spawn"
-    outcomes: dict[Check, list[Any] | Exception] = {}
-    while waiting := [check for check in checks if check not in outcomes]:
-        outcomes |= _run_until_one_fails(waiting)
-    return outcomes
-
-
 def _spawn_of(check: Check) -> tuple[Any, ...]:
     return (check.world, check.timeout, check.group_timeout, check if check.alone else None)
 
 
-def _run_until_one_fails(checks: list[Check]) -> dict[Check, list[Any] | Exception]:
-    """Return the outcomes of all checks up to the first one that fails, and of this one."""
-    world, timeout, group_timeout, _ = _spawn_of(checks[0])
-    failure: Exception | None = None
-    outcomes: dict[Check, list[Any] | Exception] = {}
-    with tempfile.TemporaryDirectory(prefix="checks_") as folder:
+class _Spawn:
+    """Ranks that run some checks, one at a time, as `run` asks for them."""
+
+    def __init__(self, checks: list[Check]) -> None:
+        self.checks = checks
+        self._world, self._timeout, group_timeout, _ = _spawn_of(checks[0])
+        self._time_to_start = 120.0
+        self._turn = 0
+        self._open = ExitStack()
+        self._folder = Path(self._open.enter_context(TemporaryDirectory(prefix="checks_")))
+        self._ranks = self._open.enter_context(
+            started_ranks(
+                _serve, self._world, checks, str(self._folder), group_timeout=group_timeout
+            )
+        )
+
+    def run(self, check: Check, last: bool) -> list[Any] | Exception:
+        """Run a check; return the value of each rank, or the error that has ended the ranks.
+
+        An error of a rank that ends after the last check is an error of that check.
+        """
+        turn = self._begin(self.checks.index(check))
+        files = [_value_file(self._folder, turn, rank) for rank in range(self._world)]
         try:
-            times = {"timeout": timeout, "group_timeout": group_timeout, "time_to_start": 120.0}
-            run_ranks(_run_in_turn, world, checks, folder, **times)
+            self._wait(lambda: all(file.exists() for file in files))
+            if last and all(file.exists() for file in files):
+                self._begin(None)
+                self._wait(lambda: False)
+            raise_if_failed(self._ranks.outcomes(), self._world)
         except (RankError, TimeoutError) as error:
-            failure = error
-        for index, check in enumerate(checks):
-            files = [_value_file(folder, index, rank) for rank in range(world)]
-            if not all(file.exists() for file in files):
-                assert failure is not None
-                return outcomes | {check: failure}
-            outcomes[check] = [torch.load(file, weights_only=False) for file in files]
-    if failure is not None:  # all checks returned, and then a rank died
-        outcomes[checks[-1]] = failure
-    return outcomes
+            return error
+        return [torch.load(file, weights_only=False) for file in files]
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _begin(self, index: int | None) -> int:
+        """Tell the ranks the index of the next check, or None to end."""
+        turn, self._turn = self._turn, self._turn + 1
+        partial_file = self._folder / "turn.partial"
+        torch.save(index, partial_file)
+        partial_file.rename(_turn_file(self._folder, turn))
+        return turn
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        time_to_start, self._time_to_start = self._time_to_start, 0.0
+        self._ranks.wait(self._timeout + time_to_start, until)
 
 
-def _run_in_turn(rank: int, world: int, checks: list[Check], folder: str) -> None:
-    """Run the checks on one rank. A check begins when all ranks have passed the previous one."""
-    for index, check in enumerate(checks):
-        begin_time_anew()
+def _serve(rank: int, world: int, checks: list[Check], folder: str) -> None:
+    """Run on one rank the checks that `_Spawn` asks for."""
+    groups = KeptGroups()
+    for turn in count():
+        while not _turn_file(folder, turn).exists():
+            time.sleep(0.005)
+        groups.end_check()  # all ranks have returned from the check before
+        index = torch.load(_turn_file(folder, turn), weights_only=True)
+        if index is None:
+            return
+        check = checks[index]
         torch.manual_seed(0)
         arguments = []
         if "folder" in signature(check.run).parameters:
-            check_folder = Path(folder, f"folder{index}")
+            check_folder = Path(folder, f"folder{turn}")
             check_folder.mkdir(exist_ok=True)
             arguments.append(str(check_folder))
-        value = check.run(rank, world, *arguments)
-        partial_file = Path(folder, f"value{index}_{rank}.partial")
+        with groups.in_use():
+            value = check.run(rank, world, *arguments)
+        partial_file = Path(folder, f"value{turn}_{rank}.partial")
         torch.save(value, partial_file)
-        partial_file.rename(_value_file(folder, index, rank))
-        # A barrier of the process group would raise a timeout here if another rank hangs.
-        while not all(_value_file(folder, index, other).exists() for other in range(world)):
-            time.sleep(0.005)
-        _destroy_groups()
+        partial_file.rename(_value_file(folder, turn, rank))
 
 
-def _destroy_groups() -> None:
-    """Destroy all process groups but the first. Each has a thread that wakes up every 10 ms.
-
-    DTensor keeps meshes, and the names of their groups, in caches. The names stay in torch's table,
-    because torch makes a name from their number, and the store still has the keys of each name.
-    """
-    gc.collect()
-    debug._clear_sharding_prop_cache()
-    names = distributed_c10d._world.pg_names
-    for group, name in list(names.items()):
-        if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-            names[f"destroyed {name}"] = name
+def _turn_file(folder: str | Path, turn: int) -> Path:
+    return Path(folder, f"turn{turn}.pt")
 
 
-def _value_file(folder: str, index: int, rank: int) -> Path:
-    return Path(folder, f"value{index}_{rank}.pt")
+def _value_file(folder: str | Path, turn: int, rank: int) -> Path:
+    return Path(folder, f"value{turn}_{rank}.pt")

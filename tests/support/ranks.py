@@ -7,7 +7,7 @@ from a server that has imported what ranks need (`support.imported_once`) and ha
 
 If a rank raises, RankError shows its traceback. If a rank hangs, every rank is killed after
 `timeout` seconds of wall-clock time, imports included, and TimeoutError shows the stack of each
-unfinished rank. `begin_time_anew`, called on a rank, starts this time again.
+unfinished rank.
 """
 
 import faulthandler
@@ -19,7 +19,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -39,8 +40,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _HOST = "127.0.0.1"
 # Seconds to wait for the other ranks after one has failed. They fail as well, or hang.
 _GRACE = 3.0
-# Set on ranks only. The modification time of this file is the time from which `timeout` counts.
-_time_file: Path | None = None
 
 
 class RankError(RuntimeError):
@@ -74,9 +73,6 @@ class _Job:
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"stack{rank}.txt"
 
-    def time_file(self) -> Path:
-        return self.folder / "time"
-
 
 def run_ranks(
     fn: Callable[..., Any],
@@ -84,48 +80,87 @@ def run_ranks(
     *args: Any,
     timeout: float = 240.0,
     group_timeout: float = 60.0,
-    time_to_start: float = 0.0,
     expect_errors: bool = False,
 ) -> list[Any]:
     """Return `[fn(rank, world_size, *args) for each rank]`, or raise RankError or TimeoutError.
 
     `timeout` limits the wall-clock time, and `group_timeout` is the timeout of the process group,
-    both in seconds. Until `fn` calls `begin_time_anew`, it may take `time_to_start` seconds more.
-    With `expect_errors` no RankError is raised. The list then holds `("ok", value)` or
-    `("error", type name, message)` per rank. If a process died, the type name is "ProcessDied".
+    both in seconds. With `expect_errors` no RankError is raised. The list then holds `("ok",
+    value)` or `("error", type name, message)` per rank. If a process died, the type name is
+    "ProcessDied".
     """
+    with started_ranks(fn, world_size, *args, group_timeout=group_timeout) as ranks:
+        ranks.wait(timeout, stop_on_error=not expect_errors)
+        outcomes = ranks.outcomes()
+    if expect_errors:
+        return [
+            ("ok", outcome.value) if outcome.ok else ("error", outcome.error_type, outcome.message)
+            for outcome in outcomes.values()
+        ]
+    raise_if_failed(outcomes, world_size)
+    return [outcome.value for outcome in outcomes.values()]
+
+
+@contextmanager
+def started_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, group_timeout: float = 60.0
+) -> Iterator["Ranks"]:
+    """Start ranks that call `fn(rank, world_size, *args)`. The end of the block kills them."""
     # This is no FileStore, because a rank that is killed may leave half a record in it. Another
     # rank that reads the record would wait forever, without a timeout.
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         environment = dict(os.environ)
         job = _Job(fn, args, world_size, group_timeout, store.port, Path(folder), environment)
-        job.time_file().touch()
-        counts_from = time.time() + time_to_start
-        os.utime(job.time_file(), (counts_from, counts_from))
-        ranks = _start(job)
+        processes = _start(job)
         try:
-            _wait(ranks, job, timeout, stop_on_error=not expect_errors)
-            outcomes = _collect(ranks, job)
+            yield Ranks(processes, job)
         finally:
-            for process in ranks:
+            for process in processes:
                 process.kill()
                 process.join()
-    if expect_errors:
-        return [
-            ("ok", outcome.value) if outcome.ok else ("error", outcome.error_type, outcome.message)
-            for outcome in outcomes.values()
-        ]
+
+
+class Ranks:
+    """The processes of `started_ranks`."""
+
+    def __init__(self, processes: list[BaseProcess], job: _Job) -> None:
+        self._processes = processes
+        self._job = job
+
+    def wait(
+        self,
+        timeout: float,
+        until: Callable[[], bool] = lambda: False,
+        *,
+        stop_on_error: bool = True,
+    ) -> None:
+        """Return when all ranks have ended, `until()` is true, or _GRACE seconds after an error.
+
+        Raises TimeoutError with the stacks of all ranks after `timeout` seconds of wall-clock time.
+        """
+        ends_at, given_up_at = time.time() + timeout, math.inf
+        while alive := [process for process in self._processes if process.is_alive()]:
+            if until():
+                return
+            if stop_on_error and any(process.exitcode for process in self._processes):
+                given_up_at = min(given_up_at, time.time() + _GRACE)
+            if time.time() >= given_up_at:
+                return
+            if time.time() >= ends_at:
+                raise TimeoutError(_report_hang(self._processes, self._job, timeout))
+            wait([process.sentinel for process in alive], 0.02)
+
+    def outcomes(self) -> dict[int, Outcome]:
+        """Return rank -> outcome, without ranks that still run: they wait for a failed rank."""
+        return _collect(self._processes, self._job)
+
+
+def raise_if_failed(outcomes: dict[int, Outcome], world_size: int) -> None:
+    """Raise RankError with the tracebacks of all ranks that failed."""
     failed = {rank: outcome for rank, outcome in outcomes.items() if not outcome.ok}
     if failed:
         raise RankError(_report(failed, world_size))
-    return [outcome.value for outcome in outcomes.values()]
-
-
-def begin_time_anew() -> None:
-    """Start the time of `timeout` again. Only a rank of `run_ranks` may call this."""
-    assert _time_file is not None, "this process is no rank of run_ranks"
-    _time_file.touch()
 
 
 def _start(job: _Job) -> list[BaseProcess]:
@@ -146,28 +181,13 @@ def _start(job: _Job) -> list[BaseProcess]:
     return ranks
 
 
-def _wait(ranks: list[BaseProcess], job: _Job, timeout: float, stop_on_error: bool) -> None:
-    """Return when all ranks have ended, or _GRACE seconds after one has failed."""
-    given_up_at = math.inf
-    while alive := [process for process in ranks if process.is_alive()]:
-        if stop_on_error and any(process.exitcode for process in ranks):
-            given_up_at = min(given_up_at, time.time() + _GRACE)
-        if time.time() >= given_up_at:
-            return
-        remaining = job.time_file().stat().st_mtime + timeout - time.time()
-        if remaining <= 0:
-            raise TimeoutError(_report_hang(ranks, job, timeout))
-        # A rank may call `begin_time_anew`, so the remaining time is computed every second.
-        wait([process.sentinel for process in alive], min(remaining, 1.0))
-
-
 def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
-    """Return rank -> outcome. Ranks that still run are left out: they wait for a failed rank."""
     outcomes = {}
     for rank, process in enumerate(ranks):
         if job.outcome_file(rank).exists():
             outcomes[rank] = torch.load(job.outcome_file(rank), weights_only=False)
-        elif not process.is_alive():
+        # A rank that ends with another exit code than 0 and 1 has died.
+        if not process.is_alive() and (rank not in outcomes or process.exitcode not in (0, 1)):
             message = f"exit code {process.exitcode}, its stderr may say more"
             if job.stack_file(rank).exists():
                 message += f"\n{job.stack_file(rank).read_text()}".rstrip()
@@ -207,8 +227,6 @@ def _report_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str:
 
 
 def _child(rank: int, job: _Job) -> None:
-    global _time_file
-    _time_file = job.time_file()
     os.environ.clear()  # it was the environment of the server
     os.environ.update(job.environment)
     with open(job.stack_file(rank), "w") as stack_file:

@@ -110,7 +110,6 @@ def _all_cases(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Cas
 ONE_RANK = [Case("1 rank", 1).with_(**BY_STEP)]
 TWO_RANKS = [
     Case("modality by step, checkpoint", 2, 2, prepare=CHECKPOINT).with_(**BY_STEP),
-    *_cases(2, 1)[-1:],
 ]
 TWO_RANKS_SP = [
     Case("sp 2, packed", 2, 1, sp=2).with_(**PACKED),

@@ -213,8 +213,7 @@ def _checks() -> list[Any]:
             runs[f"{name}: {way}"] = partial(_any_mix, name, prepare=prepare, data=_only_images)
     runs["kimi_k25: FSDP2 alone"] = partial(_any_mix, "kimi_k25", ep_size=1)
     return [
-        Check(name, 2, run, slow=name != "kimi_k25", timeout=120.0).as_parameter()
-        for name, run in runs.items()
+        Check(name, 2, run, slow=True, timeout=120.0).as_parameter() for name, run in runs.items()
     ]
 
 

@@ -3,11 +3,12 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import RankError, begin_time_anew, run_ranks
+from support.ranks import RankError, run_ranks, started_ranks
 
 
 def _values(rank: int, world_size: int, scale: torch.Tensor) -> dict[str, object]:
@@ -34,8 +35,9 @@ def _all_but_the_last_raise(rank: int, world_size: int) -> torch.Tensor:
     return torch.tensor([rank])
 
 
-def _one_sleeps(rank: int, world_size: int) -> None:
-    begin_time_anew()
+def _one_sleeps(rank: int, world_size: int, folder: Path) -> None:
+    dist.barrier()
+    (folder / "started").touch()
     if rank == 0:
         time.sleep(600)
 
@@ -81,11 +83,11 @@ def test_expected_errors_are_returned_per_rank() -> None:
 
 
 @pytest.mark.slow
-def test_a_hang_names_the_rank_and_the_line() -> None:
-    with pytest.raises(
-        TimeoutError, match=r"ranks \[0\] of 2 had not finished after 3 s"
-    ) as caught:
-        run_ranks(_one_sleeps, 2, timeout=3, time_to_start=60)
+def test_a_hang_names_the_rank_and_the_line(tmp_path: Path) -> None:
+    with started_ranks(_one_sleeps, 2, tmp_path) as ranks:
+        ranks.wait(60, (tmp_path / "started").exists)
+        with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 had not .* after 3 s") as caught:
+            ranks.wait(3)
     assert "rank 0 stood at" in str(caught.value) and "in _one_sleeps" in str(caught.value)
     assert "rank 1: returned" in str(caught.value)
 
