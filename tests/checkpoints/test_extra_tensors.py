@@ -585,6 +585,7 @@ def test_a_conversion_compares_hashes(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_memory_of_ten_thousand_references(tmp_path: Path) -> None:
     """10,000 tensors with the keys of DeepSeek-V3 need at most 1 MiB, hashes included."""
     names = [

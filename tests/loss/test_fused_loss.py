@@ -335,8 +335,10 @@ def _count(prediction: Any) -> dict[str, float]:
         (Trainer, {}, True, True),
         (Trainer, {"compute_metrics": _count}, True, False),
         (_Read, {}, False, False),
-        (Trainer, {"label_smoothing_factor": 0.1}, False, False),
-        (Trainer, {"fused_loss": False}, False, False),
+        pytest.param(
+            *(Trainer, {"label_smoothing_factor": 0.1}, False, False), marks=pytest.mark.slow
+        ),
+        pytest.param(*(Trainer, {"fused_loss": False}, False, False), marks=pytest.mark.slow),
     ],
     ids=["plain", "compute_metrics", "compute_loss reads logits", "label smoothing", "off"],
 )

@@ -38,7 +38,7 @@ SMALL = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
 RANKS = (1, 8, 16, 40, 64, 200)
 # These cover the ways in which a kernel reads an adapter: concatenated, transposed, interleaved
 # with a bias, and without a gate. Other formulas differ only in what follows the sum.
-USUAL = {"silu": 8, "gpt-oss": 40}
+USUAL = {"silu": 8, "transposed": 16, "gpt-oss": 40, "no gate, bias": 1}
 
 
 def _run(
@@ -114,7 +114,7 @@ def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, postp
 
 
 def _low_precision() -> Iterator[Any]:
-    """Mark all but the formulas and ranks of USUAL as slow on the CPU.
+    """Mark all but "gpt-oss" with its rank of USUAL as slow on the CPU.
 
     The interpreter needs seconds per case. On a GPU, where each case compiles its kernels for half
     a minute, the cases that are not slow are every formula with one rank and "silu" with each.
@@ -126,7 +126,9 @@ def _low_precision() -> Iterator[Any]:
         return pytest.param(name, rank, device, dtype, marks=marks, id=label)
 
     for name, rank in itertools.product(FORMULAS, RANKS):
-        marks = on_cpu if USUAL.get(name) == rank else [*on_cpu, pytest.mark.slow]
+        marks = (
+            on_cpu if (name, rank) == ("gpt-oss", USUAL["gpt-oss"]) else [*on_cpu, pytest.mark.slow]
+        )
         yield case(name, rank, "cpu", torch.float32, marks)
         on_gpu = [pytest.mark.gpu]
         if name != "silu" and rank != USUAL.get(name, 16):
@@ -282,7 +284,11 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
     assert (calls.count("thin_mm"), calls.count("outer")) == (num_thin, num_outer)
 
 
-@pytest.mark.parametrize("implementation", [torch_mlp, triton_mlp], ids=["torch", "triton"])
+@pytest.mark.parametrize(
+    "implementation",
+    [torch_mlp, pytest.param(triton_mlp, marks=pytest.mark.slow)],
+    ids=["torch", "triton"],
+)
 def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> None:
     """With a frozen base the kernels make neither merged weights nor their gradients."""
     if implementation is triton_mlp and not triton_mlp.interpreted():

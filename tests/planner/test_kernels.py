@@ -70,7 +70,7 @@ def _products(work: StepWork) -> int:
 @pytest.mark.parametrize(
     ("parallel", "products"),
     [
-        ({}, 6),
+        pytest.param({}, 6, marks=pytest.mark.slow),
         pytest.param({"recompute_activations": True}, 7, marks=pytest.mark.slow),
         pytest.param({"ep_size": 2}, 6, marks=pytest.mark.slow),
         ({"ep_size": 2, "dispatch_chunks": 2}, 12),

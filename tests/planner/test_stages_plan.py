@@ -95,6 +95,7 @@ def test_stages_that_training_or_the_plan_refuses() -> None:
         stage_config(every_second, ParallelConfig(pp_size=2))
 
 
+@pytest.mark.slow
 def test_seconds_of_stages() -> None:
     """Two stages wait for one micro-batch, and for its hidden states and their gradients."""
     gpu, nbytes = find_hardware("h100"), 10**6
