@@ -10,12 +10,13 @@ EXTRAS := .[peft,demo,test,dev]
 WITH_DOCS := .[peft,demo,test,dev,docs]
 BIN := .venv/bin
 
-# Ranks share the machine's cores: one thread each. Two test files at a time, because ranks wait for
-# each other about half of the time; a file stays in one process, for what its tests share.
+# Ranks share the machine's cores: one thread each. Two test files run at a time; with more cores, for
+# example `make test-full FILES=8`. A file stays in one process, for what its tests share.
 export OMP_NUM_THREADS := 1
 # Scripts and ranks import the package hundreds of times, so its bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
-TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+FILES := 2
+SEVERAL_AT_A_TIME := -n $(FILES) --dist loadfile --no-loadscope-reorder
 
 # $(call timed,COMMANDS): what `make test` takes where the set-up is done, and COMMANDS' exit code.
 timed = start=$$SECONDS; $(1); code=$$?; \
@@ -71,23 +72,23 @@ demo-vision: .venv/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_vision_demo.sh
 
 test: .venv/.done
-	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not slow and not gpu')
 
 test-full: .venv/.done
-	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu')
+	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not gpu')
 
 test-oldest: .venv-oldest/.done
-	@$(call timed,.venv-oldest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+	@$(call timed,.venv-oldest/bin/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not slow and not gpu')
 
 test-newest: .venv-newest/.done
-	@$(call timed,.venv-newest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+	@$(call timed,.venv-newest/bin/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not slow and not gpu')
 
 # Our own tests on the versions that ms-swift pins (PEFT 0.20, TRL 0.29), in its environment.
 SWIFT_TESTS := tests/claims/test_parity.py tests/claims/test_trl_of_trainers.py tests/integrations \
 	tests/lora tests/checkpoints/test_training.py tests/vision
 test-swift: .venv-trainers/ms_swift/.done
 	@export PYTHONPATH=tests/support/trainers_on_cpu; \
-	$(call timed,.venv-trainers/ms_swift/bin/python -m pytest $(TWO_AT_A_TIME) \
+	$(call timed,.venv-trainers/ms_swift/bin/python -m pytest $(SEVERAL_AT_A_TIME) \
 		-m 'not slow and not gpu' $(SWIFT_TESTS))
 
 # Two trainers at a time, as above. xargs ends with an error if one of them does.
@@ -98,7 +99,7 @@ test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
 architectures: .venv/.done
 	rm -f architectures.jsonl
-	-RECORD_ARCHITECTURES=architectures.jsonl $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu' \
+	-RECORD_ARCHITECTURES=architectures.jsonl $(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not gpu' \
 		tests/architectures tests/sequence/test_granted.py \
 		tests/sequence/test_context_of_types.py tests/vision/test_towers.py \
 		tests/vision/test_adapters_of_towers.py tests/checkpoints/test_layout_on_ranks.py

@@ -139,8 +139,9 @@ class ParallelConfig:
         fused_loss: compute the head and the loss for some tokens at a time, so that the logits of a
             whole batch never exist; `outputs.logits` is None then. "auto" does so where nobody can
             read the logits: in a Trainer, except for evaluations with `compute_metrics`, and with
-            sp_size or cp_size > 1. True does so in every forward in training mode with labels. A
-            model that scales or caps its logits computes them as in stock; True is then an error.
+            sp_size, cp_size or pp_size > 1. True does so in every forward in training mode with
+            labels. A model that scales or caps its logits computes them as in stock; True is then
+            an error.
         mtp_layers: the number of layers of the head for multi-token prediction that are trained
             with the model (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5). They are built from the
             tensors of the loaded checkpoint that transformers ignores, and are saved under the same
@@ -150,8 +151,8 @@ class ParallelConfig:
             at the end. 0: the loss is only measured (`mtp_loss`), and the head is not trained.
         mtp_from_scratch: give the head random initial values if the checkpoint has none. If False,
             this is an error.
-        gather_logits: with sp_size or cp_size > 1, a forward that computes a loss also returns the
-            logits of the whole sequence. If False, `outputs.logits` of such a forward is None.
+        gather_logits: with sp_size, cp_size or pp_size > 1, a forward that computes a loss also
+            returns the logits of the whole batch. If False, its `outputs.logits` is None.
 
     Raises:
         ValueError: a value that is invalid for every model and every number of ranks.
