@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.compiled.layers import check_described, compile_model, compile_parts
+from hf_moe_ep.compiled.layers import compile_model, compile_parts, refuse_plan_forwards
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.state import ModelState
 
@@ -19,7 +19,7 @@ def check(parts: Parts, state: ModelState) -> None:
     kwargs = state.config.compile_kwargs
     if kwargs is not None:
         check_compile_kwargs(kwargs)
-        check_described(parts.experts.values(), parts.plan.model_type)
+        refuse_plan_forwards(parts.experts.values(), parts.plan.model_type)
 
 
 def attach(parts: Parts, state: ModelState) -> None:

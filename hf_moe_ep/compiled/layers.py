@@ -74,8 +74,8 @@ _logger = logging.getLogger("hf_moe_ep")
 COMPILED = "_hf_moe_ep_compiled"
 # The attribute of a MoE block that holds the state of its MoE layer.
 MOE_LAYER = "_hf_moe_ep_layer"
-# Outputs that transformers collects by hooks outside of what is traced: on decoder layers, and on
-# routers, whose MoE blocks are then not traced.
+# Outputs that transformers collects by hooks on decoder layers and on routers. If router logits are
+# collected, MoE blocks are not traced, so all these hooks run outside of traced code.
 _ROUTER_LOGITS = "router_logits"
 _COLLECTED_OUTSIDE = {"hidden_states", _ROUTER_LOGITS}
 # The arguments of a decoder layer that take a KV cache.
@@ -100,8 +100,9 @@ def compile_layers(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
     A second call replaces the arguments of the first one.
 
     Raises:
-        ValueError: the model is not patched; there is no such argument, backend or mode; the
-            backend uses CUDA graphs; another library has replaced the forward of a layer.
+        ValueError: the model is not patched; an argument, backend or mode is unknown; the backend
+            uses CUDA graphs; another library has replaced the forward of a layer; the model's plan
+            has a forward for its MoE blocks.
     """
     state = patched_state(model)
     options = check_compile_kwargs(compile_kwargs)
@@ -110,7 +111,7 @@ def compile_layers(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_model(model: nn.Module, **compile_kwargs: Any) -> None:
-    """Replace the method `compile` of a patched model.
+    """Replacement of the method `compile` of a patched model.
 
     In one process the stock method compiles the whole model. The hooks of a sharded model would
     break its graph into pieces, so only the layers of such a model are compiled.
@@ -130,7 +131,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     towers = {} if vision is None else _select(modules, vision.blocks)
     attention = {} if vision is None else _select(modules, vision.attention)
     blocks, shared = _find_blocks(modules, layers, state)
-    check_described(modules.values(), plan.model_type)
+    refuse_plan_forwards(modules.values(), plan.model_type)
     for name, module in (layers | towers | attention | shared).items():
         check_class_forward(name, module)
     for name, (module, _) in blocks.items():
@@ -156,7 +157,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     return root
 
 
-def check_described(modules: Iterable[nn.Module], model_type: str) -> None:
+def refuse_plan_forwards(modules: Iterable[nn.Module], model_type: str) -> None:
     """Raise ValueError if the forward of an MoE block is part of a plan (`MoEBlock.forward`)."""
     for module in modules:
         if isinstance(module, StackedExperts) and module.description.forward is not None:
@@ -249,9 +250,10 @@ class BeginForward(Ours):
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by stock name, without wrappers: a wrapped module is listed later.
+    """Return the modules by stock name; a wrapper and the module inside it have the same name.
 
-    The modules of a head for multi-token prediction are not compiled.
+    The module inside is returned, because `named_modules` lists it later. The modules of a head for
+    multi-token prediction are not compiled.
     """
     of_head = set() if (head := find_head(root)) is None else set(head.modules())
     named = root.named_modules()

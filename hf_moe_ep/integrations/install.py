@@ -1,13 +1,13 @@
 """Wrap functions of Accelerate, transformers, PEFT and trainers: the table of all wrappers.
 
 The table has one row (`Wrap`) per function; the rows form groups, which are constants below.
-`import hf_moe_ep` replaces no function, and `patch` only sets methods of its model, such as
-`save_pretrained`. The functions of a group are replaced when the process starts to use the group's
-library. In a training loop that uses only PyTorch, no function is replaced:
+`import hf_moe_ep` replaces no function. `patch` sets methods of its model, such as
+`save_pretrained`; from then on, a group's functions are replaced as soon as the process uses the
+group's library. A training loop that uses only PyTorch replaces no function. The groups:
 
     group        time of the replacement                              functions replaced
     ACCELERATE   when the process shows a sign of using Accelerate    3
-    CPU_RANKS    with ACCELERATE, if the launch config asks for FSDP  1
+    CPU_RANKS    with ACCELERATE or a Trainer, if FSDP is asked for   1
     QUANTISED    when `prepare` or a Trainer is given a model with    2
                  quantised experts
     TRAINER      when transformers.trainer is imported                4
@@ -23,8 +23,8 @@ also adds our methods to the objects that are involved, for all later calls:
     object              how our methods are added
     an Accelerator      its class becomes a subclass that has ACCELERATOR_METHODS
     a Trainer           its class becomes a subclass that has TRAINER_METHODS
-    other objects       bound methods are set as attributes of the prepared optimizers, the model,
-                        a PeftModel, its tuner and its layers
+    other objects       bound methods are set as attributes of the trainers of TRL and ms-swift,
+                        the prepared optimizers, the model, a PeftModel, its tuner and its layers
 
 Objects that are never used with a patched model run stock code. For each function that is replaced
 for the process, `docs/upstream.md` names a hook that would make the replacement unnecessary.
@@ -113,8 +113,8 @@ def prepare_model(
 def create_accelerator(original: Callable[..., Any], self: transformers.Trainer) -> None:
     """Wrap `Trainer.create_accelerator_and_postprocess`.
 
-    When this is called, the Trainer already has its model, unless `model_init` builds the model
-    later. TRL's trainers prepare their reference models right after this call.
+    When transformers calls this function, the Trainer already has its model, unless `model_init`
+    builds the model later. TRL's trainers prepare their reference models right after this call.
     """
     _wrap_cpu_ranks(bool(self.args.fsdp))
     original(self)
@@ -176,7 +176,7 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
         return
     saving.check_saves_once(trainer.args)
     prepare.take_over_sizes(getattr(trainer.accelerator, "parallelism_config", None), [model])
-    state = find_state(model)
+    state = find_state(model)  # `take_over_sizes` may have patched the model again
     assert state is not None
     specialise(trainer, transformers.Trainer, TRAINER_METHODS)
     specialise(trainer.accelerator, Accelerator, ACCELERATOR_METHODS)
@@ -220,7 +220,7 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
         try:
             rows.append((row, find_owner(row)[0]))
         except ImportError:
-            continue  # `check_targets` has already warned that the target is missing.
+            continue  # `check_targets` warns that the target is missing.
     for module in list(model.modules()):
         for row, owner in rows:
             if isinstance(module, owner) and row.name not in vars(module):
@@ -278,7 +278,7 @@ ACCELERATE = (
         ("prepare_model", prepare_model, "shards a teacher model, which Accelerate would not do"),
     ),
 )
-# Process: installed with ACCELERATE if the launch config asks for FSDP.
+# Process: installed if the launch config or TrainingArguments ask for FSDP.
 CPU_RANKS = _build_rows(
     "accelerate.state:AcceleratorState",
     features.CPU_RANKS,

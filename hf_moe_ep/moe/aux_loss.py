@@ -431,7 +431,7 @@ class GlobalAuxLoss(Ours):
             factor = self._coefficient(fused=forward.has_fused_head) / forward.divisor
             boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, factor)
         else:
-            group = None if self.state.meshes is None else self.state.meshes.world_group
+            group = None if self.state.meshes is None else self.state.meshes.stage_group
             (term,), _ = terms_of_sums([sums], top_k, world_size=self._world_size, group=group)
             return term
         return torch.zeros((), dtype=sums.dtype, device=sums.device)
@@ -443,7 +443,7 @@ class GlobalAuxLoss(Ours):
         meshes = self.state.meshes
         assert meshes is not None
         terms, loss = terms_of_sums(
-            sums, top_k, world_size=self._world_size, group=meshes.world_group
+            sums, top_k, world_size=self._world_size, group=meshes.stage_group
         )
         return [term * factor for term in terms], loss
 

@@ -229,7 +229,7 @@ def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | N
     """Start to plan the exchanges; return None in a recompute, which reuses its first run's."""
     state = layer.model
     frame: Frame | None = state.frame
-    if frame is not None and frame.replaying:
+    if frame is not None and frame.is_recompute:
         return None
     assert state.dispatcher is not None
     header = _make_header(layer, training, tokens)
@@ -260,7 +260,7 @@ def _finish_plan(
 def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
     """Return the router's weights, or in a recompute the weights that a replay has stored."""
     frame: Frame | None = layer.model.frame
-    if frame is None or not frame.replaying:
+    if frame is None or not frame.is_recompute:
         return weights_TK
     return frame.weights(layer.index, weights_TK)
 

@@ -11,10 +11,10 @@ stores the exchanges of every MoE layer. Each recompute reads them in the same o
 returns the stored expert ids to the router (`chosen_topk.py`). The routing weights and their
 gradients therefore belong to the rows that were sent.
 
-With ep_size 1 no rows are exchanged, and the router of a recompute chooses again, as in stock.
-`KeptTokens` keeps the tokens that are not padding (`padding.py`) for a recompute, with any ep_size.
-While routes are recorded or replayed (`routing/`), the frame stores the expert ids even with
-ep_size 1, because backward may run after the `record` or `replay` block has ended.
+If ep_size and etp_size are 1, no rows are exchanged, and the router of a recompute chooses again,
+as in stock. While routes are recorded or replayed (`routing/`), the frame stores the expert ids
+even then, because backward may run after the `record` or `replay` block has ended. `KeptTokens`
+stores which tokens are not padding (`padding.py`) for a recompute, with any ep_size.
 
 Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. But
 only the first run plans exchanges, and only a recompute compares expert ids with the stored ids.
@@ -84,7 +84,8 @@ class Frame:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
-            # The blocks of compiled layers open the mode themselves: torch.compile would trace it.
+            # MoE blocks of compiled layers call `choosing` themselves, because torch.compile would
+            # trace the mode if it were active here.
             if torch.compiler.is_compiling() or self._state.layers_are_compiled:
                 return self._function(*args, **kwargs)
             with self.choosing():
@@ -94,12 +95,12 @@ class Frame:
 
     def choosing(self) -> AbstractContextManager[Any]:
         """Return a context in which, during a recompute, routers choose as in the first run."""
-        if not self.replaying:
+        if not self.is_recompute:
             return nullcontext()
         return ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced)
 
     @property
-    def replaying(self) -> bool:
+    def is_recompute(self) -> bool:
         """True during a recompute."""
         return self._next is not None
 
@@ -178,11 +179,11 @@ class Frame:
         return self._routed[self._next] if self._next < len(self._routed) else None
 
     def _next_ids(self) -> Tensor | None:
-        """Return the stored expert ids of the next layer.
+        """Return the stored expert ids of the next layer, or None if topk must not be replaced.
 
-        Return None after the last layer, and while a checkpointed function inside this function
-        runs, because that function has its own frame. In a model whose plan describes its MoE
-        blocks, other modules may choose by topk as well, such as the attention of JetMoE.
+        It must not be replaced after the last layer, outside of the MoE blocks that a plan
+        describes (the attention of JetMoE calls topk as well), and while a checkpointed function
+        inside this function runs, because that function has its own frame.
         """
         if self._state.in_described_block is False:
             return None
@@ -218,7 +219,7 @@ class KeptTokens:
             self._state.real_tokens = outer
 
 
-class Step(NamedTuple):
+class ModuleEdge(NamedTuple):
     """One edge in the tree of modules: `parent.name` is `child`."""
 
     parent: nn.Module
@@ -237,7 +238,7 @@ class CheckpointWatch:
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
-        self._steps: list[Step] = []
+        self._steps: list[ModuleEdge] = []
 
     @torch.compiler.disable
     def wrap_functions(self, root: nn.Module, *, dispatches: bool = True) -> None:
@@ -262,16 +263,16 @@ class CheckpointWatch:
                     setattr(module, name, partial(_checkpoint, self._state, function))
 
 
-def _steps_to_experts(root: nn.Module) -> list[Step]:
+def _steps_to_experts(root: nn.Module) -> list[ModuleEdge]:
     """Return all edges on the paths from the root to experts modules, without duplicates."""
-    steps: dict[tuple[int, str], Step] = {}
+    steps: dict[tuple[int, str], ModuleEdge] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if STATE not in vars(module) or not path:
             continue
         parent = root
         for name in path.split("."):
             child = parent.get_submodule(name)
-            steps[id(parent), name] = Step(parent, name, child)
+            steps[id(parent), name] = ModuleEdge(parent, name, child)
             parent = child
     return list(steps.values())
 

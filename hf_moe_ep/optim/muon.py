@@ -2,10 +2,10 @@
 
 `step` does the following on each rank:
 
-    momentum    on the rank's shards; they have the sharding of their parameters
+    momentum    updated on this rank's shards; a momentum is sharded like its parameter
     update      whole matrices are orthogonalised where they are; sharded ones are sent to their
                 owner, and their updates are sent back (owners.py)
-    AdamW       one fused call for all shards of the other parameters
+    AdamW       one fused call per parameter group, for the shards of all other parameters
 
 While the first sharded matrices are sent, the rank orthogonalises its whole experts, and while a
 bucket of sharded matrices is sent, it orthogonalises the bucket before.
@@ -135,7 +135,7 @@ class Muon(Optimizer):
         super().__init__([dict(group) for group in param_groups], {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the ones that are trained, as in torch.optim.
+        """Add a group of parameters to train, as in torch.optim.
 
             for parameter in model.model.layers[0].parameters():
                 parameter.requires_grad_(True)
@@ -203,8 +203,8 @@ class Muon(Optimizer):
             The result of `closure`, or None.
 
         Raises:
-            RuntimeError: on this rank other matrices have gradients than in the step before, and
-                another rank did not notice such a change within five minutes.
+            RuntimeError: on this rank other matrices have gradients than in the step before, but
+                not all ranks have noticed such a change within five minutes.
         """
         loss = None
         if closure is not None:
@@ -314,7 +314,7 @@ class Muon(Optimizer):
             matrices.append(_describe(names[parameter], parameter, layout, update))
         # Pipeline stages have different matrices.
         meshes = patched_state(self.model).meshes
-        group = None if meshes is None else meshes.world_group
+        group = None if meshes is None else meshes.stage_group
         _check_others_assign(group)
         check_alike(
             "Muon.step",
@@ -359,7 +359,7 @@ class _Update:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """The matrices that this rank orthogonalises: whole ones, and those of other ranks in buckets.
+    """The matrices that are whole on this rank, and the buckets of all sharded matrices.
 
     `matrices` has one entry for each of the `parameters`.
     """
@@ -380,7 +380,7 @@ class _Assignment:
 
 
 class _Exchange:
-    """One bucket in one step: to its owners, and back."""
+    """The exchange of one bucket in one step: blocks to the owners, and results back."""
 
     def __init__(
         self,
@@ -406,7 +406,11 @@ class _Exchange:
         ranks = range(len(self._bucket.runs))
         sent = [sum(self._block_sizes(runs, self._own_rank)) for runs in self._bucket.runs]
         received = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
-        blocks = (self._block_of_update(run) for runs in self._bucket.runs for run in runs)
+        blocks = (
+            _block_of_update(run, self._matrices, self._updates, self._device)
+            for runs in self._bucket.runs
+            for run in runs
+        )
         self._send(blocks, sent, received)
 
     def receive(self) -> None:
@@ -481,7 +485,7 @@ class _Exchange:
         return received
 
     def _alike(self) -> dict[tuple[tuple[int, int], int], tuple[int, ...]]:
-        """Map a shape and the steps of Newton-Schulz to the positions of these runs in `_owned`."""
+        """Map (shape, Newton-Schulz steps) to the positions in `_owned` of the runs with both."""
         alike: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
         for position, run in enumerate(self._owned):
             entry = self._matrices[run.index]
@@ -492,9 +496,6 @@ class _Exchange:
     def _lengths(self, positions: Iterable[int]) -> list[int]:
         """Return the numbers of matrices of these runs in `_owned`."""
         return [self._owned[i].stop - self._owned[i].start for i in positions]
-
-    def _block_of_update(self, run: Run) -> Tensor:
-        return _block_of_update(run, self._matrices, self._updates, self._device)
 
     def _block_shape(self, run: Run, rank: int) -> tuple[int, int, int]:
         """Return the shape of a rank's block of the matrices of a run."""
@@ -576,7 +577,7 @@ def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError if an option of a group is out of its range."""
+    """Raise ValueError if an option of a group is unknown or out of its range."""
     use_muon = options["use_muon"]
     known = {"use_muon", "lr", "weight_decay", "initial_lr", "param_names"}
     known |= {"momentum", "nesterov", "ns_steps", "adjust_lr_fn"} if use_muon else {"betas", "eps"}

@@ -99,10 +99,10 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     own = [mode, refusal is not None, may_learn]
     by_rank = gather_counts(
         torch.cat([torch.tensor(own, device=batch.device), batch]),
-        stages.ranks,
+        stages.group,
         where="the pipeline's calls",
     )
-    refusal = refusal or _find_other_call(by_rank, stages.ranks, meshes.ranks_per_batch)
+    refusal = refusal or _find_other_call(by_rank, stages.group, meshes.ranks_per_batch)
     may_learn = any(learns for _, _, learns, *_ in by_rank)
     fewest_rows = min(rows for _, _, _, rows, *_ in by_rank)
     wanted = state.config.pp_microbatches or stages.size

@@ -9,12 +9,14 @@ A call has these steps:
                 hooks, on one micro-batch. Hidden states go to the next stage, their gradients to
                 the previous one
     tie         the first and the last stage add up the gradients of a tied embedding
-    return      every rank gets the loss of the batch, in fp64 from the last stage
+    return      every rank gets the loss of the batch (sent in fp64), its logits, or both
 
     call                                     operations   result on every rank
-    training mode, gradients, labels         both         loss; `backward()` adds the gradients
-    labels, but no training or no gradients  forwards     loss; logits only if they are asked for
-    no labels, no gradients                  forwards     logits
+    labels, training mode, gradients         both         loss; `backward()` adds the gradients
+    labels, but no training or no gradients  forwards     loss
+    no labels, no training or no gradients   forwards     logits
+
+With labels, logits are returned only if they are asked for.
 
 Gradients of any other output raise an error (`gradients.py`).
 
@@ -82,7 +84,7 @@ from hf_moe_ep.upstream.sharded_models import reshard_unit
 
 Call = Callable[..., Any]
 
-# The dtypes of a loss, by the number that stands for them in the broadcast.
+# The dtypes that a loss may have; the result of `_numbers` has the index of a dtype.
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -156,7 +158,7 @@ class _Run:
 
 
 class Pipeline:
-    """Replaces the call of the model, outside of all its hooks.
+    """Replaces the `__call__` of the model, whose hooks then run for each micro-batch.
 
     Attributes:
         num_bytes: the bytes of hidden states and gradients that this rank has sent so far.
@@ -230,8 +232,8 @@ class Pipeline:
             output = self._output(run, mode, None)
             return refuse_backward(output, stage.size) if agreement.may_learn else output
         if isinstance(self.model, FSDPModule):
-            # A loop that accumulates gradients switches off their reduce-scatter, and announces its
-            # last backward. Every micro-batch would then keep unsharded gradients.
+            # A loop that accumulates gradients switches off the reduce-scatter until its last
+            # backward. Each micro-batch would then keep unsharded gradients.
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
         for module in self.model.modules():
@@ -250,7 +252,7 @@ class Pipeline:
         return self._output(run, mode, gradients)
 
     def _end_routing(self, meshes: Meshes) -> None:
-        """Give the choices of all stages to the session that records them."""
+        """End this call in the open `record` or `replay`, if there is one."""
         if self.state.routing is not None:
             assert meshes.stages is not None
             self.state.routing.end_batch(meshes.stages, meshes.device)
@@ -265,8 +267,8 @@ class Pipeline:
     ) -> None:
         """Run operations in order.
 
-        Before each operation, start to receive the operands of the next one, if `awaited` is True
-        at its position.
+        Before each operation, start to receive the tensors of the next operation, if `awaited` is
+        True for the next operation.
         """
         channels, failure = self._channels, self._failure
         assert channels is not None and failure is not None
@@ -374,7 +376,7 @@ class Pipeline:
             channels.grads_to_previous.send_known(sent, what)
 
     def _add_tied_gradients(self, stage: Stage) -> None:
-        """Add up the gradients of a tied weight, of which the first and the last stage hold one.
+        """Add up the gradients that the first and the last stage have computed for a tied weight.
 
         Both stages shard the weight in the same way, so equal positions hold the same rows.
         """
@@ -444,7 +446,7 @@ def _finish_aux_loss(run: _Run, stage: Stage) -> None:
     terms, aux_loss = finished
     for index, term in enumerate(terms):
         output = run.outputs[index]
-        # The shares of all micro-batches add up to 1.
+        # `_numbers` multiplies this value by the shares of the micro-batches, which add up to 1.
         values = {"aux_loss": aux_loss.detach()}
         if output.get("loss") is not None:
             values["loss"] = output["loss"] + term.detach()
@@ -455,7 +457,7 @@ def _finish_aux_loss(run: _Run, stage: Stage) -> None:
 
 
 def _key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
-    """Return what determines which tensors travel, apart from the sizes of the micro-batch."""
+    """Return the key of the tensors that stages exchange, without the sizes of the micro-batch."""
     # The number of tokens changes with each batch.
     options = {name: value for name, value in given.items() if name != "num_items_in_batch"}
     return mode, options_of(model, options, tokens_of(given))

@@ -70,10 +70,12 @@ def balance_experts(
 
     Raises:
         ValueError: on every rank, before anything is moved: the model has no ep group of several
-            ranks; `load` belongs to another model; counts or optimizers differ between ranks; a
-            trained parameter of experts is in no optimizer; an optimizer has state that cannot be
-            divided by experts; gradients of an unfinished step wait for their last micro-batch.
-        RuntimeError: some rank has not called this function within five minutes.
+            ranks, or two of its layers share experts; an argument is invalid, or `load` belongs to
+            another model; counts, thresholds or optimizers differ between ranks; a trained
+            parameter of experts is in no optimizer; an optimizer has state that cannot be divided
+            by experts; gradients of an unfinished step are not reduced yet.
+        RuntimeError: a rank has not called this function within five minutes, or only rank 0 has
+            called it within 20 seconds.
     """
     model = unwrap(model)
     state = patched_state(model)
@@ -116,7 +118,7 @@ def balance_experts(
 
 
 def check_has_ep(state: ModelState, what: str) -> None:
-    """Raise ValueError if the model has no ep group of several ranks."""
+    """Raise ValueError if there is no ep group of several ranks, or if layers share experts."""
     if state.meshes is None or state.meshes.ep_size == 1:
         sharded = "is not sharded" if state.meshes is None else "has ep_size (1)"
         raise ValueError(
@@ -171,9 +173,8 @@ def _check_between_steps(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and holds_unreduced_grads(module):
             raise ValueError(
-                "balance_experts was called during gradient accumulation: gradients of experts, "
-                "which cannot move with the experts, still wait for the last micro-batch; call it "
-                "after optimizer.step()"
+                "balance_experts was called during gradient accumulation: gradients that FSDP2 has "
+                "not reduced yet cannot move with the experts; call it after optimizer.step()"
             )
 
 

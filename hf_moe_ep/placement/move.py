@@ -192,7 +192,7 @@ def check_same_tensors(
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
     moved = f"{counts or 'no tensors'} ({digest}) that move with experts"
-    check_alike(what, meshes.world_group, optimizer=moved)
+    check_alike(what, meshes.stage_group, optimizer=moved)
 
 
 def _tensors_that_move_with(

@@ -7,10 +7,10 @@
 A layout has a pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid),
 a number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
 dispatch_chunks, and activation checkpointing or not. The experts are split over a power of two of
-ranks: ep_size ranks or, if the model has fewer experts than that, ep_size x etp_size ranks. The
-other sizes to try are powers of two. Training's own code decides if it accepts a grid: it patches
-and shards a few layers over a fake process group. Memory is planned by `step.py` and, if hardware
-is given, seconds by `seconds.py`.
+ranks: ep_size ranks or, if this number does not divide num_experts, ep_size x etp_size ranks.
+dp_replicate_size is 1 or the number of nodes; the other sizes to try are powers of two. Training's
+own code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
+Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
@@ -20,7 +20,7 @@ Each plan takes seconds to compute, so the search tries few layouts:
     2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
        with as many sequences per forward as fit (all, or a power of two). The first number to try
        comes from a straight line between the memory of one sequence and the memory of all.
-    3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
+    3. With hardware, it plans the fastest layout that splits experts for each number in CHUNKS.
 
 sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If nothing fits
 with any sp_size, cp_size > 1 is tried with the largest sp_size that training accepts: heads are
@@ -79,8 +79,8 @@ class LayoutRequest:
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
         ep, sp, dp_replicate, cp: the size of each axis; None tries several sizes.
-        etp: the etp_size. None means 1, or a larger size where the model has fewer experts than the
-            ep_size that is tried.
+        etp: the etp_size. None means 1, or a larger size if the number of ranks that is tried does
+            not divide num_experts.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -277,7 +277,7 @@ class _Search:
             return None
 
     def plan_grids(self) -> None:
-        """Plan every grid with as little memory as possible."""
+        """Plan the grids of one sp_size after the other, then of cp_sizes, until a grid fits."""
         request, num_experts = self.request, _count_experts(self.request)
         planned: list[PlannedLayout] = []
         for sp in [1, *_powers_of_two(request.node)] if request.sp is None else [request.sp]:
@@ -377,9 +377,7 @@ def refusal(layout: Layout, request: LayoutRequest) -> str:
             f"{context}sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
-        plan_request = _plan_request(layout, request)
-        layers = min(text_config(plan_request.config).num_hidden_layers, FEW[-1])
-        plan_request = replace(plan_request, config=with_layers(plan_request.config, layers))
+        plan_request = _few_layers(_plan_request(layout, request))
         with torch.random.fork_rng(devices=[]):
             unsharded = Unsharded.of(plan_request)
             with fake_group(0, request.gpus):
@@ -399,6 +397,12 @@ def _plan_request(layout: Layout, request: LayoutRequest) -> PlanRequest:
     )
 
 
+def _few_layers(request: PlanRequest) -> PlanRequest:
+    """Shorten the model of a request to the FEW layers that are enough to check its sizes."""
+    layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
+    return replace(request, config=with_layers(request.config, layers))
+
+
 _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_targets": "both"}
 
 
@@ -408,12 +412,9 @@ def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
     They are the bytes of one forward of one layer; if layers differ, of the layer with the most.
     The result is None if the width of keys and values is unknown.
     """
-    plan_request = _plan_request(layout, request)
-    layers = min(text_config(plan_request.config).num_hidden_layers, FEW[-1])
+    plan_request = _few_layers(_plan_request(layout, request))
     with torch.random.fork_rng(devices=[]):
-        unsharded = Unsharded.of(
-            replace(plan_request, config=with_layers(plan_request.config, layers))
-        )
+        unsharded = Unsharded.of(plan_request)
     context = unsharded.state.context
     widths = [] if context is None else [way.width for way in context[1] if way.width is not None]
     if not widths:
@@ -435,8 +436,7 @@ def _count_experts(request: LayoutRequest) -> int:
     plan_request = _plan_request(Layout(1, 1, 1), replace(request, parallel={}))
     try:
         with torch.random.fork_rng(devices=[]):
-            plan_request = replace(plan_request, config=with_layers(plan_request.config, FEW[-1]))
-            return Unsharded.of(plan_request).state.num_experts
+            return Unsharded.of(_few_layers(plan_request)).state.num_experts
     except ValueError:
         return 0
 
@@ -444,7 +444,7 @@ def _count_experts(request: LayoutRequest) -> int:
 def _split_experts(ep: int, request: LayoutRequest, num_experts: int) -> tuple[int, int]:
     """Return (ep_size, etp_size) that split the experts over `ep` ranks.
 
-    If the model has too few experts for an ep_size of `ep`, several ranks share each expert.
+    If `ep` does not divide the number of experts, several ranks share each expert.
     """
     if request.ep is not None or request.etp is not None or not num_experts:
         return ep, request.etp or 1

@@ -112,13 +112,13 @@ class Stages:
 
     Attributes:
         column: mesh ("pp",) of the ranks with the same position in each stage.
-        ranks: group of the ranks of this stage.
+        group: group of the ranks of this stage.
         forwards: group of the column, for hidden states.
         backwards: group of the column, for their gradients.
     """
 
     column: DeviceMesh
-    ranks: dist.ProcessGroup
+    group: dist.ProcessGroup
     forwards: dist.ProcessGroup
     backwards: dist.ProcessGroup
 
@@ -147,7 +147,7 @@ class Stages:
     @property
     def first_ranks(self) -> list[int]:
         """The first rank of each stage."""
-        ranks_per_stage = dist.get_world_size(self.ranks)
+        ranks_per_stage = dist.get_world_size(self.group)
         return [stage * ranks_per_stage for stage in range(self.size)]
 
 
@@ -262,9 +262,9 @@ class Meshes:
         return 1 if self.stages is None else self.stages.size
 
     @property
-    def world_group(self) -> dist.ProcessGroup | None:
+    def stage_group(self) -> dist.ProcessGroup | None:
         """The group of the `world_size` ranks; None stands for the default group."""
-        return None if self.stages is None else self.stages.ranks
+        return None if self.stages is None else self.stages.group
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """List the process groups of this rank with several ranks."""
@@ -279,7 +279,7 @@ class Meshes:
         ]
         if self.stages is not None:
             stages = self.stages
-            groups += [stages.column.get_group(), stages.ranks, stages.forwards, stages.backwards]
+            groups += [stages.column.get_group(), stages.group, stages.forwards, stages.backwards]
         by_name = {group.group_name: group for group in groups if group.size() > 1}
         return list(by_name.values())
 
@@ -401,8 +401,7 @@ def _make_stages(pipeline: DeviceMesh, device: torch.device) -> Stages:
         )
         return group
 
-    ranks = pipeline.get_group(STAGE)
-    return Stages(column, ranks, new_group("forwards"), new_group("backwards"))
+    return Stages(column, pipeline.get_group(STAGE), new_group("forwards"), new_group("backwards"))
 
 
 def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:

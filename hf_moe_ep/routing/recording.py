@@ -49,7 +49,7 @@ class Recording(Session):
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         frame: Frame | None = self._state.frame
         key = layer.decoder_layer
-        if backward_is_running() or (frame is not None and frame.replaying):
+        if backward_is_running() or (frame is not None and frame.is_recompute):
             return weights_TK
         if frame is not None and not self._state.exchanges_rows:
             frame.keep(layer.index, ids_TK.detach(), None)

@@ -206,7 +206,7 @@ class Replaying(Session):
         """Return True if the current layer must replay recorded expert ids."""
         if self._ids_BSLK is None or self._live or self.refusal is not None:
             return False
-        return self._state.frame is None or not self._state.frame.replaying
+        return self._state.frame is None or not self._state.frame.is_recompute
 
     def _slice_routes(self, forward: Forward) -> None:
         """Copy the routes to the device of the forward, and keep this rank's part of them."""

@@ -67,7 +67,7 @@ class _Buffer:
 
 @dataclass
 class FixedBuffers:
-    """The buffers of all units of a model: two for each use, group, size, dtype and device.
+    """The buffers of all units of a model: at most two per use, group, size, dtype and device.
 
     Attributes:
         register: take the memory from the allocator of a group's NCCL communicator.
@@ -90,7 +90,7 @@ class FixedBuffers:
                 return buffer.use()
         if len(buffers) == _NUM_BUFFERS:
             raise RuntimeError(
-                f"fsdp_double_buffer: a third FSDP2 unit of {size:,} elements ({dtype}) was to be "
+                f"fsdp_double_buffer: a third FSDP2 unit of {size:,} elements ({dtype}) cannot be "
                 f"{use} while both buffers of this size are in use; gather one unit ahead at most "
                 f"(set_modules_to_forward_prefetch and set_modules_to_backward_prefetch), or leave "
                 f"fsdp_double_buffer out"
@@ -135,8 +135,9 @@ class _ReduceScatter:
     """FSDP2's reduce-scatter (`FSDPModule.set_custom_reduce_scatter`) of a fixed buffer.
 
     FSDP2 asks for two tensors each time: first for the input, which it frees, and then for the
-    output, which becomes the gradients, so that it cannot be a fixed buffer. The output is smaller
-    by the number of ranks. If an error has come between the two, the next tensor is an input again.
+    output, which becomes the gradients and therefore cannot be a fixed buffer. The input has as
+    many times the elements of the output as the group has ranks. If an error has come between the
+    two, the next tensor is an input again.
     """
 
     def __init__(self, buffers: FixedBuffers, group: dist.ProcessGroup) -> None:

@@ -187,7 +187,7 @@ def broadcast_from_first(tensor: Tensor, meshes: Meshes) -> Tensor:
         value = tensor.to(meshes.device).contiguous()
     else:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=meshes.device)
-    dist.broadcast(value, src=meshes.first_rank, group=meshes.world_group)
+    dist.broadcast(value, src=meshes.first_rank, group=meshes.stage_group)
     return value
 
 

@@ -393,7 +393,7 @@ def test_topk_inside_a_nested_checkpoint_is_not_replayed() -> None:
 
     def outer() -> None:
         chosen.append(torch.topk(scores, 2).indices)
-        if state.frame.replaying:
+        if state.frame.is_recompute:
             Frame(state, lambda: chosen.append(torch.topk(scores, 2).indices))()
         else:
             state.frame.keep(0, ids, [])

@@ -252,7 +252,7 @@ def test_groups_of_stages(name: str) -> None:
             for group in (stages.forwards, stages.backwards):
                 assert dist.get_process_group_ranks(group) == column
             own = [other for other in range(8) if other // (8 // pp_size) == stages.index]
-            assert dist.get_process_group_ranks(stages.ranks) == own
+            assert dist.get_process_group_ranks(stages.group) == own
             assert (meshes.world_size, meshes.first_rank) == (len(own), own[0])
             assert [stages.rank_in(stage) for stage in range(pp_size)] == column
             assert (stages.is_first, stages.is_last) == (rank == column[0], rank == column[-1])

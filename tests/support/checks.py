@@ -9,10 +9,10 @@
 
 The fixture `found` (conftest.py) runs a check when its test asks for it. The checks of a module
 with the same number of ranks share one spawn, and each check starts with seed 0. A check that fails
-or hangs is reported with every rank's traceback and ends the spawn. The checks after it run in a
-fresh spawn, so its failure does not affect them. A check that passes but leaves a process group
-unusable must be marked `alone=True`. `parity.on_ranks(CASES)` makes checks of the cases of
-`support.parity`.
+or hangs is reported with the tracebacks of the ranks concerned, and ends the spawn. The checks
+after it run in a fresh spawn, so its failure does not affect them. A check that passes, but leaves
+a process group unusable or functions replaced, must be marked `alone=True`.
+`parity.on_ranks(CASES)` makes checks of the cases of `support.parity`.
 """
 
 import time
@@ -28,8 +28,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.kept_groups import KeptGroups
 from support.ranks import RankError, raise_if_failed, started_ranks
+from support.reused_groups import ReusedGroups
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: 
 class Found:
     """The results or errors of a module's checks. Reading a result runs the check.
 
-    The ranks of one spawn exist at a time, and end after the last selected check that can share it.
+    Only one spawn exists at a time. Its ranks end after the last selected check that can share it.
     """
 
     def __init__(self, selected: Iterable[Check]) -> None:
@@ -141,7 +141,7 @@ class _Spawn:
     def run(self, check: Check, last: bool) -> list[Any] | Exception:
         """Run a check; return the value of each rank, or the error that has ended the ranks.
 
-        An error of a rank that ends after the last check is an error of that check.
+        If a rank fails while the ranks end after the last check, the last check has failed.
         """
         turn = self._begin(self.checks.index(check))
         files = [_value_file(self._folder, turn, rank) for rank in range(self._world)]
@@ -173,7 +173,7 @@ class _Spawn:
 
 def _serve(rank: int, world: int, checks: list[Check], folder: str) -> None:
     """Run on one rank the checks that `_Spawn` asks for."""
-    groups = KeptGroups()
+    groups = ReusedGroups()
     for turn in count():
         while not _turn_file(folder, turn).exists():
             time.sleep(0.005)
@@ -188,7 +188,7 @@ def _serve(rank: int, world: int, checks: list[Check], folder: str) -> None:
             check_folder = Path(folder, f"folder{turn}")
             check_folder.mkdir(exist_ok=True)
             arguments.append(str(check_folder))
-        with groups.in_use():
+        with groups.reusing():
             value = check.run(rank, world, *arguments)
         partial_file = Path(folder, f"value{turn}_{rank}.partial")
         torch.save(value, partial_file)

@@ -152,7 +152,7 @@ class Ranks:
             wait([process.sentinel for process in alive], 0.02)
 
     def outcomes(self) -> dict[int, Outcome]:
-        """Return rank -> outcome, without ranks that still run: they wait for a failed rank."""
+        """Return the outcome of each rank that has one; a rank that still runs has none."""
         return _collect(self._processes, self._job)
 
 

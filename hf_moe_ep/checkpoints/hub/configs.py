@@ -18,7 +18,7 @@ from hf_moe_ep.upstream.sharded_models import stock_class
 
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "generation_config.json")
-STAGED = ".configs-"
+TEMPORARY_CONFIGS = ".configs-"
 
 
 def save_configs(
@@ -34,10 +34,10 @@ def save_configs(
         dtype: the dtype to write into config.json; None writes the dtype of the model's config.
         others: tokenizers and processors.
     """
-    publish(stage_configs(model, folder, dtype, others), folder)
+    publish(prepare_configs(model, folder, dtype, others), folder)
 
 
-def stage_configs(
+def prepare_configs(
     model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
 ) -> Path:
     """Save the files of `save_configs` into a new subfolder, for `publish`.
@@ -45,9 +45,9 @@ def stage_configs(
     First the temporary files of a killed save are removed, and its commit is completed or undone.
     """
     settle(folder)
-    for leftover in folder.glob(f"{STAGED}*"):
+    for leftover in folder.glob(f"{TEMPORARY_CONFIGS}*"):
         shutil.rmtree(leftover)
-    staged = Path(tempfile.mkdtemp(prefix=STAGED, dir=folder))
+    staged = Path(tempfile.mkdtemp(prefix=TEMPORARY_CONFIGS, dir=folder))
     try:
         _write_into(model, staged, dtype, others)
     except BaseException:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.configs import stage_configs
+from hf_moe_ep.checkpoints.hub.configs import prepare_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
@@ -149,7 +149,7 @@ def _save_weights(
         extra_files.extend(_extra_files(state, groups, max_shard_size, extra_tensors))
         check_is_no_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        configs = stage_configs(model, folder, first_dtype(groups), processors)
+        configs = prepare_configs(model, folder, first_dtype(groups), processors)
         return configs, file_names(len(files) + len(extra_files))
 
     configs, names = on_first(what, prepare)
@@ -226,7 +226,7 @@ def save_state_dict(
     files = split_files(groups, max_bytes) + _extra_files(state, groups, max_bytes, extra_tensors)
     check_is_no_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    configs = stage_configs(model, folder, first_dtype(groups), ())
+    configs = prepare_configs(model, folder, first_dtype(groups), ())
     follow_copies(state, folder, write_checkpoint(folder, files, configs=configs))
 
 

@@ -78,13 +78,13 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.module_names import unwrap
 
-# max_bytes // _SLABS is the size of a slab. A rank needs memory for a slab that the caller still
-# holds and for a slab that is being filled. The rank that owns a shard also needs memory for the
-# shard in the dtype of the master weights, the product of the adapter's factors, and the sum of
-# shard and product; each is up to twice as large as the sent values. An all-gather needs two slabs
-# besides its result.
+# A slab has max_bytes // _SLABS bytes, because a rank needs memory for the slab that the caller
+# still holds (1) and the slab that is being filled (1). The rank that owns a shard also needs the
+# shard in the dtype of the master weights, the product of the adapter's factors, and their sum;
+# each is up to twice as large as the sent values (3 x 2). The sum is 8 slabs. An all-gather needs
+# two slabs besides its result, but then a rank owns only a part of the slab.
 _SLABS = 8
-# What engines raise for a key or a shape that they do not know.
+# Errors that engines raise for a key or a shape that they do not know.
 _REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -106,14 +106,14 @@ def hub_tensors(
     tied weights are yielded once. Each tensor is a contiguous copy on the device on which the model
     computes. The model does not change.
 
-    All ranks must iterate to the end and in step, because each tensor is gathered from all ranks.
-    Do not run the model or move its experts during the iteration. If a rank stops early (`break`,
-    `close()`, an error that is handled), the other ranks raise a RuntimeError that names this rank
-    at their next tensor; if all ranks stop, no rank raises. If you store a caught exception
-    (`last = error`), its traceback keeps the local variables of the loop's function alive, so the
-    iterator is not closed and the other ranks wait. To avoid this, write the loop inside
-    `with contextlib.closing(tensors):`. An unhandled error ends the process, and torchrun then ends
-    the other ranks.
+    All ranks must iterate at the same time and to the end, because each tensor is gathered from all
+    ranks. Do not run the model or move its experts during the iteration. If a rank stops early
+    (`break`, `close()`, an error that is handled), the other ranks raise a RuntimeError at their
+    next tensor, which names this rank; if all ranks stop, no rank raises. If you store a caught
+    exception (`last = error`), its traceback keeps the local variables of the loop's function
+    alive, so the iterator is not closed and the other ranks wait. To avoid this, write the loop
+    inside `with contextlib.closing(tensors):`. An unhandled error ends the process, and torchrun
+    then ends the other ranks.
 
     Args:
         model: patched, sharded or not, with adapters or not.
@@ -131,8 +131,9 @@ def hub_tensors(
         extra_tensors: yield, behind all others, the tensors of the loaded checkpoint that the
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
             not change, so an engine that has loaded them once needs them no more.
-        since: the token of an engine. Tensors that have not changed since the last iteration with
-            this token are left out; the first one yields all. Each rank passes a token of its own.
+        since: a `SyncToken` of an engine; each rank has a token of its own for the engine. Tensors
+            that have not changed since the last iteration with this token are left out. The first
+            iteration yields all tensors.
 
     Returns:
         An iterator, whose `metadata()` lists key, dtype and shape of all tensors.
@@ -198,7 +199,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of tensors of the whole model.
+    """Names of tensors and adapters of the whole model, or of one pipeline stage.
 
     Attributes:
         left_out: the names in the state dict that do not exist after adapters are merged.
@@ -219,8 +220,8 @@ class _Contents:
         groups: the tensors of the model.
         in_fp8: the keys that are yielded in FP8.
         extra: the extra tensors in the files of rank 0.
-        signatures: the checksum of each group's values, by the group's first key; empty without
-            `since`.
+        signatures: by key, the checksum of each group (under its first key), and the place of each
+            extra tensor in its file; empty without `since`.
     """
 
     groups: list[TensorGroup]
@@ -266,14 +267,14 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         """Send an engine each tensor by itself, and raise one error for all keys that it refuses.
 
         In a sync, an engine stops at the first unknown key or skips the key without a message. Call
-        this method of a stream of its own before the first sync; every rank calls it.
+        this method before the first sync; every rank calls it. It uses up this iterator.
 
         Args:
-            load_weights: the engine's method; None on ranks without an engine. A rank skips a key
-                if the method returns an empty set of parameters, as vLLM's does, and a key counts
-                as skipped if all ranks with an engine skip it: with expert parallelism in the
-                engine, one of them takes it. SGLang's method returns None, so that skipped keys are
-                not noticed.
+            load_weights: the engine's method; None on ranks without an engine. The method skips a
+                key if it returns an empty set of parameters, as vLLM's does. A key counts as
+                skipped if all ranks with an engine skip it, because with expert parallelism in the
+                engine only one rank loads the key. SGLang's method returns None, so its skipped
+                keys are not noticed.
 
         Raises:
             ValueError: on every rank: an engine refuses or skips keys; the error lists all of them,
@@ -315,9 +316,10 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         return self._source.list_metadata()
 
     def metadata_of_rank(self) -> list[TensorInfo]:
-        """List the same without a collective; before `metadata()`, only rank 0 knows extra tensors.
+        """List the tensors as this rank knows them, without a collective.
 
-        With `since`, tensors that have not changed are listed, too.
+        Before `metadata()`, only rank 0 lists the extra tensors. With `since`, tensors that have
+        not changed are listed, too.
 
         Raises:
             ValueError: the model has pipeline stages, whose adapters and Linear layers this rank
@@ -400,7 +402,7 @@ class _Source:
         return fp8_config(matrices - in_fp8)
 
     def _extra_of_rank(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
-        """Return the extra tensors that `_prepare` has found, or those that this rank refers to."""
+        """Return the extra tensors that `_prepare` has found, or those of the model's state."""
         if self._extra is not None:
             return self._extra
         own_keys = {key for group in groups for key in group.shapes}
@@ -502,7 +504,7 @@ class _Source:
         return self._contents
 
     def _sign(self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]) -> dict[str, str]:
-        """Map the first key of each group, and the key of each extra tensor, to a checksum."""
+        """Map the first key of each group to its checksum, and extra keys to places in files."""
         signatures: dict[str, str] = {}
         for of_stage in gather_stages(self._sign_own(groups), self._state):
             signatures |= of_stage
@@ -616,7 +618,7 @@ def _count_values(model: nn.Module, state: ModelState) -> int:
 def _find_extra(
     state: ModelState, groups: list[TensorGroup], wanted: bool
 ) -> dict[str, FileTensor]:
-    """Return where rank 0 has the extra tensors, on every rank."""
+    """Return the places of the extra tensors in the files of rank 0; every rank calls this."""
     own_keys = {key for group in groups for key in group.shapes}
 
     def find() -> dict[str, FileTensor]:
@@ -642,7 +644,7 @@ def _describe_groups(
     max_bytes: int,
     left_out: set[str],
 ) -> list[TensorGroup]:
-    """Describe every tensor of a checkpoint, with slabs that every rank receives.
+    """Describe all checkpoint tensors; every rank receives the values of their slabs.
 
     The tensors whose names are in `left_out` are no part of the checkpoint.
     """

@@ -263,7 +263,7 @@ def write_checkpoint(
         writes: True on the process that writes, with pipeline stages on one of each stage; other
             ranks only iterate over the slabs.
         together: runs a step on all ranks and raises an error of one rank on every rank.
-        configs: the folder that `stage_configs` returned; the commit publishes its files, and an
+        configs: the folder that `prepare_configs` returned; the commit publishes its files, and an
             error removes it.
         names: the names of the files, the same on all ranks, which no checkpoint in the folder has;
             None chooses them.

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.configs import CONFIGS, STAGED, save_configs
+from hf_moe_ep.checkpoints.hub.configs import CONFIGS, TEMPORARY_CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
 from hf_moe_ep.checkpoints.storage.part_files import (
@@ -97,7 +97,7 @@ def _is_known(name: str) -> bool:
     # Python files are those of a model that was loaded with trust_remote_code=True.
     if Path(name).suffix == ".py":
         return True
-    return name in known or name.startswith(STAGED) or Path(name).match("random-*.json")
+    return name in known or name.startswith(TEMPORARY_CONFIGS) or Path(name).match("random-*.json")
 
 
 def clear(path: Path, model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """Let the checks of one spawn share the process groups of their meshes.
 
-A new group takes milliseconds, and DTensor's cache of sharding decisions, which takes a third of a
+A new group takes milliseconds. DTensor's cache of sharding decisions, which takes a third of a
 small check to fill, is only valid while the groups of its meshes exist. So a mesh of a later check
-gets the groups that an equal mesh of an earlier check had. Within a check every group is another.
+gets the groups that an equal mesh of an earlier check had. Within a check, every call of
+`new_group` returns another group.
 """
 
 import gc
@@ -16,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import debug
 
-# A gloo group has a thread that wakes up every 10 ms.
+# The most groups that are reused, because each gloo group has a thread that wakes up every 10 ms.
 _MOST = 24
 _Key = tuple[Any, ...]
 
 
-class KeptGroups:
+class ReusedGroups:
     """The groups of meshes, which `end_check` keeps for the next check."""
 
     def __init__(self) -> None:
@@ -29,16 +30,16 @@ class KeptGroups:
         self._taken: list[tuple[_Key, Any]] = []
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def reusing(self) -> Iterator[None]:
         """Let `new_group` return a kept group if there is one with the same arguments."""
-        new_group = self._taking_kept(distributed_c10d.new_group)
+        new_group = self._with_reuse(distributed_c10d.new_group)
         with (
             mock.patch.object(dist, "new_group", new_group),
             mock.patch.object(device_mesh, "new_group", new_group),
         ):
             yield
 
-    def _taking_kept(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_reuse(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def new_group(ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
             of_mesh = str(options.get("group_desc")).startswith("mesh_")
             if args or options.get("pg_options") is not None or not of_mesh:
@@ -52,11 +53,12 @@ class KeptGroups:
         return new_group
 
     def end_check(self) -> None:
-        """Keep the groups of meshes, and destroy all others but the first group of all.
+        """Let the next check reuse the groups of meshes, and destroy all others.
 
-        If there are too many, all are destroyed. DTensor's cache is cleared whenever a group is,
-        because it keeps meshes. torch makes a name from the number of names in its table, and the
-        store still has the keys of each name, so the table keeps the names of destroyed groups.
+        The default group exists until the ranks end. If more than _MOST groups are free, all of
+        them are destroyed. If a group is destroyed, DTensor's cache is cleared, because it keeps
+        meshes. The names of destroyed groups stay in torch's table: torch numbers new groups by the
+        size of this table, and the store still has the keys of the old names.
         """
         gc.collect()
         names = distributed_c10d._world.pg_names
