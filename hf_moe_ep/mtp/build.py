@@ -18,7 +18,7 @@ from hf_moe_ep.mtp_head import MtpHead, OwnProjectionHead, SharedProjectionHead
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import adapter_layers
-from hf_moe_ep.upstream.hub import empty_module, file_name
+from hf_moe_ep.upstream.hub import checkpoint_name, empty_module
 
 _SHARED = "shared"
 _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -146,7 +146,9 @@ def _names_of_weights(parts: Parts) -> tuple[str, str]:
     """
     assert parts.embedding is not None and parts.head is not None
     weights = (parts.embedding.weight, parts.head.weight)
-    name_of = {id(parameter): file_name(name) for name, parameter in parts.root.named_parameters()}
+    name_of = {
+        id(parameter): checkpoint_name(name) for name, parameter in parts.root.named_parameters()
+    }
     embedding, head = (name_of[id(weight)] for weight in weights)
     return embedding, head
 

@@ -413,7 +413,7 @@ def on_meta(build: Callable[[], Any]) -> Any:
     return model
 
 
-def file_name(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """Return a parameter's name in checkpoints, which has no components of wrappers and PEFT.
 
     Some heads for multi-token prediction are stored as decoder layers (`mtp_head.py`).

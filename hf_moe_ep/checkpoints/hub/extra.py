@@ -52,7 +52,7 @@ from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import (
     base_prefix,
-    file_name,
+    checkpoint_name,
     folders_of_loaded,
     ignored_patterns,
     is_base_model,
@@ -135,7 +135,7 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     if not candidates:
         return None
     shapes = {
-        file_name(name): tuple(tensor.shape)
+        checkpoint_name(name): tuple(tensor.shape)
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
             *persistent_buffers(model),
@@ -285,7 +285,7 @@ def _compare(model: nn.Module, tensors: Mapping[str, FileTensor]) -> _Compared:
     """
     named = [
         (key, parameter.detach())
-        for key, parameter in ((file_name(name), p) for name, p in model.named_parameters())
+        for key, parameter in ((checkpoint_name(name), p) for name, p in model.named_parameters())
         if key in tensors and parameter.ndim and not parameter.is_meta
         if _is_plain(parameter.dtype) and _is_plain(tensors[key].dtype)
     ]

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.hub import file_name
+from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.models import output_head
 
 # The name of the encoding as an argument.
@@ -50,7 +50,7 @@ def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
     head = output_head(without_adapters(model))
     weights = set()
     for name, module in model.named_modules():
-        stock = file_name(name)
+        stock = checkpoint_name(name)
         if isinstance(module, nn.Linear) and module is not head and not matches(plan.router, stock):
             weights.add(f"{stock}.weight")
         if matches(plan.experts, stock):

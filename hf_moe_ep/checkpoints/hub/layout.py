@@ -35,7 +35,7 @@ from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
-from hf_moe_ep.upstream.hub import file_name, names_of_copies
+from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
 from hf_moe_ep.upstream.module_names import canonical_name
 
 _SHOWN = 5  # an error lists at most this many names
@@ -57,7 +57,7 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     copies = names_of_copies(model)
     for key, tensor in model.state_dict(keep_vars=True).items():
         name, earlier = canonical_name(key), by_id.get(id(tensor))
-        if name not in without and (earlier is None or file_name(earlier[0]) in copies):
+        if name not in without and (earlier is None or checkpoint_name(earlier[0]) in copies):
             by_id[id(tensor)] = name, tensor
     return dict(by_id.values())
 

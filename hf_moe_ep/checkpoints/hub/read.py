@@ -52,8 +52,8 @@ from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import other_names
 from hf_moe_ep.upstream.hub import (
     base_prefix,
+    checkpoint_name,
     empty_model,
-    file_name,
     is_base_model,
     progress_bar,
     unexpected_keys,
@@ -171,7 +171,7 @@ def match_checkpoint(
         ValueError: the folder is no complete checkpoint; tensors are missing or have another shape.
     """
     shapes = {
-        file_name(name): tuple(tensor.shape)
+        checkpoint_name(name): tuple(tensor.shape)
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
             *persistent_buffers(model),
@@ -244,7 +244,7 @@ def check_extra(
         stored: the parameters of the model that are read from the same checkpoint, for the error.
     """
     own_keys = {piece.key: name for name, pieces in layout.items() for piece in pieces}
-    files = {file_name(name): item.pieces[0][1].file for name, item in stored.items()}
+    files = {checkpoint_name(name): item.pieces[0][1].file for name, item in stored.items()}
     for key in sorted(extra.keys() & own_keys.keys()):
         name = own_keys[key]
         raise ValueError(
@@ -324,7 +324,7 @@ def _match_parameters(
     tied_keys: set[str] = set()
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*parameters, *persistent_buffers(model)):
-        names = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
+        names = [checkpoint_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [alias for alias in names if _find_single_key(alias, layout, tensors)]
         keys = [_find_single_key(alias, layout, tensors) for alias in present]
         _check_tied({key: tensors[key] for key in filter(None, keys)})
@@ -348,7 +348,7 @@ def _match_parameters(
     # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
     ids = {id(tensor) for _, tensor in parameters}
     unread = [name for key, names in aliases.items() if key not in ids for name in names]
-    known |= {piece.key for name in unread for piece in layout[file_name(name)]}
+    known |= {piece.key for name in unread for piece in layout[checkpoint_name(name)]}
     stored = {
         name: StoredParameter(
             [(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name]

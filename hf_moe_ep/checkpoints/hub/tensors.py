@@ -75,7 +75,7 @@ from hf_moe_ep.upstream.adapters import (
     left_out_by_merging,
     updates_of,
 )
-from hf_moe_ep.upstream.hub import file_name
+from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.module_names import unwrap
 
 # A slab has max_bytes // _SLABS bytes, because a rank needs memory for the slab that the caller
@@ -460,7 +460,7 @@ class _Source:
         return {
             key
             for group in groups
-            if set(map(file_name, group.names)) <= names.in_fp8
+            if set(map(checkpoint_name, group.names)) <= names.in_fp8
             for key, shape in group.shapes.items()
             if has_blocks(shape)
         }
@@ -654,11 +654,11 @@ def _describe_groups(
     updates = updates_of(model, tensors.values())
     # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
-    dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
+    dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
     apart = find_apart(model)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
+        return saved_dtype(tensor, dtype or dtypes.get(checkpoint_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))

@@ -45,7 +45,7 @@ from hf_moe_ep.ranks.boxes import local_tensor, whole_box
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import lay_out, shard_model
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.hub import file_name
+from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.sharded_models import times_written
 
@@ -95,7 +95,7 @@ def find_unread(
     folder = files[0].parent
     found = match_checkpoint(model, folder, plan, names, file_tensors=read_files(files))
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
-    stored = {file_name(name): found.stored[name] for name in names}
+    stored = {checkpoint_name(name): found.stored[name] for name in names}
     keys: dict[str, FileTensor] = {}
     for parameter in stored.values():
         for piece, tensor in parameter.pieces:
@@ -120,7 +120,7 @@ def finish_loading(model: nn.Module, unread: Unread) -> Unread:
                 values = torch.empty(buffer.shape, dtype=buffer.dtype)
                 unread.buffers[full_name].read_into(values, whole_box(buffer.shape), reader)
                 own_buffers(module)[name] = values
-    parameters = {file_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     stored = {
         name: StoredParameter(parameter.pieces, parameters[name].dtype)
         for name, parameter in unread.stored.items()
@@ -149,7 +149,7 @@ def shard_and_read(
     shard_model(model, state, _with_empty(options, parameters), device)
     parameters = {name: p for name, p in model.named_parameters() if name in parameters}
     check_same_weights(unread.fingerprint, unread.folder)
-    stored = {name: unread.stored[file_name(name)] for name in parameters}
+    stored = {name: unread.stored[checkpoint_name(name)] for name in parameters}
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
     load_weights(model, stored, torch.device("cpu") if offloaded else device)
     _round_to_loaded_dtype(model, stored)
@@ -182,7 +182,7 @@ def read_whole(model: nn.Module) -> None:
         return
     with Reader() as reader:
         for name, parameter in _find_unread_parameters(model, unread).items():
-            stored = unread.stored[file_name(name)]
+            stored = unread.stored[checkpoint_name(name)]
             values = torch.empty(parameter.shape, dtype=stored.dtype)
             stored.read_into(values, whole_box(parameter.shape), reader)
             _replace(model, parameter, values.to(parameter.dtype))
@@ -193,16 +193,16 @@ def _find_unread_parameters(model: nn.Module, unread: Unread) -> dict[str, nn.Pa
     """Return the unread parameters by name, after moving those without values to meta."""
     is_first_on_machine = launched_local_rank() in (None, 0)
     for name, parameter in list(model.named_parameters()):
-        is_allocated = file_name(name) in unread.stored and not parameter.is_meta
+        is_allocated = checkpoint_name(name) in unread.stored and not parameter.is_meta
         if is_allocated and not is_first_on_machine:
             _replace(model, parameter, torch.empty_like(parameter, device="meta"))
     found = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.is_meta and file_name(name) in unread.stored
+        if parameter.is_meta and checkpoint_name(name) in unread.stored
     }
     for name, parameter in found.items():
-        reference, before = unread.written[file_name(name)]
+        reference, before = unread.written[checkpoint_name(name)]
         if reference() is parameter and times_written(parameter) != before:
             raise ValueError(
                 f"{name} was written after the model was loaded, but its values are read only when "

@@ -53,7 +53,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTe
 from hf_moe_ep.etp import find_apart, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
-from hf_moe_ep.upstream.hub import file_name, progress_bar
+from hf_moe_ep.upstream.hub import checkpoint_name, progress_bar
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -157,7 +157,7 @@ def group_tensors(
     Raises:
         ValueError: parameters that share a checkpoint tensor have several dtypes.
     """
-    name_in_model = {file_name(name): name for name in tensors}
+    name_in_model = {checkpoint_name(name): name for name in tensors}
     by_name = {name: tensors[in_model] for name, in_model in name_in_model.items()}
     apart = find_apart(model)
     shapes = {name: stock_shape(t.shape, apart.get(id(t))) for name, t in by_name.items()}
