@@ -42,7 +42,10 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
     # All ranks that share a batch have the same labels.
     meshes = _meshes(model)
     num_sharing = 1 if meshes is None else meshes.pp_size * meshes.ranks_per_batch
-    return sum_over_ranks(counts.sum()) // num_sharing
+    total = counts.sum()
+    if meshes is not None:  # the labels may still be on the host, where NCCL cannot sum
+        total = total.to(meshes.device)
+    return sum_over_ranks(total) // num_sharing
 
 
 def data_parallel_size(model: nn.Module) -> int:

@@ -154,6 +154,7 @@ the row above.
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
+    integrations/shared_batches.py | setattr | attributes that Accelerate sets on a scheduler
     upstream/frameworks.py | tp_size total_samples | of the sampler of a loader of ms-swift
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`

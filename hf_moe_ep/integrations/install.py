@@ -450,12 +450,12 @@ TRAINER_METHODS = (
         (
             "_clip_grad_norm",
             optimizers.clip_grad_norm_of_trainer,
-            "clips by the norm over all pipeline stages; stock sees one stage",
+            "clips by the norm over all stages, and unscales fp16; stock does neither",
         ),
         (
             "_get_grad_norm",
             optimizers.get_grad_norm,
-            "logs the norm over all pipeline stages; stock sees one stage",
+            "logs the norm over all stages, and unscales fp16; stock does neither",
         ),
     ),
     *_build_rows(

@@ -145,9 +145,8 @@ def clip_grad_norm(
 def clip_grad_norm_of_trainer(
     original: Callable[..., Any], self: transformers.Trainer, model: Any
 ) -> Any:
-    """Wrap `Trainer._clip_grad_norm`: clip a model with pipeline stages over all of them."""
-    state = find_state(self.model)
-    if state is None or state.stage is None:
+    """Wrap `Trainer._clip_grad_norm`: clip over all pipeline stages, and unscale fp16 before."""
+    if not _needs_clip_of_accelerator(self):
         return original(self, model)
     return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
@@ -155,11 +154,23 @@ def clip_grad_norm_of_trainer(
 def get_grad_norm(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, grad_norm: Any = None
 ) -> Any:
-    """Wrap `Trainer._get_grad_norm`: without clipping, compute the norm over all stages."""
-    state = find_state(self.model)
-    if grad_norm is None and state is not None and state.stage is not None:
+    """Wrap `Trainer._get_grad_norm`: the norm over all stages, of unscaled gradients."""
+    if grad_norm is None and _needs_clip_of_accelerator(self):
         grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
     return original(self, model, grad_norm)
+
+
+def _needs_clip_of_accelerator(trainer: transformers.Trainer) -> bool:
+    """Return True if the Trainer's own norm of the gradients would be wrong.
+
+    It sees one pipeline stage. Since transformers 5.24 the Trainer also computes the norm of
+    gradients on several meshes, and does not unscale gradients of fp16 before.
+    """
+    state = find_state(trainer.model)
+    if state is None:
+        return False
+    scales = state.meshes is not None and trainer.accelerator.scaler is not None
+    return state.stage is not None or scales
 
 
 def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> ValueError:

@@ -434,7 +434,11 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
 
 
 class _EveryNthStep:
-    """A scheduler that ignores all but every n-th call of `step`."""
+    """A scheduler that ignores all but every n-th call of `step`.
+
+    All other attributes are those of the scheduler. Accelerate sets some of them: it increases the
+    scheduler's count of steps while gradients accumulate, and compares it for OneCycleLR.
+    """
 
     def __init__(self, scheduler: Any, n: int) -> None:
         self._scheduler = scheduler
@@ -445,6 +449,12 @@ class _EveryNthStep:
         self._calls += 1
         if self._calls % self._n == 0:
             self._scheduler.step(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_scheduler", "_n", "_calls"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._scheduler, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_scheduler":  # copy and pickle look it up before __init__
@@ -500,6 +510,8 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
     shard = getattr(loader, "dataset", None)
     if not (isinstance(shard, IterableDatasetShard) and isinstance(shard.dataset, _Stream)):
         return
+    if loader.num_workers > 1:
+        return  # each worker pads its own last batch, so their common count says nothing
     if accelerator.gradient_state.end_of_dataloader:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 

@@ -224,11 +224,14 @@ class Muon(Optimizer):
         """Run torch's AdamW on this rank's shards."""
         columns: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
         for parameter in params:
-            state = self.state[parameter]
+            state, device = self.state[parameter], local_tensor(parameter).device
             if not state:
-                state["step"] = torch.zeros((), device=local_tensor(parameter).device)
+                state["step"] = torch.zeros((), device=device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
+            elif state["step"].device != device:
+                # Accelerate loads all state on the host, and `load_state_dict` leaves steps there.
+                state["step"] = state["step"].to(device)
             for key, column in columns.items():
                 column.append(local_tensor(state[key]))
         beta1, beta2 = group["betas"]

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.jobs.resume import Layout, Run, everything, start, step
+from support.tiny_models import tiny
 
 from hf_moe_ep import load_checkpoint, save_checkpoint
+from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState, OptimizerValue
+from hf_moe_ep.checkpoints.training.tensors import restore_optimizer
 
 ALONE = Layout("unsharded", 1)
 
@@ -88,3 +91,16 @@ def test_only_the_model_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     expected = dict(run.model.named_parameters())
     assert all(torch.equal(p, expected[name]) for name, p in other.model.named_parameters())
     assert not other.optimizer.state
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])
+def test_steps_of_a_run_with_offload_resume_without_it(fused: bool | None, device: str) -> None:
+    """A fused optimizer needs the steps beside the parameters; `meta` stands for a GPU."""
+    model = tiny().to("meta")
+    weight = model.model.norm.weight
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    name = "model.norm.weight"
+    values = {name: {"step": OptimizerValue(value=torch.tensor(3.0))}}
+    saved = OptimizerState("AdamW", ["Adam"], values, [Group([name], {"fused": fused})])
+    restore_optimizer(model, optimizer, saved, {})
+    assert optimizer.state[weight]["step"].device.type == device

@@ -6,6 +6,7 @@ show that the replacement does everything that the original does.
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import accelerate.utils.fsdp_utils
 import pytest
@@ -24,8 +25,10 @@ from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
-from hf_moe_ep import describe, global_token_count, patch
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, describe, global_token_count, patch
+from hf_moe_ep.integrations.optimizers import clip_grad_norm_of_trainer, get_grad_norm
 from hf_moe_ep.integrations.prepare import check_parallelism, fsdp_on_cpu
 from hf_moe_ep.state import find_state
 
@@ -332,6 +335,35 @@ def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
                 assert_close(name, saved[name], parameter, FP32_BUDGET)
 
 
+def _the_trainer_unscales(clips: bool, rank: int, world: int) -> None:
+    """The norm of gradients on two meshes is that of unscaled gradients, with and without clipping.
+
+    Since transformers 5.24 the Trainer computes such a norm itself, and does not unscale.
+    """
+    inputs = batch(tiny(), 2, 7, seed=rank)
+    with launched():
+        accelerator, model, _ = prepared(
+            tiny(dtype=torch.float32), make_optimizer=torch.optim.SGD, ep_size=2
+        )
+        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        trainer = Trainer.__new__(Trainer)
+        trainer.model, trainer.accelerator, trainer._mixed_mesh_grads = model, accelerator, None
+        trainer.args = SimpleNamespace(max_grad_norm=0.1, fp16=True)
+        accelerator.scaler.scale(model(**inputs).loss).backward()
+        if clips:
+            norm = clip_grad_norm_of_trainer(Trainer._clip_grad_norm, trainer, model)
+        else:
+            norm = get_grad_norm(Trainer._get_grad_norm, trainer, model)
+        twin = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+        twin(**inputs).loss.backward()
+        want = clip_grad_norm_(twin, 0.1 if clips else float("inf"))
+        assert want > 0.1  # so that clipping changes the gradients
+        assert_close("norm", torch.as_tensor(norm), want, FP32_BUDGET)
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert_close(name, full_tensor(ours.grad), full_tensor(theirs.grad), FP32_BUDGET)
+
+
 SLOW_ON_TWO_RANKS = {
     f"trains as stock: {name}": partial(_trains_as_stock, name)
     for name in VARIANTS
@@ -341,6 +373,8 @@ ON_TWO_RANKS = {
     "trains as stock: defaults": partial(_trains_as_stock, "defaults"),
     "trains as stock: patched first": _trains_as_stock_patched_first,
     "trains as stock: adapters with a task type": _adapters_with_a_task_type_train_as_stock,
+    "the Trainer unscales before it clips": partial(_the_trainer_unscales, True),
+    "the Trainer logs the norm of unscaled gradients": partial(_the_trainer_unscales, False),
     "clips only the given parameters": _clips_only_the_given_parameters,
     "prepares once by every name": _prepares_once_by_every_name,
     **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},

@@ -8,21 +8,24 @@ from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import DataLoaderConfiguration
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
+from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.shared_batches import processes_per_batch, share_trainer_batches
 from hf_moe_ep.state import find_state
 
@@ -269,3 +272,38 @@ def test_trainers_that_generate_on_each_rank_are_refused() -> None:
     assert state is not None
     with pytest.raises(ValueError, match=r"lets each rank generate .* with sp_size=2 ranks share"):
         share_trainer_batches(trainer, state)
+
+
+def test_attributes_that_accelerate_sets_are_the_schedulers() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    inner = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+    shared = shared_batches._EveryNthStep(inner, 2)
+    shared._step_count += 1  # as in accelerate/scheduler.py, while gradients accumulate
+    assert inner._step_count == 2
+    optimizer.step()
+    shared.step()
+    shared.step()
+    assert shared._step_count == inner._step_count == 3
+
+
+@pytest.mark.parametrize(("num_workers", "remainder"), [(0, 1), (1, 1), (2, -1)])
+def test_a_stream_of_several_workers_has_no_remainder(num_workers: int, remainder: int) -> None:
+    """Each worker pads its own last batch."""
+    stream = shared_batches._Stream(list(range(25)))
+    shard = IterableDatasetShard(stream, batch_size=4, num_processes=2, process_index=0)
+    list(shard)
+    loader = SimpleNamespace(dataset=shard, num_workers=num_workers, remainder=-1)
+    state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=True)
+    shared_batches._set_stream_remainder(SimpleNamespace(gradient_state=state))
+    assert loader.remainder == remainder
+
+
+def test_labels_on_the_host_are_counted_on_the_device_of_the_model() -> None:
+    """NCCL cannot sum them on the host; `meta` stands for a GPU."""
+    meshes = SimpleNamespace(device=torch.device("meta"), pp_size=1, ranks_per_batch=1)
+    with (
+        mock.patch("hf_moe_ep.data_parallel._meshes", return_value=meshes),
+        mock.patch("hf_moe_ep.data_parallel.sum_over_ranks", side_effect=lambda x: x) as summed,
+    ):
+        global_token_count(nn.Module(), torch.ones(2, 5, dtype=torch.int64))
+    assert summed.call_args.args[0].device.type == "meta"

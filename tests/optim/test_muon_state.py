@@ -362,3 +362,18 @@ def test_a_rank_with_other_gradients_raises() -> None:
     assert [outcome[0] for outcome in outcomes] == ["error", "error"]
     assert outcomes[1][1] == "RuntimeError"
     assert "on this rank other matrices have gradients than in the step before" in outcomes[1][2]
+
+
+def test_steps_that_were_loaded_on_the_host_move_to_their_parameters() -> None:
+    """torch leaves the steps of a loaded state where they are; `meta` stands for a GPU."""
+    model = patch(tiny())
+    norm = nn.Parameter(torch.ones(32, device="meta"))
+    model.model.norm.weight = norm
+    optimizer = Muon(model, LR, param_groups=[{"params": [norm], "use_muon": False}])
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(32), "exp_avg_sq": torch.zeros(32)}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: state}})
+    norm.grad = torch.ones_like(norm)
+    with mock.patch("hf_moe_ep.optim.muon.adamw") as adamw:
+        optimizer.step()
+    _, _, exp_avgs, exp_avg_sqs, _, steps = adamw.call_args.args
+    assert {tensor.device.type for tensor in (*exp_avgs, *exp_avg_sqs, *steps)} == {"meta"}

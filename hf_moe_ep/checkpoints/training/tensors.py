@@ -381,22 +381,32 @@ def restore_optimizer(
                 group[key] = value
     optimizer.state.clear()
     for group in optimizer.param_groups:
+        # As in torch's `load_state_dict`: the run that saved may have had its state on the host.
+        moves_step = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             name = names[id(parameter)]
             if name in saved.values:
                 optimizer.state[parameter] = {
-                    key: _restore_value(value, trained[name], parameter, tensors)
+                    key: _restore_value(
+                        value, trained[name], parameter, tensors, moves_step and key == "step"
+                    )
                     for key, value in saved.values[name].items()
                 }
 
 
 def _restore_value(
-    saved: OptimizerValue, trained: StateTensor, parameter: Tensor, tensors: dict[str, Tensor]
+    saved: OptimizerValue,
+    trained: StateTensor,
+    parameter: Tensor,
+    tensors: dict[str, Tensor],
+    moves: bool,
 ) -> Any:
-    """Return one entry of a parameter's optimizer state."""
+    """Return one entry of a parameter's optimizer state; `moves` it to the parameter's device."""
     if saved.in_file is not None:
         return trained.in_model_form(tensors[saved.in_file])
-    return saved.value.to(parameter.device) if saved.on_device else saved.value
+    if saved.on_device or (moves and isinstance(saved.value, Tensor)):
+        return saved.value.to(parameter.device)
+    return saved.value
 
 
 def _select_options(group: dict[str, Any]) -> dict[str, Any]:
