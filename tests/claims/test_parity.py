@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from support import parity
-from support.checks import Check, Found
+from support.checks import PATIENT, Check, Found
 from support.close import FP32_INSIDE
 from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks, run_case
 from torch._dynamo.utils import counters
@@ -96,9 +96,7 @@ COMPILED = [
         case.world,
         partial(_run_compiled, case.with_config(**case.config, compile_layers="aot_eager")),
         slow=True,
-        # A rank waits while another rank compiles, on a busy machine for more than a minute.
-        timeout=400,
-        group_timeout=240,
+        **PATIENT,
     ).as_parameter()
     for case in ONE_RANK + TWO_RANKS + FOUR_RANKS + MORE
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.adapters import with_lora
 from support.architectures import models
-from support.checks import Check, Found, on_ranks
+from support.checks import PATIENT, Check, Found, on_ranks
 from support.modalities import modality_by_step
 from support.parity import Batch, Case, checkpointing, run_case
 from support.quantised import SIZES, dequantise_experts
@@ -62,10 +62,6 @@ def _run(name: str, rank: int, world: int) -> None:
     run_case(CASES[name].with_(name=name), rank, world)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == GRAPHS[name][rank], dict(counters["graph_break"])
-
-
-# A rank waits while another rank compiles, on a busy machine for more than a minute.
-PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 
 
 def _random_text(model: nn.Module, rank: int, step: int) -> Batch:

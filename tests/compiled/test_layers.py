@@ -12,7 +12,7 @@ import torch
 from support import parity
 from support.architectures import models
 from support.architectures.steps import whole
-from support.checks import Check, Found, on_ranks
+from support.checks import PATIENT, Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -153,8 +153,6 @@ ON_RANKS |= {
     "aux loss, ep 2": partial(_aux_loss, {"ep_size": 2}),
     "aux loss per layer": partial(_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
 }
-# A rank waits while another rank compiles, on a busy machine for more than a minute.
-PATIENT: Any = {"timeout": 400, "group_timeout": 240}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ import torch
 from support.ranks import RankError, raise_if_failed, started_ranks
 from support.reused_groups import ReusedGroups
 
+# For checks that compile: a rank waits while another one compiles, on a busy machine for more than
+# a minute.
+PATIENT: dict[str, float] = {"timeout": 400.0, "group_timeout": 240.0}
+
 
 @dataclass(frozen=True)
 class Check:

@@ -30,7 +30,7 @@ from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
-from support.checks import Check
+from support.checks import PATIENT, Check
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.quantised import in_place_of_bytes
 from support.tiny_models import batch, tiny
@@ -87,7 +87,12 @@ def on_ranks(cases: list[Case], **options: Any) -> list[Any]:
     """Make parameters for `parametrize`. Cases with the same number of ranks share one spawn."""
     return [
         Check(
-            case.name, case.world, partial(run_case, case), skip=case.needs, **options
+            case.name,
+            case.world,
+            partial(run_case, case),
+            skip=case.needs,
+            **(PATIENT if "compile_layers" in case.config else {}),
+            **options,
         ).as_parameter()
         for case in cases
     ]

@@ -26,7 +26,7 @@ from hf_moe_ep import (
 from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import STATE, ModelState
-from support.checks import Check
+from support.checks import PATIENT, Check
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.parity import full_tensor
@@ -82,7 +82,16 @@ class StagesCase:
 
 def on_ranks(cases: list[StagesCase], **options: Any) -> list[Any]:
     """Make parameters for `parametrize`. Cases with the same number of ranks share one spawn."""
-    return [Check(c.name, c.world, partial(run_case, c), **options).as_parameter() for c in cases]
+    return [
+        Check(
+            case.name,
+            case.world,
+            partial(run_case, case),
+            **(PATIENT if "compile_layers" in case.config else {}),
+            **options,
+        ).as_parameter()
+        for case in cases
+    ]
 
 
 def four_layers(seed: int, **config: Any) -> nn.Module:

@@ -35,8 +35,9 @@ FAST = "qwen3_5_moe"
 NOTHING = 1e-15
 # AdamW divides each gradient by its own size, and some gradients of this type are close to zero.
 AFTER_STEP = {"inkling2_loop": 10 * FP64_MODEL}
-# Its layers share keys, and stock itself cannot train it with reentrant checkpointing.
-NOT_REENTRANT = ("mistral_large4",)
+# Stock itself cannot train them with reentrant checkpointing. Layers of mistral_large4 share keys;
+# llama4's vision encoder passes hidden states by keyword, so what is before it gets no gradient.
+NOT_REENTRANT = ("llama4", "mistral_large4")
 
 
 def one_and_none(model: nn.Module, seed: int) -> Batch:
