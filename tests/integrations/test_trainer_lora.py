@@ -48,7 +48,8 @@ def test_training_equals_stock(runs: Results, r: int, targets: str, ep: int) -> 
     trained = {key for key in expected.grads if "lora_" in key}
     assert len(trained) == 2 * 2 * (4 if targets == "both" else 2)
     assert trained == set(expected.grads)
-    assert_same_training(actual, expected)
+    # The gradients of one rank of factors on the experts alone are too small to be clipped.
+    assert_same_training(actual, expected, clips=(r, targets) != (1, "experts"))
 
 
 @pytest.mark.slow
