@@ -414,7 +414,9 @@ def balancing_between_micro_batches_is_an_error(rank: int, world: int) -> None:
     model, optimizer = _plain_model()
     model.set_requires_gradient_sync(False)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
-    with pytest.raises(ValueError, match="wait for the last micro-batch; call it"):
+    with pytest.raises(
+        ValueError, match="has not reduced yet cannot move with the experts; call it"
+    ):
         _balance(model, optimizer, FIRST_SEED)
     model.set_requires_gradient_sync(True)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
