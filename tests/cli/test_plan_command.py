@@ -18,6 +18,7 @@ from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.plan import _about_context, _about_gpus, launch_config
 from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.extrapolate import FEW
 from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
 from hf_moe_ep.planner.held import plan_memory
 from hf_moe_ep.planner.search import (
@@ -25,6 +26,7 @@ from hf_moe_ep.planner.search import (
     LayoutRequest,
     PlannedLayout,
     SearchResult,
+    _count_experts,
     _grids,
     find_layouts,
     received_per_layer,
@@ -108,6 +110,14 @@ def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
     assert [(g.ep, g.etp) for g in _grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [
         (2, 2)
     ]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_experts_of_a_model_of_few_layers_are_counted(name: str) -> None:
+    """Their configs list the type of each layer, so a model cannot be lengthened."""
+    config = tiny_of_type(name).config
+    assert config.num_hidden_layers < FEW[-1]
+    assert _count_experts(make_request(shape=config)) == 8
 
 
 @pytest.mark.slow
