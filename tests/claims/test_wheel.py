@@ -1,8 +1,9 @@
 """The wheel holds the whole package, and its declared requirements are enough to train with it.
 
-It is built from a copy of the checkout and installed into new virtual environments. These contain
-only the packages that the wheel's metadata requires, as links to the running environment. The tests
-need no network, and the checkout is not on the path.
+It is built from the sdist, as `python -m build` does, so the sdist holds all that an installation
+needs. The wheel is installed into new virtual environments, which contain only the packages that
+its metadata requires, as links to the running environment. The tests need no network, and the
+checkout is not on the path.
 """
 
 import email
@@ -23,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 # The notebook imports matplotlib to draw, but the wheel does not require it.
 NO_DRAWING = """
 import sys
@@ -75,13 +77,18 @@ assert not found, f"installed, but not required: {{found}}"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run `pip wheel .` on a copy of the checkout, because setuptools writes into the source."""
+    """Build the sdist from a copy of the checkout, then `pip wheel` the sdist.
+
+    A copy, because setuptools writes into the source.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    _run([sys.executable, "-c", BUILD_SDIST, os.fspath(folder)], folder / "source")
+    (sdist,) = folder.glob("*.tar.gz")
     _run(
-        [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
-        + ["--disable-pip-version-check", "--no-index", "-w", os.fspath(folder)],
-        folder / "source",
+        [sys.executable, "-m", "pip", "wheel", os.fspath(sdist), "--no-deps", "--no-index"]
+        + ["--no-build-isolation", "--disable-pip-version-check", "-w", os.fspath(folder)],
+        folder,
     )
     (file,) = folder.glob("*.whl")
     return file
