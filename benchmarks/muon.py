@@ -122,8 +122,10 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
     entries = assignment.matrices
     sizes_of_buckets = [
         sum(
-            (run.stop - run.start) * entries[run.index].shape[0] * entries[run.index].shape[1]
-            for run in bucket.runs[dist.get_rank(bucket.group)]
+            (matrix_range.stop - matrix_range.start)
+            * entries[matrix_range.index].shape[0]
+            * entries[matrix_range.index].shape[1]
+            for matrix_range in bucket.ranges[dist.get_rank(bucket.group)]
         )
         * entries[0].itemsize
         for bucket in assignment.buckets
@@ -158,10 +160,13 @@ def _bytes_by_hand(assignment: Any) -> int:
 
 def _operations(assignment: Any, rank: int | None) -> int:
     """Return the operations of rank `rank` of each group; None: of this rank."""
-    owned = [run for runs in assignment.whole for run in runs]
+    owned = [matrix_range for ranges in assignment.whole for matrix_range in ranges]
     for bucket in assignment.buckets:
-        owned += bucket.runs[dist.get_rank(bucket.group) if rank is None else rank]
-    return sum((run.stop - run.start) * assignment.matrices[run.index].flops for run in owned)
+        owned += bucket.ranges[dist.get_rank(bucket.group) if rank is None else rank]
+    return sum(
+        (matrix_range.stop - matrix_range.start) * assignment.matrices[matrix_range.index].flops
+        for matrix_range in owned
+    )
 
 
 def in_one_process(rank: int, sizes: Sizes) -> Measured:

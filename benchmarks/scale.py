@@ -66,7 +66,7 @@ from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
 from hf_moe_ep.checkpoints.training.folder import ranks_needed
-from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm, digest
+from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.sharding import checks
 from hf_moe_ep.state import patched_state
@@ -275,7 +275,7 @@ def read_ours(
     with fake_group(rank, world):
         targets = _dtensors(layers, saved_by, world, rank)
         spread = Spread((saved_by,), tuple(range(saved_by)), (0,)) if has_spread else None
-        form = TensorForm([saved_by, COLUMNS], torch.float32, spread)
+        form = SavedTensor([saved_by, COLUMNS], torch.float32, spread)
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
         names = [file_name(writer, 1, 1) for writer in range(saved_by)]
         with Watch() as watch:

@@ -8,6 +8,9 @@ is in `moe/dispatch/async_exchange.py`.
     planning = dispatcher.start_plan(...)    starts to exchange counts, and returns at once
     dispatcher.prepare(tokens)               is computed while the counts are exchanged
     exchanges = planning.finish()            waits for the counts: the layer's only host sync
+
+DeepEP exchanges no counts here. It waits on the host when an exchange starts, and in `start_plan`
+if the config limits the rows of a rank.
 """
 
 from __future__ import annotations

@@ -139,10 +139,10 @@ def _wrapped_functions() -> list[Finding]:
 
     A process that runs the command has patched no model. In another process, call `examine`.
     """
-    from hf_moe_ep.integrations.install import wraps
+    from hf_moe_ep.integrations.install import report_wraps
     from hf_moe_ep.upstream.wrap import in_force
 
-    rows = wraps()
+    rows = report_wraps()
     resolved = sum(row.resolved for row in rows)
     left_out = sum(not row.resolved and not row.error for row in rows)
     findings = []

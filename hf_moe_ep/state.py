@@ -40,7 +40,7 @@ the row above.
     compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
-    moe/attach.py | chooses_none in_described_block | of layers and models with described blocks
+    moe/attach.py | may_choose_no_expert in_described_block | of layers and models described by hand
     moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
     moe/stacked.py | in_described_block | whether such a block runs, during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
@@ -86,7 +86,8 @@ the row above.
     sequence/mask_rows.py | has_mask_rows | in a slice: if masks have only the rows of this rank
     sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents
     sequence/ulysses.py | keys_are_gathered | the same, until the attention of the layer
-    sequence/gather.py | other_documents separated now | calls and masks for packed rows; the mode
+    sequence/gather.py | other_documents separated | calls and masks for packed rows
+    sequence/gather.py | current_split | how the arguments of a mixer are gathered
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
     vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
     moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
@@ -511,7 +512,8 @@ class MoELayer:
         placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
         shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
-        chooses_none: True if expert ids may also be the number of experts, which means "no expert".
+        may_choose_no_expert: True if expert ids may also be the number of experts, which means "no
+            expert".
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
     """
@@ -526,7 +528,7 @@ class MoELayer:
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
     shared: Any = None
-    chooses_none: bool = False
+    may_choose_no_expert: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ A slice of a tensor is described by one of three types:
                                              slab to write, the part of a file to read
     FileTensor  storage/safetensors_file.py  a tensor in a file: dtype, shape, first byte. FP8 and
                                              MXFP4 weights are FileTensors that decode while they
-                                             are read (ScaledTensor, PackedTensor)
+                                             are read (Fp8Tensor, Mxfp4Tensor)
     Piece       hub/pieces.py                a box of a checkpoint tensor, and the elements of a
                                              parameter that it holds. A piece that is cut to a
                                              rank's box is a smaller piece

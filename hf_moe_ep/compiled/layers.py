@@ -41,9 +41,9 @@ from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.compiled.options import check_compile_kwargs, how_to_raise_recompile_limit
 from hf_moe_ep.compiled.subclasses import (
     check_class_forward,
+    exclude_from_tracing,
     inner_forward,
     override_forward,
-    run_without_tracing,
 )
 from hf_moe_ep.moe.counting import reserve_counts
 from hf_moe_ep.moe.recompute import Frame
@@ -147,7 +147,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     if not state.layers_are_compiled:
         _leave_out_mixers(root)
         override_forward((layers | towers | shared).values(), _run_layer)
-        override_forward(attention.values(), _run_without_tracing)
+        override_forward(attention.values(), _call_untraced)
         for module, layer in blocks.values():
             state.replace(module, MOE_LAYER, layer)
         override_forward((module for module, _ in blocks.values()), _run_block)
@@ -195,7 +195,7 @@ def _leave_out_mixers(root: nn.Module) -> None:
     mixers: dict[nn.Module, str] = {}
     for of_layer in find_parts(root).mixers:
         mixers |= {module: name for name, module in of_layer.items()}
-    run_without_tracing(mixers)
+    exclude_from_tracing(mixers)
     if mixers:
         kinds = {f"{as_pattern(name)} ({type(module).__name__})" for module, name in mixers.items()}
         _logger.info(
@@ -357,7 +357,7 @@ def _call_compiled(
 
 
 @torch.compiler.disable
-def _run_without_tracing(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_untraced(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     return stock(module, *args, **kwargs)
 
 
@@ -366,13 +366,11 @@ def _run_block(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
     layer: MoELayer = getattr(module, MOE_LAYER)
     if layer.model.blocks_are_traced and layer.model.frame is None:
         return stock(module, *args, **kwargs)
-    return _run_block_without_tracing(stock, module, *args, **kwargs)
+    return _call_block_untraced(stock, module, *args, **kwargs)
 
 
 @torch.compiler.disable
-def _run_block_without_tracing(
-    stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _call_block_untraced(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     frame: Frame | None = getattr(module, MOE_LAYER).model.frame
     with with_collector(), nullcontext() if frame is None else frame.choosing():
         return stock(module, *args, **kwargs)

@@ -36,7 +36,7 @@ def override_forward(modules: Iterable[nn.Module], run: Callable[..., Any]) -> N
         module.__class__ = subclasses[kind]
 
 
-def run_without_tracing(modules: Iterable[nn.Module]) -> None:
+def exclude_from_tracing(modules: Iterable[nn.Module]) -> None:
     """Make torch.compile call every module as a whole, with its hooks, and trace none of them."""
     subclasses: dict[type, type] = {}
     for module in modules:
@@ -48,7 +48,7 @@ def run_without_tracing(modules: Iterable[nn.Module]) -> None:
 
 
 def restore_classes(model: nn.Module) -> None:
-    """Undo `override_forward` for all modules of a model that is not sharded."""
+    """Undo `override_forward` and `exclude_from_tracing` in a model that is not sharded."""
     for module in model.modules():
         stock = vars(type(module)).get(_STOCK_CLASS)
         if stock is not None:

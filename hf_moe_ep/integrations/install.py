@@ -62,7 +62,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     accelerate_is_in_use,
     call_when_accelerator_is_imported,
     end_wait_for_accelerator,
-    gather_again,
+    refresh_gather_function,
 )
 from hf_moe_ep.upstream.wrap import (
     Feature,
@@ -168,7 +168,8 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
     """Add our methods to a Trainer that has a patched model, and to its Accelerator.
 
     Raises:
-        ValueError: sp_size > 1 with a Trainer in which each rank generates its own completions; or
+        ValueError: several ranks share batches (sp_size, cp_size or pp_size > 1), but the Trainer
+            lets each rank generate its own completions, or reads the logits of whole sequences; or
             the Trainer would save on each of several nodes.
     """
     state = find_state(model) if isinstance(model, nn.Module) else None
@@ -187,7 +188,7 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
         owner = getattr(sys.modules.get(row.module), row.target.split(":")[1].split(".")[0], None)
         if owner is not None and isinstance(trainer, owner) and row.name not in vars(trainer):
             setattr(trainer, row.name, bind_wrapper(trainer, row))
-    gather_again(trainer)
+    refresh_gather_function(trainer)
     shared_batches.share_trainer_batches(trainer, state)
     references.remember_policy(trainer, state)
 
@@ -259,7 +260,7 @@ ACCELERATE = (
         features.SHARDING,
         (
             "fsdp2_prepare_model",
-            prepare.prepare_model,
+            prepare.fsdp2_prepare_model,
             "shards experts over ep, which FSDP2 cannot",
         ),
     ),
@@ -721,7 +722,7 @@ class WrapReport(NamedTuple):
     in_force: bool
 
 
-def wraps() -> list[WrapReport]:
+def report_wraps() -> list[WrapReport]:
     """Look up every target of the table in the installed versions, without replacing any.
 
     The rows of training frameworks are left out, because these packages are slow to import.

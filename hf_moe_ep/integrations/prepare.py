@@ -44,8 +44,8 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
     declare_fsdp,
-    give_addresses,
     has_chunked_loss,
+    set_distinct_data_ptrs,
 )
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.frameworks import (
@@ -101,7 +101,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     shared_batches.share_batches(self, state)
     for model in models:
         if find_state(model) is not None:
-            give_addresses(model)
+            set_distinct_data_ptrs(model)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
     if plugin is not None and self.is_fsdp2:
         for model in models:
@@ -235,7 +235,7 @@ def _check_no_empty_shards(models: Iterable[nn.Module]) -> None:
                 )
 
 
-def prepare_model(
+def fsdp2_prepare_model(
     original: Callable[..., Any], accelerator: Accelerator, model: nn.Module
 ) -> nn.Module:
     """Wrap `fsdp2_prepare_model`: shard a patched model, unless it is sharded already."""

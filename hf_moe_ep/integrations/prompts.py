@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from hf_moe_ep.checkpoints.hub.gather import gather_whole
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls
+from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, prompt_encoders
 from hf_moe_ep.upstream.sharded_models import begin_with_root
 
@@ -31,7 +31,7 @@ def compute_prompt_to_save(
         RuntimeError: only rank 0 calls this.
     """
     if _sharded_parameters(self):
-        check_everyone_calls("saving a prompt encoder", alone=ALONE)
+        check_everyone_calls("saving a prompt encoder", patience_of_rank_0=PATIENCE_OF_RANK_0)
     return compute_prompt(original, self, *args, **kwargs)
 
 

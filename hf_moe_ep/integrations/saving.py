@@ -28,7 +28,7 @@ import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.gather import gather_changed, gather_state_dict
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_base
 from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
@@ -39,10 +39,16 @@ from hf_moe_ep.etp import in_stock_shapes, names_apart
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first, together
+from hf_moe_ep.ranks.together import (
+    PATIENCE_OF_RANK_0,
+    check_everyone_calls,
+    is_first,
+    on_first,
+    together,
+)
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
-from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, save_beside
+from hf_moe_ep.upstream.accelerate_and_trainer import call_stock_save, prepared_models
 from hf_moe_ep.upstream.adapters import (
     canonical_modules,
     has_adapters,
@@ -73,7 +79,7 @@ def save_model(
     if not sharded or of_checkpoint or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
-    check_everyone_calls("save_model of the Trainer", alone=ALONE)
+    check_everyone_calls("save_model of the Trainer", patience_of_rank_0=PATIENCE_OF_RANK_0)
     folder = output_dir or self.args.output_dir
     if has_adapters(unwrap(self.model)):
         state_dict = gather_state_dict(self.model)
@@ -83,7 +89,7 @@ def save_model(
 
     def save_other_files() -> None:
         if self.args.should_save:
-            save_beside(self, folder, state_dict)
+            call_stock_save(self, folder, state_dict)
 
     together(f"saving {folder}", save_other_files)
     if self.args.push_to_hub and not _internal_call:
@@ -151,7 +157,7 @@ def save_in_hub_layout(
             save_state_dict(self, save_directory, state_dict or self.state_dict(), **size)
     elif state_dict is None:
         _check_options(options)
-        check_everyone_calls("save_pretrained of the model", alone=ALONE)
+        check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
         save_pretrained(self, save_directory, **size)
     elif options.get("push_to_hub") and not needs_ours:
         original(self, save_directory, *args, **kwargs)
@@ -212,7 +218,7 @@ def save_adapters(
         with canonical_modules(self), _adapters_of_stages(state, kwargs["state_dict"]):
             original(self, save_directory, *args, **kwargs)
     else:
-        check_everyone_calls("save_pretrained of the model", alone=ALONE)
+        check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
         save_pretrained(self, save_directory, *args, **kwargs)
 
 
@@ -335,7 +341,7 @@ def _gather_tensors(state_dict: dict[str, Tensor], sd_options: Any) -> dict[str,
     on_host = sd_options.cpu_offload
     whole: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
-        gathered = gather_changed(tensor, lambda _, part: part).detach()
+        gathered = gather_tensor(tensor.detach())
         if is_first() or not on_host:
             whole[name] = gathered.cpu() if on_host else gathered
     return whole

@@ -1,4 +1,4 @@
-"""Let several ranks share batches under Accelerate and the Trainer (sp_size or cp_size > 1).
+"""Let several ranks share batches under Accelerate and the Trainer (sp, cp or pp_size > 1).
 
 `cp_size * sp_size` consecutive ranks work on the same batch. They count as one data rank: 4
 processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same position in all
@@ -51,9 +51,9 @@ from hf_moe_ep.upstream.frameworks import (
 )
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
 
-_SHARING = "_hf_moe_ep_sharing"
-_SIZES = "_hf_moe_ep_batch_sizes"
-_STAGES = "_hf_moe_ep_stages"
+_PROCESSES_PER_BATCH = "_hf_moe_ep_sharing"
+_SIZES_TEXT = "_hf_moe_ep_batch_sizes"
+_NUM_STAGES = "_hf_moe_ep_stages"
 Original = Callable[..., Any]
 
 
@@ -75,9 +75,9 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
             f"model, so {size} ranks that share a batch would be given different ones; call "
             f"accelerator.prepare(model, optimizer, dataloader)"
         )
-    setattr(accelerator, _SHARING, size)
-    setattr(accelerator, _SIZES, _sizes_of_batch(state))
-    setattr(accelerator, _STAGES, num_stages)
+    setattr(accelerator, _PROCESSES_PER_BATCH, size)
+    setattr(accelerator, _SIZES_TEXT, _sizes_of_batch(state))
+    setattr(accelerator, _NUM_STAGES, num_stages)
 
 
 def _sizes_of_batch(state: ModelState) -> str:
@@ -111,17 +111,17 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
 
 def processes_per_batch(accelerator: Accelerator) -> int:
     """Return the number of processes that share a batch, on all pipeline stages together."""
-    return getattr(accelerator, _SHARING, 1)
+    return getattr(accelerator, _PROCESSES_PER_BATCH, 1)
 
 
 def sizes_of_shared_batch(accelerator: Accelerator) -> str:
-    """Return `_sizes_of_batch` of the model whose batches the ranks of an Accelerator share."""
-    sizes: str = getattr(accelerator, _SIZES, "sp_size=1")
+    """Return the sizes for which ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
+    sizes: str = getattr(accelerator, _SIZES_TEXT, "sp_size=1")
     return sizes
 
 
 def _num_stages(accelerator: Accelerator) -> int:
-    return getattr(accelerator, _STAGES, 1)
+    return getattr(accelerator, _NUM_STAGES, 1)
 
 
 def data_rank_of(accelerator: Accelerator, rank: int) -> int:
@@ -185,7 +185,7 @@ def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: An
 
 
 def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool | None) -> Any:
-    """Call Accelerate's `prepare_data_loader` with the number and index of this data rank."""
+    """Call Accelerate's `prepare_data_loader` with data ranks instead of processes."""
     if self.dispatch_batches:
         raise ValueError(
             f"dispatch_batches=True sends each rank a batch of its own, but with "
@@ -196,7 +196,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
-        _check_stream(data_loader)
+        _check_stream(data_loader, sizes_of_shared_batch(self))
         # Set in __dict__, because DataLoader.__setattr__ refuses a new data set.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
@@ -266,10 +266,11 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer._get_num_items_in_batch`: count the label tokens, which divide the loss.
+    """Wrap `Trainer._get_num_items_in_batch`: count the label tokens of a batch.
 
-    Stock divides the count by `get_tp_size()`. With `average_tokens_across_devices=False` only the
-    tokens of this rank were counted, so this division is undone.
+    The Trainer divides losses by this count. Stock divides the count by `get_tp_size()`. With
+    `average_tokens_across_devices=False` only the tokens of this rank were counted, so this
+    division is undone.
     """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
@@ -278,7 +279,7 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide the FLOPs by the ranks that share the batch.
+    """Wrap `Trainer.floating_point_ops`: divide by the number of ranks that share a sequence.
 
     The Trainer adds up the FLOPs of all ranks. They are not divided by the number of stages: each
     stage counts only its own parameters, so the FLOPs of the stages add up to the model's.
@@ -491,12 +492,12 @@ def _rebalances(sampler: Any) -> bool:
     return type(sampler).__name__ == "BatchRebalanceSampler"
 
 
-def _check_stream(data_loader: Any) -> None:
+def _check_stream(data_loader: Any, sizes: str) -> None:
     """Raise if a stream makes its own batches."""
     if data_loader.batch_size is None:
         raise ValueError(
-            "a stream that makes its own batches (batch_size=None) cannot be split over the data "
-            "ranks of sp_size or cp_size > 1; yield samples and set batch_size"
+            f"a stream that makes its own batches (batch_size=None) cannot be split over the data "
+            f"ranks of a model with {sizes}; yield samples and set batch_size"
         )
 
 

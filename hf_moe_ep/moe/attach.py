@@ -52,7 +52,7 @@ def check(parts: Parts, state: ModelState) -> None:
         check_available(quantisation)
     for index, experts in enumerate(parts.experts.values()):
         layer = MoELayer(index, state, _compute_of(experts, parts, state))
-        layer.chooses_none = _has_identity_experts(experts, state.config)
+        layer.may_choose_no_expert = _has_identity_experts(experts, state.config)
         state.moe_layers.append(layer)
     check_forwards(parts, state)
 

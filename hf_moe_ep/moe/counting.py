@@ -172,15 +172,15 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
             pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]
         )
         return
-    _add_to_row(counts[layer.index], ids_TK, layer.chooses_none, state.counted_tokens)
+    _add_to_row(counts[layer.index], ids_TK, layer.may_choose_no_expert, state.counted_tokens)
 
 
 def _add_to_row(
-    counts_E: Tensor, expert_ids_TK: Tensor, chooses_none: bool, counted_T: Tensor | None
+    counts_E: Tensor, expert_ids_TK: Tensor, may_choose_no_expert: bool, counted_T: Tensor | None
 ) -> None:
     """Count the expert ids of the tokens that are 1 in `counted_T`, or of all tokens.
 
-    If `chooses_none`, the number of experts is an id that is not counted.
+    If `may_choose_no_expert`, the number of experts is an id that is not counted.
     """
     # In one process the layers of a model may be on several devices.
     ids = expert_ids_TK.flatten().long().to(counts_E.device)
@@ -188,7 +188,7 @@ def _add_to_row(
         ones = torch.ones_like(ids)
     else:
         ones = counted_T.to(ids.device).unsqueeze(1).expand(expert_ids_TK.shape).flatten()
-    if chooses_none:
+    if may_choose_no_expert:
         ones, ids = ones.masked_fill(ids >= len(counts_E), 0), ids.clamp(max=len(counts_E) - 1)
     counts_E.scatter_add_(0, ids, ones)
 

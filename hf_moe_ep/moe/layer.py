@@ -25,8 +25,8 @@ shape [T, H].
     T  tokens of this rank              H  hidden
     E  experts                          L  experts of this rank
     K  experts per token (top-k)        D  ranks of the ep group
-    N  rows that are sent or stay       J  rows per token, at most min(K, D)
-    R  rows received                    Y  cells of a [D, T] table, flattened
+    N  rows sent or kept                J  rows per token, at most min(K, D)
+    R  rows received or kept            Y  cells of a [D, T] table, flattened
     A  (row, expert) pairs computed     M  pairs of one block (BLOCK_M of the kernels)
     F  hidden of an expert              G  2 F, gate above up
     I  inputs of a matrix               O  outputs of a matrix
@@ -123,7 +123,7 @@ def moe_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        counts_L=_count_on_host(top_k_index, layer) if layer.chooses_none else None,
+        counts_L=_count_on_host(top_k_index, layer) if layer.may_choose_no_expert else None,
         grad_scale=1.0 / layer.grad_divisor,
     )
     return out if positions is None else torch.zeros_like(x_TH).index_copy(0, positions, out)
@@ -131,7 +131,10 @@ def moe_forward(
 
 @torch.compiler.disable
 def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
-    """Return the number of pairs of each expert, by a host sync; "no expert" is not counted."""
+    """Count the (token, expert) pairs of each expert. This is a host sync.
+
+    An id that is the number of experts means "no expert" and is not counted.
+    """
     num_experts = layer.model.num_experts
     counts: list[int] = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
     return counts
@@ -200,7 +203,8 @@ def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
     """Choose the number of chunks in the first forward in training, with dispatch_chunks="auto"."""
     state, meshes = layer.model, layer.model.meshes
     undecided = state.config.dispatch_chunks == AUTO and state.num_chunks is None
-    # A reentrant checkpoint first runs without gradients. All ranks have compared these conditions.
+    # A reentrant checkpoint first runs without gradients. All ranks decide alike, because the
+    # exchange of counts has compared these modes (`Header`).
     leads_to_backward = torch.is_grad_enabled() or state.frame is not None
     if not (undecided and experts.training and leads_to_backward):
         return
@@ -220,13 +224,16 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     if layer.placement is None:
         return expert_ids_TK
     slots = layer.placement.to(expert_ids_TK.device)
-    if layer.chooses_none:
+    if layer.may_choose_no_expert:
         slots = torch.cat([slots, slots.new_tensor([len(slots)])])
     return slots[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 
 def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | None:
-    """Start to plan the exchanges; return None in a recompute, which reuses its first run's."""
+    """Start to plan the exchanges of a layer.
+
+    The result is None in a recompute, which uses the exchanges of the first run again.
+    """
     state = layer.model
     frame: Frame | None = state.frame
     if frame is not None and frame.is_recompute:

@@ -19,8 +19,9 @@ loss may depend on a padding token if
   in front of a text. All modules of a causal LM are causal, so no text depends on padding behind
   it.
 
-A recompute must compute the tokens of the first run, which `KeptTokens` (`recompute.py`) stores. In
-another checkpoint the padding would not be known any more, so nothing is left out inside of it.
+A recompute must compute the tokens of the first run, which `CheckpointedTokens` (`recompute.py`)
+stores. In another checkpoint the padding would not be known any more, so nothing is left out inside
+of it.
 
 With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
 left out if nobody can see these outputs: if the loss is fused (`loss/attach.py`), logits do not

@@ -13,8 +13,9 @@ gradients therefore belong to the rows that were sent.
 
 If ep_size and etp_size are 1, no rows are exchanged, and the router of a recompute chooses again,
 as in stock. While routes are recorded or replayed (`routing/`), the frame stores the expert ids
-even then, because backward may run after the `record` or `replay` block has ended. `KeptTokens`
-stores which tokens are not padding (`padding.py`) for a recompute, with any ep_size.
+even then, because backward may run after the `record` or `replay` block has ended.
+`CheckpointedTokens` stores which tokens are not padding (`padding.py`) for a recompute, with any
+ep_size.
 
 Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. But
 only the first run plans exchanges, and only a recompute compares expert ids with the stored ids.
@@ -204,8 +205,8 @@ class Frame:
         return expert_ids_TK
 
 
-class KeptTokens:
-    """Wraps a checkpointed function: each call computes the tokens that the first call computes."""
+class CheckpointedTokens:
+    """Wraps a checkpointed function: its recompute leaves out the same padding as its first run."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
@@ -308,7 +309,7 @@ def _checkpoint(
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)  # a traced forward exchanges no rows
     if state.real_tokens is not None:
-        function = KeptTokens(state, function)
+        function = CheckpointedTokens(state, function)
     if state.exchanges_rows or state.routing is not None or state.frame is not None:
         function = Frame(state, function)
     return checkpoint(function, *args, **kwargs)

@@ -36,7 +36,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.mtp.build import check_no_adapters, find_template, set_layers_in_config
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls
+from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, patched_state
 from hf_moe_ep.upstream.models import (
@@ -86,7 +86,7 @@ def mtp_loss(model: nn.Module, *, reset: bool = True) -> float | None:
     if not state.config.mtp_layers:
         raise ValueError("this model was patched with mtp_layers=0; patch it with mtp_layers=1")
     if state.meshes is not None:
-        check_everyone_calls("mtp_loss", alone=ALONE)
+        check_everyone_calls("mtp_loss", patience_of_rank_0=PATIENCE_OF_RANK_0)
     sums = state.mtp_sums
     if sums is None:
         sums = torch.zeros(2, dtype=torch.float64, device=state.device)

@@ -30,10 +30,10 @@ from hf_moe_ep.optim.owners import (
     BUCKET_BYTES,
     Bucket,
     Matrices,
-    Run,
+    MatrixRange,
     assign_owners,
-    shard_of,
-    whole_runs,
+    find_sharding,
+    whole_ranges,
 )
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
@@ -279,13 +279,15 @@ class Muon(Optimizer):
         assignment = self._assign(updates)
         device = patched_state(self.model).device
         work = [
-            _Exchange(bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step")
+            _BucketExchange(
+                bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step"
+            )
             for number, bucket in enumerate(assignment.buckets)
         ]
         if work:
             work[0].start()
-        for runs in assignment.whole:
-            _apply_whole(runs, assignment.matrices, updates, device)
+        for ranges in assignment.whole:
+            _apply_whole(ranges, assignment.matrices, updates, device)
         for number, exchange in enumerate(work):
             exchange.receive()
             if number + 1 < len(work):
@@ -327,7 +329,7 @@ class Muon(Optimizer):
         self._assignment = _Assignment(
             [update.parameter for update in updates],
             matrices,
-            list(whole_runs(matrices, self._bucket_bytes)),
+            list(whole_ranges(matrices, self._bucket_bytes)),
             assign_owners(matrices, self._bucket_bytes),
         )
         return self._assignment
@@ -369,7 +371,7 @@ class _Assignment:
 
     parameters: list[nn.Parameter]
     matrices: list[Matrices]
-    whole: list[tuple[Run, ...]]
+    whole: list[tuple[MatrixRange, ...]]
     buckets: list[Bucket]
 
     def fits(self, updates: Sequence[_Update]) -> bool:
@@ -382,7 +384,7 @@ class _Assignment:
         )
 
 
-class _Exchange:
+class _BucketExchange:
     """The exchange of one bucket in one step: blocks to the owners, and results back."""
 
     def __init__(
@@ -396,9 +398,11 @@ class _Exchange:
         self._bucket, self._matrices, self._updates = bucket, matrices, updates
         self._device, self._where = device, where
         self._own_rank = next(
-            matrices[run.index].shard.rank for runs in bucket.runs for run in runs
+            matrices[matrix_range.index].sharding.rank
+            for ranges in bucket.ranges
+            for matrix_range in ranges
         )
-        self._owned = bucket.runs[self._own_rank]
+        self._owned = bucket.ranges[self._own_rank]
         self._transfer: Transfer | None = None
         self._received: Tensor | None = None
         # The matrices of this rank, [N, out, in], by their positions in `_owned`.
@@ -406,29 +410,29 @@ class _Exchange:
 
     def start(self) -> None:
         """Send this rank's blocks of all matrices to their owners."""
-        ranks = range(len(self._bucket.runs))
-        sent = [sum(self._block_sizes(runs, self._own_rank)) for runs in self._bucket.runs]
+        ranks = range(len(self._bucket.ranges))
+        sent = [sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges]
         received = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
         blocks = (
-            _block_of_update(run, self._matrices, self._updates, self._device)
-            for runs in self._bucket.runs
-            for run in runs
+            _block_of_update(matrix_range, self._matrices, self._updates, self._device)
+            for ranges in self._bucket.ranges
+            for matrix_range in ranges
         )
         self._send(blocks, sent, received)
 
     def receive(self) -> None:
         """Wait for the blocks of all ranks, and join them to the matrices of this rank."""
         received = self._wait()
-        ranks = range(len(self._bucket.runs))
+        ranks = range(len(self._bucket.ranges))
         sizes = [size for rank in ranks for size in self._block_sizes(self._owned, rank)]
         blocks = received.split(sizes)
         for (shape, _), positions in self._alike().items():
             lengths = self._lengths(positions)
             joined = received.new_empty((sum(lengths), *shape))
-            for position, of_run in zip(positions, joined.split(lengths), strict=True):
+            for position, of_range in zip(positions, joined.split(lengths), strict=True):
                 for rank in ranks:
                     block = blocks[rank * len(self._owned) + position]
-                    target = self._cut(of_run, self._owned[position], rank)
+                    target = self._cut(of_range, self._owned[position], rank)
                     target.copy_(block.view(target.shape))
             self._joined[positions] = joined
 
@@ -441,27 +445,27 @@ class _Exchange:
 
     def send_results(self) -> None:
         """Send the blocks of the results to the ranks that hold them."""
-        ranks = range(len(self._bucket.runs))
+        ranks = range(len(self._bucket.ranges))
         counts = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
-        back = [sum(self._block_sizes(runs, self._own_rank)) for runs in self._bucket.runs]
-        by_run: dict[int, Tensor] = {}
+        back = [sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges]
+        by_range: dict[int, Tensor] = {}
         for positions, result in self._joined.items():
-            by_run |= zip(positions, result.split(self._lengths(positions)), strict=True)
+            by_range |= zip(positions, result.split(self._lengths(positions)), strict=True)
         blocks = (
-            self._cut(by_run[position], run, rank)
+            self._cut(by_range[position], matrix_range, rank)
             for rank in ranks
-            for position, run in enumerate(self._owned)
+            for position, matrix_range in enumerate(self._owned)
         )
         self._send(blocks, counts, back)
         self._joined = {}
 
     def finish(self) -> None:
         """Add the results to this rank's shards."""
-        runs = [run for of_owner in self._bucket.runs for run in of_owner]
-        blocks = self._wait().split(self._block_sizes(runs, self._own_rank))
-        for run, block in zip(runs, blocks, strict=True):
-            shape = self._block_shape(run, self._own_rank)
-            _apply(run, block.view(shape), self._matrices, self._updates)
+        ranges = [matrix_range for of_owner in self._bucket.ranges for matrix_range in of_owner]
+        blocks = self._wait().split(self._block_sizes(ranges, self._own_rank))
+        for matrix_range, block in zip(ranges, blocks, strict=True):
+            shape = self._block_shape(matrix_range, self._own_rank)
+            _apply(matrix_range, block.view(shape), self._matrices, self._updates)
 
     def _send(self, blocks: Iterable[Tensor], counts: list[int], expected: list[int]) -> None:
         """Start the all-to-all. The blocks are copied into one tensor, one after the other."""
@@ -488,76 +492,86 @@ class _Exchange:
         return received
 
     def _alike(self) -> dict[tuple[tuple[int, int], int], tuple[int, ...]]:
-        """Map (shape, Newton-Schulz steps) to the positions in `_owned` of the runs with both."""
+        """Map (shape, Newton-Schulz steps) to the positions in `_owned` of the ranges with both."""
         alike: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
-        for position, run in enumerate(self._owned):
-            entry = self._matrices[run.index]
+        for position, matrix_range in enumerate(self._owned):
+            entry = self._matrices[matrix_range.index]
             key = entry.shape, entry.steps
             alike[key] = (*alike.get(key, ()), position)
         return alike
 
     def _lengths(self, positions: Iterable[int]) -> list[int]:
-        """Return the numbers of matrices of these runs in `_owned`."""
+        """Return the numbers of matrices of these ranges in `_owned`."""
         return [self._owned[i].stop - self._owned[i].start for i in positions]
 
-    def _block_shape(self, run: Run, rank: int) -> tuple[int, int, int]:
-        """Return the shape of a rank's block of the matrices of a run."""
-        entry = self._matrices[run.index]
-        shape = [run.stop - run.start, *entry.shape]
-        shape[entry.sharded_dim] = entry.lengths(run.part)[rank]
+    def _block_shape(self, matrix_range: MatrixRange, rank: int) -> tuple[int, int, int]:
+        """Return the shape of a rank's block of the matrices of a range."""
+        entry = self._matrices[matrix_range.index]
+        shape = [matrix_range.stop - matrix_range.start, *entry.shape]
+        shape[entry.sharded_dim] = entry.lengths(matrix_range.part)[rank]
         return shape[0], shape[1], shape[2]
 
-    def _block_sizes(self, runs: Iterable[Run], rank: int) -> list[int]:
-        """Return the numbers of elements of a rank's blocks of the matrices of these runs."""
-        return [math.prod(self._block_shape(run, rank)) for run in runs]
+    def _block_sizes(self, ranges: Iterable[MatrixRange], rank: int) -> list[int]:
+        """Return the numbers of elements of a rank's blocks of the matrices of these ranges."""
+        return [math.prod(self._block_shape(matrix_range, rank)) for matrix_range in ranges]
 
-    def _cut(self, matrices: Tensor, run: Run, rank: int) -> Tensor:
+    def _cut(self, matrices: Tensor, matrix_range: MatrixRange, rank: int) -> Tensor:
         """Return a view of a rank's block of whole matrices."""
-        entry = self._matrices[run.index]
-        lengths = entry.lengths(run.part)
+        entry = self._matrices[matrix_range.index]
+        lengths = entry.lengths(matrix_range.part)
         return matrices.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
 
     def _empty(self, size: int) -> Tensor:
-        update = self._updates[next(run.index for runs in self._bucket.runs for run in runs)]
+        update = self._updates[
+            next(matrix_range.index for ranges in self._bucket.ranges for matrix_range in ranges)
+        ]
         return torch.empty(size, dtype=dtype_of_steps(update.grad.dtype), device=self._device)
 
 
 def _apply_whole(
-    runs: Sequence[Run],
+    ranges: Sequence[MatrixRange],
     matrices: Sequence[Matrices],
     updates: Sequence[_Update],
     device: torch.device,
 ) -> None:
     """Orthogonalise matrices that are whole on this rank, and add them to the parameters."""
-    for run in runs:
-        steps = matrices[run.index].steps
-        result = orthogonalise(_block_of_update(run, matrices, updates, device), steps)
-        _apply(run, result, matrices, updates)
+    for matrix_range in ranges:
+        steps = matrices[matrix_range.index].steps
+        result = orthogonalise(_block_of_update(matrix_range, matrices, updates, device), steps)
+        _apply(matrix_range, result, matrices, updates)
 
 
 def _block_of_update(
-    run: Run, matrices: Sequence[Matrices], updates: Sequence[_Update], device: torch.device
+    matrix_range: MatrixRange,
+    matrices: Sequence[Matrices],
+    updates: Sequence[_Update],
+    device: torch.device,
 ) -> Tensor:
     """Return this rank's block of the update before it is orthogonalised, [N, out, in]."""
-    update, entry = updates[run.index], matrices[run.index]
-    buffer = _block(run, entry, update.buffer)
+    update, entry = updates[matrix_range.index], matrices[matrix_range.index]
+    buffer = _block(matrix_range, entry, update.buffer)
     if update.group["nesterov"]:
-        buffer = _block(run, entry, update.grad).lerp(buffer, update.group["momentum"])
+        buffer = _block(matrix_range, entry, update.grad).lerp(buffer, update.group["momentum"])
     return buffer.to(device=device, dtype=dtype_of_steps(update.grad.dtype))
 
 
 def _apply(
-    run: Run, result: Tensor, matrices: Sequence[Matrices], updates: Sequence[_Update]
+    matrix_range: MatrixRange,
+    result: Tensor,
+    matrices: Sequence[Matrices],
+    updates: Sequence[_Update],
 ) -> None:
     """Add an orthogonalised block to this rank's shard of a parameter."""
-    update, entry = updates[run.index], matrices[run.index]
+    update, entry = updates[matrix_range.index], matrices[matrix_range.index]
     lr = adjusted_lr(update.lr, update.group["adjust_lr_fn"], *entry.shape)
-    target = _block(run, entry, update.shard)
+    target = _block(matrix_range, entry, update.shard)
     target.add_(result.to(target.device), alpha=-lr)
 
 
-def _block(run: Run, entry: Matrices, values: Tensor) -> Tensor:
-    return entry.block(entry.layout.stacked_view(values)[run.start : run.stop], run.part)
+def _block(matrix_range: MatrixRange, entry: Matrices, values: Tensor) -> Tensor:
+    return entry.block(
+        entry.layout.stacked_view(values)[matrix_range.start : matrix_range.stop], matrix_range.part
+    )
 
 
 def _describe(
@@ -568,7 +582,7 @@ def _describe(
         name=name,
         layout=layout,
         shape=layout.matrix_shape(whole.shape),
-        shard=shard_of(parameter, layout),
+        sharding=find_sharding(parameter, layout),
         steps=update.group["ns_steps"],
         itemsize=dtype_of_steps(update.grad.dtype).itemsize,
     )

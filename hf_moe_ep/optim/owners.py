@@ -36,7 +36,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Shard:
+class MatrixSharding:
     """How the ranks of a group hold the matrices of a parameter, and which rows this rank has.
 
     Attributes:
@@ -65,7 +65,7 @@ class Matrices:
         name: the name of the parameter.
         layout: how they lie in the parameter.
         shape: [out, in] of each.
-        shard: which of their rows or columns this rank has.
+        sharding: which of their rows or columns this rank has.
         steps: the steps of Newton-Schulz.
         itemsize: the bytes of an element as it is sent.
     """
@@ -73,7 +73,7 @@ class Matrices:
     name: str
     layout: MatrixLayout
     shape: tuple[int, int]
-    shard: Shard
+    sharding: MatrixSharding
     steps: int
     itemsize: int
 
@@ -84,30 +84,30 @@ class Matrices:
 
     def block(self, stacked_view: Tensor, part: int) -> Tensor:
         """View this rank's share of one part, [E, out, in]; one of the last two dims is sharded."""
-        layout, shard = self.layout, self.shard
+        layout, sharding = self.layout, self.sharding
         rows = (0, self.shape[0] * layout.parts)
-        if shard.group is not None and shard.dim == layout.out_dim:
-            rows = shard.bounds[shard.rank]
+        if sharding.group is not None and sharding.dim == layout.out_dim:
+            rows = sharding.bounds[sharding.rank]
         return layout.block(stacked_view, *rows, part, self.shape[0])
 
     def lengths(self, part: int) -> list[int]:
         """Return the lengths of all ranks' blocks along the sharded dim."""
-        if self.shard.dim != self.layout.out_dim:
-            return [stop - start for start, stop in self.shard.bounds]
+        if self.sharding.dim != self.layout.out_dim:
+            return [stop - start for start, stop in self.sharding.bounds]
         bounds = [
             self.layout.part_bounds(start, stop, part, self.shape[0])
-            for start, stop in self.shard.bounds
+            for start, stop in self.sharding.bounds
         ]
         return [high - low for low, high in bounds]
 
     @property
     def sharded_dim(self) -> int:
         """The sharded dim of a block: 1 for `out`, 2 for `in`."""
-        return 1 if self.shard.dim == self.layout.out_dim else 2
+        return 1 if self.sharding.dim == self.layout.out_dim else 2
 
 
 @dataclass(frozen=True)
-class Run:
+class MatrixRange:
     """Consecutive matrices of one parameter that have the same owner.
 
     Attributes:
@@ -124,13 +124,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that are sent in one exchange; rank r of `group` owns the matrices in `runs[r]`."""
+    """Matrices that are sent in one exchange; rank r of `group` owns those in `ranges[r]`."""
 
     group: dist.ProcessGroup
-    runs: tuple[tuple[Run, ...], ...]
+    ranges: tuple[tuple[MatrixRange, ...], ...]
 
 
-def shard_of(tensor: Tensor, layout: MatrixLayout) -> Shard:
+def find_sharding(tensor: Tensor, layout: MatrixLayout) -> MatrixSharding:
     """Find how the ranks of a group hold the matrices of a parameter.
 
     Raises:
@@ -138,7 +138,7 @@ def shard_of(tensor: Tensor, layout: MatrixLayout) -> Shard:
     """
     first_dim = 0 if layout.stacked else 1  # of `stacked_view`, in which `tensor` has dim 0
     experts = layout.stacked_view(local_tensor(tensor)).shape[0]
-    whole = Shard(None, layout.out_dim, (), experts)
+    whole = MatrixSharding(None, layout.out_dim, (), experts)
     if not isinstance(tensor, DTensor):
         return whole
     mesh = tensor.device_mesh
@@ -163,20 +163,22 @@ def shard_of(tensor: Tensor, layout: MatrixLayout) -> Shard:
         at = [*coordinate[:axis], position, *coordinate[axis + 1 :]]
         bounds.append(box_at(tensor, at)[dim])
     sharded_dim = layout.matrix_dim(dim + first_dim)
-    return Shard(mesh.get_group(axis), sharded_dim, tuple(bounds), experts)
+    return MatrixSharding(mesh.get_group(axis), sharded_dim, tuple(bounds), experts)
 
 
-def whole_runs(
+def whole_ranges(
     matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[Run, ...]]:
-    """Yield the matrices that are whole on this rank, in runs that each fit in a bucket."""
+) -> Iterator[tuple[MatrixRange, ...]]:
+    """Yield the matrices that are whole on this rank, in ranges that each fit in a bucket."""
     for index, entry in enumerate(matrices):
-        if entry.shard.group is not None:
+        if entry.sharding.group is not None:
             continue
         at_once = max(1, bucket_bytes // _bytes_of_matrix(entry))
         for part in range(entry.layout.parts):
-            for start in range(0, entry.shard.experts, at_once):
-                yield (Run(index, part, start, min(start + at_once, entry.shard.experts)),)
+            for start in range(0, entry.sharding.experts, at_once):
+                yield (
+                    MatrixRange(index, part, start, min(start + at_once, entry.sharding.experts)),
+                )
 
 
 def assign_owners(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -187,54 +189,66 @@ def assign_owners(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES
     """
     by_group: dict[dist.ProcessGroup, list[int]] = {}
     for index, entry in enumerate(matrices):
-        if entry.shard.group is not None:
-            by_group.setdefault(entry.shard.group, []).append(index)
+        if entry.sharding.group is not None:
+            by_group.setdefault(entry.sharding.group, []).append(index)
     buckets = []
     for group, indices in by_group.items():
-        owned = _choose_owners(matrices, indices, len(matrices[indices[0]].shard.bounds))
-        divided = [list(_divide(matrices, runs, bucket_bytes)) for runs in owned]
-        for runs in zip_longest(*divided, fillvalue=()):
-            buckets.append(Bucket(group, runs))
+        owned = _choose_owners(matrices, indices, len(matrices[indices[0]].sharding.bounds))
+        divided = [list(_divide(matrices, ranges, bucket_bytes)) for ranges in owned]
+        for ranges in zip_longest(*divided, fillvalue=()):
+            buckets.append(Bucket(group, ranges))
     return buckets
 
 
 def _choose_owners(
     matrices: Sequence[Matrices], indices: Sequence[int], num_ranks: int
-) -> list[list[Run]]:
-    """Return the runs of each rank, those of the largest matrices first."""
-    owned: list[list[Run]] = [[] for _ in range(num_ranks)]
+) -> list[list[MatrixRange]]:
+    """Return the ranges of each rank, those of the largest matrices first."""
+    owned: list[list[MatrixRange]] = [[] for _ in range(num_ranks)]
     flops = [0] * num_ranks
     single = []
     for index in indices:
         entry = matrices[index]
-        each = entry.shard.experts // num_ranks
+        each = entry.sharding.experts // num_ranks
         for part in range(entry.layout.parts):
             for rank in range(num_ranks if each else 0):
-                owned[rank].append(Run(index, part, rank * each, (rank + 1) * each))
+                owned[rank].append(MatrixRange(index, part, rank * each, (rank + 1) * each))
                 flops[rank] += each * entry.flops
-            for expert in range(each * num_ranks, entry.shard.experts):
-                single.append(Run(index, part, expert, expert + 1))
-    for run in sorted(single, key=lambda run: -matrices[run.index].flops):
+            for expert in range(each * num_ranks, entry.sharding.experts):
+                single.append(MatrixRange(index, part, expert, expert + 1))
+    for matrix_range in sorted(
+        single, key=lambda matrix_range: -matrices[matrix_range.index].flops
+    ):
         rank = flops.index(min(flops))
-        owned[rank].append(run)
-        flops[rank] += matrices[run.index].flops
+        owned[rank].append(matrix_range)
+        flops[rank] += matrices[matrix_range.index].flops
     # Matrices of one shape follow each other, because they are orthogonalised together.
-    for runs in owned:
-        runs.sort(key=lambda run: (-matrices[run.index].flops, matrices[run.index].shape))
+    for ranges in owned:
+        ranges.sort(
+            key=lambda matrix_range: (
+                -matrices[matrix_range.index].flops,
+                matrices[matrix_range.index].shape,
+            )
+        )
     return owned
 
 
 def _divide(
-    matrices: Sequence[Matrices], runs: Sequence[Run], bucket_bytes: int
-) -> Iterator[tuple[Run, ...]]:
-    """Divide the runs of a rank into buckets."""
-    bucket: list[Run] = []
+    matrices: Sequence[Matrices], ranges: Sequence[MatrixRange], bucket_bytes: int
+) -> Iterator[tuple[MatrixRange, ...]]:
+    """Divide the ranges of a rank into buckets."""
+    bucket: list[MatrixRange] = []
     num_bytes = 0
-    for run in runs:
-        entry = matrices[run.index]
+    for matrix_range in ranges:
+        entry = matrices[matrix_range.index]
         at_once = max(1, bucket_bytes // _bytes_of_matrix(entry))
-        for start in range(run.start, run.stop, at_once):
-            piece = Run(run.index, run.part, start, min(start + at_once, run.stop))
+        for start in range(matrix_range.start, matrix_range.stop, at_once):
+            piece = MatrixRange(
+                matrix_range.index,
+                matrix_range.part,
+                start,
+                min(start + at_once, matrix_range.stop),
+            )
             size = (piece.stop - piece.start) * _bytes_of_matrix(entry)
             if bucket and num_bytes + size > bucket_bytes:
                 yield tuple(bucket)

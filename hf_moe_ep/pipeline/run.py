@@ -67,7 +67,7 @@ from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.ranks.neighbours import (
     Arrival,
     Channel,
-    Form,
+    ShapeAndDtype,
     broadcast_tensor,
 )
 from hf_moe_ep.state import ModelState
@@ -84,7 +84,7 @@ from hf_moe_ep.upstream.sharded_models import reshard_unit
 
 Call = Callable[..., Any]
 
-# The dtypes that a loss may have; the result of `_numbers` has the index of a dtype.
+# The dtypes that a loss may have; the result of `_encode_losses` has the index of a dtype.
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -123,16 +123,17 @@ class _Channels:
 
 
 @dataclass
-class _Run:
-    """One call: what each micro-batch has received and produced on this stage.
+class _PipelineCall:
+    """The state of one call: the tensors that micro-batches receive and produce on this stage.
 
     Attributes:
         batches: the micro-batches.
         trains: True if backward runs as well.
         wants_logits: True if the logits of the batch are returned.
         has_fused_head: True if TRL's fused head computes the outputs (`token_losses.py`).
-        divisor: the sum of the losses of all tokens is divided by this number of tokens.
-        losses_are_summed: True if the caller has passed this number (`num_items_in_batch`).
+        divisor: the sum of the losses of all tokens is divided by this number: a number of tokens,
+            or `ModelState.loss_divisor`.
+        losses_are_summed: True if the caller has passed `num_items_in_batch`.
         key: a part of the key of each transfer (`ranks/neighbours.py`). It differs between calls
             whose hidden states may differ in shape or dtype.
         received: the hidden states of each micro-batch, until its backward has run.
@@ -152,7 +153,7 @@ class _Run:
     key: tuple[Any, ...]
     received: dict[int, list[Tensor]] = field(default_factory=dict)
     produced: dict[int, list[Tensor]] = field(default_factory=dict)
-    forms: dict[int, list[Form]] = field(default_factory=dict)
+    forms: dict[int, list[ShapeAndDtype]] = field(default_factory=dict)
     arrivals: dict[Operation, Arrival] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
 
@@ -224,7 +225,9 @@ class Pipeline:
         wants_logits = mode == LOGITS or state.gather_logits or state.config.gather_logits
         wants_logits &= not has_fused_head
         trains, key = mode == TRAINING, _key(self.model, given, mode)
-        run = _Run(batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key)
+        run = _PipelineCall(
+            batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key
+        )
         if mode != TRAINING:
             with torch.no_grad():
                 self._run(run, forwards_only(count), [True] * count, stock, stage)
@@ -259,7 +262,7 @@ class Pipeline:
 
     def _run(
         self,
-        run: _Run,
+        run: _PipelineCall,
         order: Sequence[Operation],
         awaited: Sequence[bool],
         stock: Call,
@@ -276,9 +279,9 @@ class Pipeline:
             for position, operation in enumerate(order):
                 kind = "forward" if operation.is_forward else "backward"
                 failure.begin(f"the {kind} of micro-batch {operation.micro_batch}")
-                self._expect(run, operation, early=False)
+                self._start_receiving(run, operation, early=False)
                 if position + 1 < len(order) and awaited[position + 1]:
-                    self._expect(run, order[position + 1], early=True)
+                    self._start_receiving(run, order[position + 1], early=True)
                 if operation.is_forward:
                     self._forward(run, operation, stock, stage)
                     if operation.micro_batch == len(run.batches) - 1:
@@ -294,7 +297,7 @@ class Pipeline:
                 channel.forget()
             raise
 
-    def _expect(self, run: _Run, operation: Operation, *, early: bool) -> None:
+    def _start_receiving(self, run: _PipelineCall, operation: Operation, *, early: bool) -> None:
         """Start to receive the tensors that an operation needs.
 
         With `early`, hidden states of unknown shape are not received: their shapes would have to be
@@ -314,7 +317,7 @@ class Pipeline:
             what = f"the gradients of micro-batch {index}"
             run.arrivals[operation] = channels.grads_from_next.receive_known(forms, what)
 
-    def _forward(self, run: _Run, operation: Operation, stock: Call, stage: Stage) -> None:
+    def _forward(self, run: _PipelineCall, operation: Operation, stock: Call, stage: Stage) -> None:
         channels, index = self._channels, operation.micro_batch
         assert channels is not None
         batch = run.batches[index]
@@ -347,17 +350,17 @@ class Pipeline:
         if channels.to_next is not None:
             key = (*run.key, *_shape_of(batch))
             channels.to_next.send(produced, key, f"the hidden states of micro-batch {index}")
-            run.forms[index] = [Form(tuple(x.shape), x.dtype) for x in produced]
+            run.forms[index] = [ShapeAndDtype(tuple(x.shape), x.dtype) for x in produced]
             run.outputs[:] = [output]
         else:
-            detached = _detached(output, with_logits=run.wants_logits)
+            detached = _detach_output(output, with_logits=run.wants_logits)
             run.outputs.append(keep_values(output) if is_fused else detached)
             if output.get("loss") is not None:
                 produced = [output["loss"]]
         if run.trains:
             run.received[index], run.produced[index] = received, produced
 
-    def _backward(self, run: _Run, operation: Operation) -> None:
+    def _backward(self, run: _PipelineCall, operation: Operation) -> None:
         channels, index, meshes = self._channels, operation.micro_batch, self.state.meshes
         assert channels is not None and meshes is not None
         received, produced = run.received.pop(index), run.produced.pop(index)
@@ -396,7 +399,7 @@ class Pipeline:
         where = f"pipeline stage {stage.index} of {stage.size}, exchanging with rank {other}"
         sends = Channel(out, other, meshes.device, where)
         receives = Channel(back, other, meshes.device, where)
-        forms = [Form(tuple(own.shape), own.dtype)]
+        forms = [ShapeAndDtype(tuple(own.shape), own.dtype)]
         # With NCCL the first transfer between two ranks blocks the host until both have started it.
         # So the last stage receives before it sends.
         arrival = None if stage.is_first else receives.receive_known(forms, what)
@@ -405,7 +408,7 @@ class Pipeline:
         sends.finish()
         grad.add_(theirs.to(grad.device))
 
-    def _output(self, run: _Run, mode: int, gradients: StepGradients | None) -> Any:
+    def _output(self, run: _PipelineCall, mode: int, gradients: StepGradients | None) -> Any:
         """Return the output of the whole batch, the same on every rank."""
         meshes = self.state.meshes
         assert meshes is not None and meshes.stages is not None
@@ -414,7 +417,7 @@ class Pipeline:
         values: dict[str, Any] = {}
         if mode != LOGITS:
             # Unlike a broadcast, this ends only if no stage has failed.
-            numbers = all_gather(_numbers(run, stages.is_last, meshes.device), group)[-1]
+            numbers = all_gather(_encode_losses(run, stages.is_last, meshes.device), group)[-1]
             loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
             loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
             if dtypes[1] >= 0:
@@ -438,7 +441,7 @@ class Pipeline:
         return replace(template, **empty, **values)
 
 
-def _finish_aux_loss(run: _Run, stage: Stage) -> None:
+def _finish_aux_loss(run: _PipelineCall, stage: Stage) -> None:
     """With "gpipe", add the aux loss of the whole batch to the losses of its micro-batches."""
     finished = stage.boundary.take_deferred()
     if finished is None:
@@ -446,7 +449,7 @@ def _finish_aux_loss(run: _Run, stage: Stage) -> None:
     terms, aux_loss = finished
     for index, term in enumerate(terms):
         output = run.outputs[index]
-        # `_numbers` multiplies this value by the shares of the micro-batches, which add up to 1.
+        # `_encode_losses` multiplies this value by the shares of the micro-batches, whose sum is 1.
         values = {"aux_loss": aux_loss.detach()}
         if output.get("loss") is not None:
             values["loss"] = output["loss"] + term.detach()
@@ -469,7 +472,7 @@ def _shape_of(batch: MicroBatch) -> tuple[int, ...]:
     return tuple(tokens.shape[:2])
 
 
-def _detached(output: Any, *, with_logits: bool) -> Any:
+def _detach_output(output: Any, *, with_logits: bool) -> Any:
     """Return the losses of an output, and its logits if they are wanted, without the graph."""
     kept = {"loss", "aux_loss"} | ({"logits"} if with_logits else set())
     values = {
@@ -479,10 +482,11 @@ def _detached(output: Any, *, with_logits: bool) -> Any:
     return replace(output, **values)
 
 
-def _numbers(run: _Run, is_last: bool, device: torch.device) -> Tensor:
-    """Return (loss, aux loss, their dtypes) of the batch in fp64; on other stages, zeros.
+def _encode_losses(run: _PipelineCall, is_last: bool, device: torch.device) -> Tensor:
+    """Return four fp64 numbers: loss and aux loss of the batch, and for both an index of a dtype.
 
-    The number of a dtype is -1 if there is no such loss.
+    The index is one of _LOSS_DTYPES, or -1 if the model computes no such loss. All numbers are
+    zeros on stages other than the last one.
     """
     numbers = torch.zeros(4, dtype=torch.float64, device=device)
     if not is_last:

@@ -29,7 +29,7 @@ from hf_moe_ep.placement.move import (
     move_layers,
     slots_of,
 )
-from hf_moe_ep.ranks.together import ALONE, check_alike, check_everyone_calls, together
+from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_alike, check_everyone_calls, together
 from hf_moe_ep.routing.load import ExpertLoad, slots_of_layers
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
@@ -80,7 +80,7 @@ def balance_experts(
     model = unwrap(model)
     state = patched_state(model)
     check_has_ep(state, "balance_experts")
-    check_everyone_calls("balance_experts", alone=ALONE)
+    check_everyone_calls("balance_experts", patience_of_rank_0=PATIENCE_OF_RANK_0)
     optimizers = together("balance_experts", lambda: _as_list(optimizer))
     reshard(model)
 

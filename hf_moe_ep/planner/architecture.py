@@ -81,7 +81,7 @@ def inspect_architecture(shape: str) -> Architecture:
     stack_experts(model, find_block(model))
     parts = find_parts(model)
     mixers = mixers_by_split(parts)
-    kinds = {"sequences": Split.NOT, "keys": Split.QUERIES}
+    kinds = {"sequences": Split.WHOLE, "keys": Split.QUERIES}
     granted = {
         "ep": _try_feature(partial(patch, model)),
         "lora": "",

@@ -277,7 +277,7 @@ def mark_compiled_regions(fusion: Fusion) -> Iterator[None]:
         (torch.compiler, "disable", mark_uncompiled),
         (compiled_layers, "has_given_up", lambda *_: False),
     ]
-    for name in ("_run_block_without_tracing", "_run_without_tracing"):
+    for name in ("_call_block_untraced", "_call_untraced"):
         replaced.append((compiled_layers, name, mark_uncompiled(vars(compiled_layers)[name])))
     with ExitStack() as stack:
         for owner, name, value in replaced:

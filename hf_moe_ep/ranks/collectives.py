@@ -42,7 +42,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _TransferContext:
     """The description of one exchange. To save time, it is formatted only for an error."""
 
     where: object
@@ -55,7 +55,7 @@ class _Exchange:
 
 
 @contextmanager
-def _describe_errors(exchange: _Exchange) -> Iterator[None]:
+def _describe_errors(exchange: _TransferContext) -> Iterator[None]:
     """Replace an error that is raised inside the block by an error that names the exchange."""
     try:
         yield
@@ -79,7 +79,7 @@ class Transfer:
 
     _work: dist.Work
     _tensors: tuple[Tensor, Tensor]
-    _exchange: _Exchange
+    _exchange: _TransferContext
 
     def wait(self) -> None:
         """Make later operators on this device wait for the rows; NCCL does not block the host."""
@@ -102,7 +102,7 @@ def start_all_to_all(
     from rank s. The text of `where` names the layer for errors.
     """
     rows_NX = rows_NX.contiguous()
-    exchange = _Exchange(where, "rows", group)
+    exchange = _TransferContext(where, "rows", group)
     with _describe_errors(exchange):
         work = dist.all_to_all_single(
             received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
@@ -135,7 +135,7 @@ class RingTransfer:
 
     _works: list[dist.Work]
     _tensors: tuple[Tensor, Tensor]
-    _exchange: _Exchange
+    _exchange: _TransferContext
 
     def wait(self) -> Tensor:
         """Return the tensor from the previous rank; NCCL does not block the host."""
@@ -159,7 +159,7 @@ def send_to_next(x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> RingTr
         dist.P2POp(dist.isend, x, after, group, tag),
         dist.P2POp(dist.irecv, received, before, group, tag),
     ]
-    exchange = _Exchange("context parallelism", "a part of the ring", group)
+    exchange = _TransferContext("context parallelism", "a part of the ring", group)
     with _describe_errors(exchange):
         works = dist.batch_isend_irecv(operations)
     return RingTransfer(works, (received, x), exchange)
@@ -171,7 +171,7 @@ class CountsTransfer:
 
     _work: dist.Work
     _tensors: tuple[Tensor, Tensor]
-    _exchange: _Exchange
+    _exchange: _TransferContext
 
     def wait(self) -> Tensor:
         """Return the counts that this rank receives, [D, X]; NCCL does not block the host."""
@@ -193,7 +193,7 @@ def start_counts(counts_DX: Tensor, group: dist.ProcessGroup, *, where: object) 
     The text of `where` names the layer for errors.
     """
     received_DX = torch.empty_like(counts_DX)
-    exchange = _Exchange(where, "counts", group)
+    exchange = _TransferContext(where, "counts", group)
     with _describe_errors(exchange):
         work = dist.all_to_all_single(received_DX, counts_DX, group=group, async_op=True)
     assert work is not None
@@ -204,7 +204,7 @@ def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: object) ->
     """All-gather `counts` (an int64 vector) and return the counts of every rank, on the host."""
     counts = counts.contiguous()
     gathered = counts.new_empty(dist.get_world_size(group), len(counts))
-    with _describe_errors(_Exchange(where, "counts", group)):
+    with _describe_errors(_TransferContext(where, "counts", group)):
         _all_gather(gathered.view(-1), counts, group=group, async_op=True).wait()
         counts_by_rank: list[list[int]] = gathered.tolist()
     return counts_by_rank

@@ -40,7 +40,7 @@ _DTYPES = (
 _HEADER_SIZE = 24
 
 
-class Form(NamedTuple):
+class ShapeAndDtype(NamedTuple):
     """The shape and the dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Channel:
     device: torch.device
     where: str
     num_bytes: int = 0
-    _forms: dict[Hashable, list[Form]] = field(default_factory=dict)
+    _forms: dict[Hashable, list[ShapeAndDtype]] = field(default_factory=dict)
     _sends: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
 
     def knows(self, key: Hashable) -> bool:
@@ -73,7 +73,7 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor], key: Hashable, what: str) -> None:
         """Start to send tensors; `what` names them in errors."""
-        forms = [Form(tuple(x.shape), x.dtype) for x in tensors]
+        forms = [ShapeAndDtype(tuple(x.shape), x.dtype) for x in tensors]
         if key not in self._forms:
             self._forms[key] = forms
             self._start_send(_describe(forms).to(self.device), what)
@@ -102,7 +102,7 @@ class Channel:
                 self._forms[key] = _read(header.tolist())
         return self.receive_known(self._forms[key], what)
 
-    def receive_known(self, forms: Sequence[Form], what: str) -> Arrival:
+    def receive_known(self, forms: Sequence[ShapeAndDtype], what: str) -> Arrival:
         """Start to receive tensors of these forms."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in forms]
         with self.describe_errors(what):
@@ -151,19 +151,19 @@ class Arrival:
         return self.tensors
 
 
-def _describe(forms: Sequence[Form]) -> Tensor:
+def _describe(forms: Sequence[ShapeAndDtype]) -> Tensor:
     numbers = [len(forms)]
     for shape, dtype in forms:
         numbers += [len(shape), _DTYPES.index(dtype), *shape]
     return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
 
 
-def _read(numbers: Sequence[int]) -> list[Form]:
+def _read(numbers: Sequence[int]) -> list[ShapeAndDtype]:
     count, *rest = numbers
     forms = []
     for _ in range(count):
         num_dims, dtype = rest[:2]
-        forms.append(Form(tuple(rest[2 : 2 + num_dims]), _DTYPES[dtype]))
+        forms.append(ShapeAndDtype(tuple(rest[2 : 2 + num_dims]), _DTYPES[dtype]))
         rest = rest[2 + num_dims :]
     return forms
 
@@ -172,7 +172,7 @@ def broadcast_tensor(
     tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
     """Return the tensor of the rank `source` on every rank of `group`."""
-    forms = [] if tensor is None else [Form(tuple(tensor.shape), tensor.dtype)]
+    forms = [] if tensor is None else [ShapeAndDtype(tuple(tensor.shape), tensor.dtype)]
     header = _describe(forms).to(device)
     dist.broadcast(header, source, group=group)
     if tensor is None:

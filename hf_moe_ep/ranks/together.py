@@ -49,7 +49,7 @@ from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 PATIENCE = timedelta(minutes=5)
 # How long rank 0 waits for the first other rank in a function that scripts often call inside
 # `if is_main_process:` by mistake.
-ALONE = timedelta(seconds=20)
+PATIENCE_OF_RANK_0 = timedelta(seconds=20)
 # How long ranks wait for each other at the start of sharding, after each has loaded a model.
 _LOADING = timedelta(minutes=30)
 # Errors that all ranks raise with their own class: a wrong argument, and a missing package.
@@ -61,7 +61,7 @@ Value = TypeVar("Value")
 def check_everyone_calls(
     what: str,
     patience: timedelta | None = None,
-    alone: timedelta | None = None,
+    patience_of_rank_0: timedelta | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Check that all ranks of `group` call the function `what`.
@@ -69,7 +69,7 @@ def check_everyone_calls(
     Args:
         what: the name of the function.
         patience: how long ranks wait for each other. None: PATIENCE.
-        alone: how long rank 0 waits for the first other rank. None: `patience`.
+        patience_of_rank_0: how long rank 0 waits for the first other rank. None: `patience`.
         group: the ranks; groups with the same first rank must have the same ranks. None: all ranks.
 
     Raises:
@@ -87,7 +87,11 @@ def check_everyone_calls(
     all_called = f"{calls}/{(call_number - 1) // world}"
     if call_number % world == 0:
         store.set(all_called, "")
-    waited = patience if alone is None or not is_first() else min(alone, patience)
+    waited = (
+        patience
+        if patience_of_rank_0 is None or not is_first()
+        else min(patience_of_rank_0, patience)
+    )
     if _wait_for_key(all_called, waited):
         return
     if waited < patience and store.add(calls, 0) % world > 1:

@@ -94,7 +94,7 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         layer = vars(experts).get(STATE)
         if not isinstance(layer, MoELayer):
             continue
-        if layer.chooses_none:
+        if layer.may_choose_no_expert:
             _refuse(state, "its routers also choose experts that return their input")
         layer_name = next(other for other in layers if name.startswith(f"{other}."))
         index = index_of[layer_name]

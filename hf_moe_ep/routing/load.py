@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.config import check_choice
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, world_size
+from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
 from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
 from hf_moe_ep.state import STATE, ModelState, MoELayer, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -163,7 +163,7 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
     """
     check_counts(state, "expert_load")
     if state.meshes is not None:
-        check_everyone_calls("expert_load", alone=ALONE)
+        check_everyone_calls("expert_load", patience_of_rank_0=PATIENCE_OF_RANK_0)
     counts, (resets,) = counts_of_all_ranks(state, reader, int(reset))
     ranks = 1 if state.meshes is None else world_size()
     if int(resets) not in (0, ranks):

@@ -197,7 +197,7 @@ def _split_of(module: nn.Module, parts: Parts) -> Split:
         return Split.HALO
     if parts.plan.gathers_keys and gathers_by_cache(module):
         return Split.QUERIES
-    return Split.NOT
+    return Split.WHOLE
 
 
 def attach(parts: Parts, state: ModelState) -> None:

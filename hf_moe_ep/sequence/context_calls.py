@@ -43,7 +43,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.gather import find_documents
-from hf_moe_ep.sequence.partial_attention import Box, slice_block_mask
+from hf_moe_ep.sequence.partial_attention import QueryKeyRange, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
@@ -149,7 +149,7 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
     call = Call(start, stop, 0, context.length, lambda: None, layer.kwargs)
     if isinstance(mask, BlockMask):
         first, last = layer.once(("blocks",), lambda: _find_seen_blocks(mask, context))[start]
-        box = Box(start, stop, first, last)
+        box = QueryKeyRange(start, stop, first, last)
         build = partial(layer.once, ("block", start), partial(slice_block_mask, mask, box))
         return replace(call, first=first, last=last, build_mask=build)
     if isinstance(mask, Tensor) and mask.ndim == 4 and _has_own_rows(mask, context):

@@ -54,9 +54,9 @@ class LayerSlice:
     """The slice that a decoder layer computes, for the hooks of the mixers in this layer.
 
     A layer does not pass its keyword arguments on to all its children. A pre-forward hook of the
-    layer therefore calls `begin`, and `EndLayer` calls `end`, because a slice refers to masks of
-    the whole sequence. Newer transformers checkpoint the forward of a layer without its hooks. The
-    checkpointed function then sets the slice of its own forward in each recompute.
+    layer therefore calls `begin`. `EndLayer` calls `end`, which frees the masks of whole sequences
+    to which a slice refers. Newer transformers checkpoint the forward of a layer without its hooks.
+    The checkpointed function then sets the slice of its own forward in each recompute.
 
     Attributes:
         part: the slice, while the layer runs.
@@ -81,8 +81,8 @@ class LayerSlice:
     def end(self, layer: nn.Module) -> None:
         """Forget the slice, and restore the function that checkpoints the layer.
 
-        In a model that is compiled as a whole, `begin` has changed no function, so recomputes need
-        the slice that is set here until the next forward.
+        In a model that is compiled as a whole, `begin` has changed no function, so recomputes read
+        `part`. This method then leaves `part` set until the next forward.
         """
         if torch.compiler.is_compiling():
             return
@@ -93,7 +93,7 @@ class LayerSlice:
 
 
 def _own_checkpoint(layer: nn.Module) -> partial[Any] | None:
-    """Return the function of `begin` that checkpoints a layer, or None."""
+    """Return the wrapper that `begin` has set as a layer's checkpointing function, or None."""
     checkpoint = vars(layer).get(_CHECKPOINT)
     is_own = isinstance(checkpoint, partial) and checkpoint.func is _checkpoint_slice
     return checkpoint if is_own else None
@@ -146,12 +146,12 @@ class Split(Enum):
 
     NOT: it gets whole sequences.
     QUERIES: it keeps its slice of the queries, and gathers keys.
-    HEADS: it keeps its slice, except in a recurrence over some heads of whole sequences, or over
-        its tokens with states of other ranks.
+    HEADS: it keeps its slice. Only its recurrence gets something else: some heads of whole
+        sequences, or the states of other ranks, or all heads of whole sequences (recurrences.py).
     HALO: it keeps its slice, and its convolution also gets the last tokens of the previous rank.
     """
 
-    NOT = "not"
+    WHOLE = "not"
     QUERIES = "queries"
     HEADS = "heads"
     HALO = "halo"
@@ -165,12 +165,12 @@ class GatherArguments(Ours):
 
     Attributes:
         split: how the mixer is divided, if its rows are not packed.
-        now: how it is divided in the current forward.
+        current_split: how it is divided in the current forward.
     """
 
     def __init__(self, layer: LayerSlice, arguments: MixerArguments, split: Split) -> None:
         self.layer, self.arguments, self.split = layer, arguments, split
-        self.now = Split.NOT
+        self.current_split = Split.WHOLE
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -180,11 +180,11 @@ class GatherArguments(Ours):
             return None
         # Attention inside of the mixer gets whole sequences, as if they were not split.
         kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
-        self.now = self._choose_split(module, part, kwargs)
-        if self.now == Split.QUERIES:
+        self.current_split = self._choose_split(module, part, kwargs)
+        if self.current_split == Split.QUERIES:
             cache = GatheringCache(part, compress_rate(module))
             kwargs |= {name: cache for name in CACHE_NAMES if name in kwargs}
-        if self.now != Split.NOT:
+        if self.current_split != Split.WHOLE:
             return self.arguments.change((args, kwargs), partial(_slice_mask, part))
         call = self.arguments.change((args, kwargs), lambda name, x: self._gather(name, x, part))
         if part.documents is None:
@@ -201,11 +201,11 @@ class GatherArguments(Ours):
 
     def _choose_split(self, module: nn.Module, part: Slice, kwargs: dict[str, Any]) -> Split:
         if part.size == 1 or part.documents is not None or describes_packing(kwargs):
-            return Split.NOT
-        if self.split == Split.QUERIES and not _has_several_queries(part, kwargs):
-            return Split.NOT
+            return Split.WHOLE
+        if self.split == Split.QUERIES and not _can_split_queries(part, kwargs):
+            return Split.WHOLE
         if self.split in (Split.HEADS, Split.HALO) and part.piece < convolution_width(module):
-            return Split.NOT  # The halo would come from more than one piece.
+            return Split.WHOLE  # The halo would come from more than one piece.
         return self.split
 
     def _gather(self, name: str, value: Any, part: Slice) -> Any:
@@ -225,10 +225,10 @@ class GatherArguments(Ours):
         return gather_slices(value, part)
 
 
-def _has_several_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
-    """Return False if stock code would treat the queries of a slice as the last of the sequence.
+def _can_split_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
+    """Return False if stock code would take the queries of a slice for the last of the sequence.
 
-    Stock code does so for a single query, and for queries whose positions it is not given.
+    Stock code does so for a single query, and if it is called with position_ids=None.
     """
     return part.local > 1 and kwargs.get("position_ids", part) is not None
 
@@ -256,7 +256,7 @@ class SliceOutput(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         part = self.gather.layer.part
-        if part is None or self.gather.now != Split.NOT:
+        if part is None or self.gather.current_split != Split.WHOLE:
             return None
         if part.documents is not None:
             layer = self.gather.layer
@@ -316,7 +316,7 @@ class SeparateDocuments(Ours):
 def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
     """Hide all tokens of other documents in a mask (B or 1, 1, S, S) of attention.
 
-    A mask of None is that of causal attention in scaled_dot_product_attention.
+    None stands for the causal mask of scaled_dot_product_attention.
     """
     numbers = _number_documents(part).to(device)
     same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
@@ -325,8 +325,8 @@ def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
     separated = mask & same
-    # In a mask of the caller padding may see other documents alone. It then sees every token,
-    # because the output of a query that sees no token is NaN.
+    # With a mask of the caller, a padding token may see only tokens of other documents. It sees
+    # every token then, because the output of a query that sees no token is NaN.
     return separated | ~separated.any(-1, keepdim=True)
 
 
@@ -385,7 +385,7 @@ def _widen(x: Tensor, width: int) -> Tensor:
 
 
 def text_positions(positions: Tensor) -> Tensor | None:
-    """Return the positions (B or 1, S) of the text, or None if there are only those of pictures.
+    """Return the text positions (B or 1, S), or None if there are only times, rows and columns.
 
     Positions with axes have the text in front, (4, B or 1, S), or only the time, row and column of
     each token, (3, B, S).

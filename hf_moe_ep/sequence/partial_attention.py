@@ -51,7 +51,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Box:
+class QueryKeyRange:
     """The queries `q_start` to `q_stop` - 1 and the keys `k_start` to `k_stop` - 1."""
 
     q_start: int
@@ -65,7 +65,7 @@ def attend_to_part(
     key: Tensor,  # (B, K, keys, W)
     value: Tensor,
     scores: Scores,
-    box: Box,
+    box: QueryKeyRange,
     known: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the attention (B, Q, queries, W) to the keys of a box, and its log-sum-exp.
@@ -93,7 +93,12 @@ def attend_to_part(
 
 
 def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, box: Box, known: dict[Any, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    box: QueryKeyRange,
+    known: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
     def make() -> Tensor:
         rows, heads, *_ = scores.mask.shape
@@ -161,7 +166,7 @@ def grads_of_part(
     return torch.autograd.grad(outputs, inputs, grads_of_outputs)
 
 
-def slice_block_mask(mask: BlockMask, box: Box) -> BlockMask:
+def slice_block_mask(mask: BlockMask, box: QueryKeyRange) -> BlockMask:
     """Build the BlockMask of some queries and keys of the whole sequence."""
     rows, heads, *_ = mask.shape
     sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
@@ -169,7 +174,7 @@ def slice_block_mask(mask: BlockMask, box: Box) -> BlockMask:
     return create_block_mask(_shift(mask, box), rows, heads, *sizes, device=device)
 
 
-def _shift(mask: BlockMask, box: Box) -> Callable[..., Tensor]:
+def _shift(mask: BlockMask, box: QueryKeyRange) -> Callable[..., Tensor]:
     """Return the function of a mask for numbers of queries and keys inside of a box."""
     device = mask.kv_num_blocks.device
     # Python numbers would cause a compilation for every box.

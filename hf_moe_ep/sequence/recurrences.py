@@ -62,10 +62,10 @@ def run_slice(
     This function replaces the forward of the mixer.
     """
     part = gather.layer.part
-    if part is None or gather.now not in (Split.HEADS, Split.HALO):
+    if part is None or gather.current_split not in (Split.HEADS, Split.HALO):
         return stock(*args, **kwargs)
     replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: partial(convolve_slice, part)}
-    if gather.now == Split.HEADS:
+    if gather.current_split == Split.HEADS:
         replaced |= {name: partial(run_recurrence, part, r) for name, r in RECURRENCES.items()}
         replaced[FUSED] = lambda *args, **kwargs: None
     return forward_with(module, replaced)(module, *args, **kwargs)

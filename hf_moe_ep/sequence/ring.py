@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ranks.collectives import RingTransfer, send_to_next
 from hf_moe_ep.sequence.partial_attention import (
-    Box,
+    QueryKeyRange,
     Scores,
     attend_to_part,
     grads_of_part,
@@ -64,7 +64,7 @@ class _Pair:
 
     queries: slice
     keys: slice
-    box: Box
+    box: QueryKeyRange
 
 
 def attend_by_ring(
@@ -161,7 +161,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _attend(
-    scores: Scores, box: Box, context: Slice, query: Tensor, key: Tensor, value: Tensor
+    scores: Scores, box: QueryKeyRange, context: Slice, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     return attend_to_part(query, key, value, scores, box, context.computed)
 
@@ -190,7 +190,7 @@ def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
         _Pair(
             slice(i * context.piece, i * context.piece + q_stop - q_start),
             slice(j * context.piece, j * context.piece + k_stop - k_start),
-            Box(q_start, q_stop, k_start, k_stop),
+            QueryKeyRange(q_start, q_stop, k_start, k_stop),
         )
         for i, (q_start, q_stop) in enumerate(own)
         for j, (k_start, k_stop) in enumerate(others)

@@ -2,15 +2,15 @@
 
 The model is a causal LM or a token classifier.
 
-    before the causal LM  SplitSequence: checks that all ranks have the same batch, and adds a
-                          `Slice` to the arguments
+    before the causal LM  SplitSequence: checks that the ranks which share a sequence have the same
+                          batch, and adds a `Slice` to the arguments
     causal LM             stock code computes masks and positions of whole sequences
     decoder layers        TakeSlice: the first layer slices the hidden states, and every layer
                           slices its other arguments with one entry per token. If the model keeps
                           inputs of layers, every layer slices its hidden states, GatherOutput joins
-                          the outputs of each layer, and SliceNorm slices those of the final norm
+                          the slices of its output, and SliceNorm slices the final norm's output
     mixers in layers      GatherArguments and SliceOutput (gather.py): gather the slices around
-                          modules that need whole sequences
+                          modules that mix tokens without the attention interface
     loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
                           summed. split_token_loss: the same for a classifier, without the shift
     after the causal LM   JoinLogits: gathers the outputs if no loss is computed
@@ -49,7 +49,7 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 @dataclass
 class RunningSlice:
-    """The slice of the forward that runs, for modules outside of the decoder layers.
+    """The slice of the current forward, for modules outside of the decoder layers.
 
     Attributes:
         part: None outside of a forward that is split.
@@ -130,15 +130,15 @@ class SplitSequence(Ours):
         if is_fused_head(given):
             labels = given.get("labels") if given.get("shift_labels") is None else None
             given["shift_labels"] = _slice_next_labels(labels, given.get("shift_labels"), part)
-            # With shift_labels TRL's head ignores `labels`. For JoinLogits, `labels` is None if the
-            # caller has shifted the labels.
+            # TRL's head ignores `labels` now. JoinLogits reads from it who has shifted the labels:
+            # it is None if the caller has.
             given["labels"] = labels
         given["use_cache"] = False
         _check_axes(given, has_mixers=self.has_mixers)
         positions = given.get("position_ids")
         given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
         if self.has_mixers:
-            part.documents = _documents_beside(given["attention_mask"], positions, len(tokens))
+            part.documents = _find_packed_documents(given["attention_mask"], positions, len(tokens))
         self.running.part = part
         return (), given
 
@@ -183,7 +183,7 @@ def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, A
         return None
     _check_axes(given, has_mixers=True)
     mask = _choose_mask(positions, given.get("attention_mask"))
-    documents = _documents_beside(mask, positions, len(tokens))
+    documents = _find_packed_documents(mask, positions, len(tokens))
     if documents is None:
         return None
     part = Slice(None, 0, 1, length=tokens.shape[1])
@@ -191,14 +191,14 @@ def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, A
     return (), given | {"attention_mask": mask, "use_cache": False, SLICE: part}
 
 
-def _documents_beside(
+def _find_packed_documents(
     mask: Any, positions: Tensor | None, rows: int
 ) -> list[list[tuple[int, int]]] | None:
     """Return the documents of packed rows, or None; `mask` is what `_choose_mask` has returned.
 
-    A mask (B, S) says that the rows are padded and not packed. Any other mask of the caller, such
-    as one of queries and keys, may separate documents in attention, but not in mixers. Beside such
-    a mask, positions that skip tokens begin no document.
+    Rows with a mask (B, S) are padded and not packed. Any other mask of the caller, such as one of
+    queries and keys, may separate documents in attention, but not in mixers. With such a mask, rows
+    count as packed only if positions restart within a row; a gap between positions is not enough.
     """
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return None
@@ -208,9 +208,9 @@ def _documents_beside(
 
 
 def _restarts(positions: Tensor | None) -> bool:
-    """Return True if positions do not ascend within a row; `find_documents` also sees gaps.
+    """Return True if a position is not larger than the previous one in its row.
 
-    This is a host sync.
+    A step of more than 1 does not count, unlike in `find_documents`. This is a host sync.
     """
     text = None if positions is None else text_positions(positions)
     return text is not None and bool((text.diff() <= 0).any())
@@ -230,7 +230,10 @@ class PassDocuments(Ours):
 
 
 class JoinLogits(Ours):
-    """Forward hook of the causal LM: gathers the outputs, or drops them if there is a loss."""
+    """Forward hook of the causal LM: gathers the outputs.
+
+    If there is a loss, the outputs are dropped, unless `gather_logits` is set.
+    """
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -264,7 +267,7 @@ class JoinLogits(Ours):
 
 
 def _join(x: Any, part: Slice) -> Any:
-    """Gather slices (B, S / sp, V), flat slices (B * S / sp, V), or tuples of either."""
+    """Gather slices (B, S / N, X) of N ranks, flat slices (B * S / N, X), or tuples of both."""
     if not isinstance(x, Tensor):
         return None if x is None else tuple(_join(element, part) for element in x)
     if x.ndim == 3 and part.local < part.length == x.shape[1]:
@@ -338,8 +341,9 @@ def split_loss(
 ) -> Tensor:
     """Return the loss of the whole sequence, equal on all ranks, from this rank's logits.
 
-    The gradient of this rank's logits is multiplied by the number of ranks, because FSDP2 averages
-    the gradients of parameters over all ranks, as in data parallelism.
+    Backward multiplies the gradient of this rank's logits by the number of ranks that share the
+    sequence (`sum_slices`): FSDP2 averages the gradients of parameters over all ranks, but those of
+    the slices of one sequence must be added up.
     """
     part: Slice | None = kw.pop(SLICE, None)
     if part is None or part.size == 1:
@@ -365,7 +369,7 @@ def split_token_loss(
     """Return the loss of a token classifier for the whole sequence, as `split_loss` does.
 
     Labels are not shifted. The classifier passes no arguments of its forward on to its loss, so the
-    slice is that of the forward that runs.
+    slice comes from `running`.
     """
     part = running.part
     if part is None:
@@ -381,8 +385,8 @@ def split_token_loss(
 def _pop_count(kw: dict[str, Any]) -> Tensor | int | None:
     """Take the number of labels from the arguments of a loss.
 
-    Callers also pass a tensor [1]. The loss of a slice would then have this shape, and no scalar
-    could be its gradient.
+    Some callers pass a tensor of shape [1]. The loss of a slice would then have this shape as well,
+    but `sum_slices` returns a scalar gradient, which autograd would refuse.
     """
     count: Tensor | int | None = kw.pop("num_items_in_batch", None)
     return count.squeeze() if isinstance(count, Tensor) else count
@@ -469,6 +473,6 @@ def _check_axes(given: dict[str, Any], *, has_mixers: bool) -> None:
 
 
 def check_packed_rows(given: dict[str, Any], *, has_mixers: bool) -> None:
-    """Raise ValueError if a forward has packed documents that cannot be separated, as hooks do."""
+    """Raise the errors of this module's hooks for packed documents that cannot be separated."""
     _check_axes(given, has_mixers=has_mixers)
     _choose_mask(given.get("position_ids"), given.get("attention_mask"))

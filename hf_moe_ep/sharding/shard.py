@@ -22,14 +22,18 @@ are described in `ranks/mesh.py`.
     correction biases    not sharded; in the dtype in   none
                          which they were loaded
 
-`grad_divisors` (`options.py`) returns the divisor of our backward. With fp16 the divisor is smaller
-than the world size, and the sum is divided by the remaining factor. Stock's experts code
-(experts_backend="eager") does not divide in backward, so FSDP2 averages the gradients.
+"Our backward" is that of `run_experts`. `grad_divisors` (`options.py`) returns its divisor. With
+fp16 this divisor may be smaller than the world size; the sum is then divided by the remaining
+factor. Stock's experts code (experts_backend="eager") does not divide in backward, so FSDP2
+averages the gradients.
 
-If ep_fsdp has one rank, the weights of the experts are no part of a unit (`whole_experts.py`).
+If ep_size * etp_size is the number of ranks, each rank holds its experts whole, and their weights
+are no part of a unit. `whole_experts.py` lists the exceptions.
 
-If the layers are compiled (`compile_layers`) and ep_size is 1, the experts are part of the unit of
-their layer, and FSDP2 averages their gradients like those of any other weight.
+If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
+the unit of their layer, and FSDP2 averages their gradients like those of any other weight. They
+remain units of their own if they are quantised, have adapters or run stock's code, or if the
+parameters of the layers have several dtypes.
 
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit
 only. If a model has two towers whose layers share parameters (`ModelPlan.tied_layers`), a layer and
@@ -137,13 +141,13 @@ def shard_model(
         ValueError: on every rank, if ranks disagree, sizes do not divide the world size, or rank 0
             has no weights.
     """
-    meshes = state.meshes_of_stage or lay_out(model, state, options, device)
+    meshes = state.meshes_of_stage or build_meshes_and_cut_stages(model, state, options, device)
     state.meshes_of_stage = None
     state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
     return shard_units(model, state, options, meshes)
 
 
-def lay_out(
+def build_meshes_and_cut_stages(
     model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
 ) -> Meshes:
     """Create the meshes of a model, and leave this rank its pipeline stage of the model.
@@ -319,7 +323,7 @@ def _shard_experts(
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
         entry = entries.get(parameter)
         if entry is not None and meshes.etp_size > 1:
-            return _placement_beside_etp(parameter, entry, shard_dim, meshes)
+            return _placement_with_etp(parameter, entry, shard_dim, meshes)
         if entry is not None and entry.quantisation is not None:
             return _quantised_placement(entry, shard_dim, meshes)
         is_factor = entry is not None and entry.stack is not None
@@ -468,14 +472,15 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
     return Shard(1) if dim_1_is_even and use_dim_1 else Shard(0)
 
 
-def _placement_beside_etp(
+def _placement_with_etp(
     parameter: nn.Parameter, entry: ParameterEntry, shard_dim: str | int, meshes: Meshes
 ) -> Shard:
     """Choose the dim along which FSDP2 shards a tensor of experts that etp has cut.
 
-    FSDP2 shards dim 0 as in `_expert_placement`, or else the first dim that is not cut and that
-    ep_fsdp_size divides; of a quantised matrix only whole blocks. Few experts per rank are the
-    rule with etp, so the other dim is usually H: the columns of gate and up, the rows of down.
+    This is dim 0 if ep_fsdp_size divides the number of local experts, otherwise the first dim that
+    etp has not cut and that ep_fsdp_size divides. A quantised matrix is cut between blocks only. If
+    there is no such dim, it is dim 0, with padding. With etp a rank often has few experts, so the
+    dim is usually H: the columns of gate and up, the rows of down.
     """
     cut, ep_fsdp_size = entry.held_cut, meshes.ep_fsdp_size
     assert cut is not None

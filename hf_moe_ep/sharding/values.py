@@ -64,7 +64,7 @@ class ParameterEntry:
 
     @property
     def held_cut(self) -> Cut | None:
-        """The cut of the registered tensor; a quantised matrix is stored as [E, out, in]."""
+        """The cut of the tensor that the module stores: [E, out, in] if it is quantised."""
         if self.compute is None:
             return self.cut
         return cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
@@ -182,7 +182,10 @@ def _initial_value(
 
 
 def broadcast_from_first(tensor: Tensor, meshes: Meshes) -> Tensor:
-    """Broadcast `tensor` from the first rank of the stage, which may return `tensor` itself."""
+    """Return the first rank's `tensor` on every rank of the stage.
+
+    On the first rank itself the result may be `tensor`, and not a copy.
+    """
     if dist.get_rank() == meshes.first_rank:
         value = tensor.to(meshes.device).contiguous()
     else:

@@ -80,7 +80,7 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
     def look_up(names: dict[str, Any], name: str) -> Any:
         if name == "Accelerator":
             caller = sys._getframe(1).f_globals.get("__name__")
-            if caller != find_owner.__module__:  # `wraps()` only looks the class up
+            if caller != find_owner.__module__:  # `report_wraps()` only looks the class up
                 restore()
                 call()
             return names[name]
@@ -95,14 +95,18 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
 
 
 def end_wait_for_accelerator() -> None:
-    """Restore the attribute `Accelerator` of the package, as its first use would."""
+    """End the wait of `call_when_accelerator_is_imported`, if there is one.
+
+    This restores the class in both modules and calls the waiting function, as a first use does.
+    """
     _ = accelerate.Accelerator
 
 
 def count_as_shards(parallelism: Any, names: Iterable[str]) -> None:
-    """Set sizes of a ParallelismConfig to 1, and multiply its dp_shard_size by them.
+    """Multiply dp_shard_size of a ParallelismConfig by its sizes `names`, and set these to 1.
 
-    Its properties read the fields, and its mesh reads a copy (accelerate/parallelism_config.py).
+    Both the fields and `_sizes`, which its mesh reads, are changed
+    (accelerate/parallelism_config.py).
     """
     for name in names:
         parallelism.dp_shard_size *= getattr(parallelism, name)
@@ -135,8 +139,8 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     return optimizers
 
 
-def give_addresses(model: nn.Module) -> None:
-    """Let `data_ptr` return another negative number for each parameter of `model` on meta.
+def set_distinct_data_ptrs(model: nn.Module) -> None:
+    """Give each parameter of `model` that is on meta a different negative `data_ptr`.
 
     `Accelerator.prepare` finds the sharded parameters of an optimizer by the addresses that the
     parameters had before (accelerate/accelerator.py). Without this call all tensors on meta have
@@ -166,7 +170,7 @@ def has_chunked_loss(model: nn.Module) -> bool:
     return "_chunked_ce_forward" in names
 
 
-def gather_again(trainer: transformers.Trainer) -> None:
+def refresh_gather_function(trainer: transformers.Trainer) -> None:
     """Make a Trainer call the current `gather_for_metrics` of its Accelerator.
 
     The Trainer has stored the method in an attribute, before `specialise` changed the class of the
@@ -193,6 +197,6 @@ def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
     return Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
 
 
-def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
+def call_stock_save(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
     """Call `Trainer._save`, which writes a model, its tokenizer and the training arguments."""
     trainer._save(folder, state_dict=state_dict)

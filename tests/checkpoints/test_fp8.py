@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
-from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, join_scales
+from hf_moe_ep.checkpoints.hub.fp8 import Fp8Tensor, join_scales
 from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 from hf_moe_ep.checkpoints.verify import verify
@@ -36,7 +36,7 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
-def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[ScaledTensor, Tensor]:
+def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Fp8Tensor, Tensor]:
     """Write a weight as FP8. Return its entry and the fp32 values that stock decodes."""
     state = quantised("w", tensor, block)
     save_file(state, folder / "model.safetensors")
@@ -45,12 +45,12 @@ def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Scaled
     entry = join_scales(read_index(folder), folder)["w"]
     values, scales = state.values()
     expected = stock_product(values, scales, block)
-    assert isinstance(entry, ScaledTensor)
+    assert isinstance(entry, Fp8Tensor)
     return entry, expected
 
 
 def _decode(
-    entry: ScaledTensor, box: Box, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
+    entry: Fp8Tensor, box: Box, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
 ) -> Tensor:
     out = torch.empty([stop - start for start, stop in box], dtype=dtype)
     entry.read_into(out, box, view=view, dtype=dtype, reader=reader)
@@ -65,7 +65,7 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": published_config()}))
     entry = join_scales(read_index(tmp_path), tmp_path)["w"]
-    assert isinstance(entry, ScaledTensor)
+    assert isinstance(entry, Fp8Tensor)
     with Reader() as reader:
         whole = _decode(entry, ((0, 192), (0, 300)), (192, 300), torch.bfloat16, reader)
         part = _decode(entry, ((125, 131), (5, 257)), (192, 300), torch.bfloat16, reader)
@@ -110,7 +110,7 @@ def test_scales_of_each_dtype(tmp_path: Path, kind: str) -> None:
     }
     save_file(state | {"w_scale_inv": stored[kind]}, tmp_path / "model.safetensors")
     entry = join_scales(read_index(tmp_path), tmp_path)["w"]
-    assert isinstance(entry, ScaledTensor)
+    assert isinstance(entry, Fp8Tensor)
     with Reader() as reader:
         decoded = _decode(entry, ((0, 8), (0, 8)), (8, 8), torch.float32, reader)
     expected = state["w"].float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)

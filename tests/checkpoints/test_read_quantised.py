@@ -215,7 +215,7 @@ def test_fp8_of_the_same_blocks_is_not_decoded(tmp_path: Path) -> None:
         with (
             Reader() as reader,
             mock.patch("hf_moe_ep.checkpoints.hub.quantised.quantise") as quantise,
-            mock.patch("hf_moe_ep.checkpoints.hub.fp8.ScaledTensor.read_into") as decode,
+            mock.patch("hf_moe_ep.checkpoints.hub.fp8.Fp8Tensor.read_into") as decode,
         ):
             quantise.return_value = local.matrix_of(0)
             target.read(stored, reader, torch.device("cpu"))

@@ -22,7 +22,7 @@ from hf_moe_ep.checkpoints.storage import part_files
 from hf_moe_ep.checkpoints.storage.part_files import write_parts
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_replicas
 from hf_moe_ep.checkpoints.training import folder, save
-from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm
+from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.boxes import local_box
@@ -91,7 +91,7 @@ def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
     assert tensors["model.model.embed_tokens.weight"].shape == (-(-97 // 64), 32)
 
 
-def _reread(forms: dict[str, TensorForm]) -> StateFile:
+def _reread(forms: dict[str, SavedTensor]) -> StateFile:
     return StateFile.from_json(json.loads(json.dumps(StateFile({}, tensors=forms).to_json())))
 
 
@@ -124,7 +124,7 @@ def _write_and_read(rank: int, world: int, path: Path) -> tuple[Any, list[Any], 
     )
 
 
-def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorForm]) -> set[int]:
+def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, SavedTensor]) -> set[int]:
     """Read with `spread`, and without it as old versions do. Return the ranks of headers read."""
     files = sorted(path.glob(f"{folder.TENSORS}/*"))
     manifest: Any = {"files": {f"{folder.TENSORS}/{file.name}": {} for file in files}}

@@ -108,7 +108,7 @@ def test_a_state_is_read_back_and_its_digest_ignores_the_layout() -> None:
         layout={"world_size": 2},
         progress={"seen": {3: "a"}},
         scheduler={"last_epoch": 4},
-        tensors={"model.w": state_file.TensorForm([2, 3], torch.bfloat16)},
+        tensors={"model.w": state_file.SavedTensor([2, 3], torch.bfloat16)},
         scalars={"scale": torch.tensor(2)},
         optimizer=OptimizerState("My", ["AdamW"], state, groups),
     )

@@ -156,7 +156,7 @@ def saving_on_the_main_process_alone_raises_an_error(rank: int, world: int, fold
             accelerator, model, _ = prepared(make(dtype=torch.float32), ep_size=2)
             if accelerator.is_main_process:
                 with (
-                    mock.patch.object(saving, "ALONE", timedelta(seconds=1)),
+                    mock.patch.object(saving, "PATIENCE_OF_RANK_0", timedelta(seconds=1)),
                     pytest.raises(RuntimeError, match=r"only 1 of 2 ranks within 0:00:01; call it"),
                 ):
                     accelerator.unwrap_model(model).save_pretrained(folder)
@@ -166,7 +166,7 @@ def saving_on_the_main_process_alone_raises_an_error(rank: int, world: int, fold
 
 
 def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> None:
-    """Rank 0 waits longer than ALONE if another rank has called `save_pretrained` as well.
+    """Rank 0 waits longer than PATIENCE_OF_RANK_0 if another rank has called `save_pretrained`.
 
     The call is not inside `if is_main_process:` then, so the last rank will come.
     """
@@ -174,7 +174,7 @@ def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> 
         _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=1)
         if rank == 2:
             time.sleep(4)
-        with mock.patch.object(saving, "ALONE", timedelta(seconds=1)):
+        with mock.patch.object(saving, "PATIENCE_OF_RANK_0", timedelta(seconds=1)):
             model.save_pretrained(folder)  # type: ignore[operator]
     assert Path(folder, "config.json").exists()
 
@@ -212,7 +212,7 @@ def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
         trainer.train()
         if trainer.is_world_process_zero():
             with (
-                mock.patch.object(saving, "ALONE", timedelta(seconds=1)),
+                mock.patch.object(saving, "PATIENCE_OF_RANK_0", timedelta(seconds=1)),
                 pytest.raises(
                     RuntimeError, match=r"save_model of the Trainer was called on only 1"
                 ),
@@ -220,7 +220,7 @@ def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
                 trainer.save_model()
         dist.barrier()
         with (
-            mock.patch.object(saving, "save_beside", fail),
+            mock.patch.object(saving, "call_stock_save", fail),
             pytest.raises(RuntimeError, match=r"saving .* failed on rank 0: .*No space left"),
         ):
             trainer.save_model()

@@ -28,7 +28,7 @@ from transformers import Trainer
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
-from hf_moe_ep.integrations.install import OBJECTS, PROCESS, SLOW_TO_IMPORT, wraps
+from hf_moe_ep.integrations.install import OBJECTS, PROCESS, SLOW_TO_IMPORT, report_wraps
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import call_when_accelerator_is_imported
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
@@ -80,7 +80,7 @@ def test_no_target_is_twice_in_the_table() -> None:
 
 
 def test_the_report_has_every_row_of_the_table() -> None:
-    reports = wraps()
+    reports = report_wraps()
     assert [report.target for report in reports] == [wrap.target for wrap in ROWS]
     for report, wrap in zip(reports, ROWS, strict=True):
         assert report.resolved and report.error == "", report
@@ -228,7 +228,7 @@ def test_the_first_use_of_the_class_accelerator_is_noticed(use: str) -> None:
     before = [{**vars(module)} for module in modules]
     call_when_accelerator_is_imported(lambda: calls.append(use))
     exec("import accelerate.optimizer; from accelerate import notebook_launcher")
-    assert all(report.resolved for report in wraps()) and calls == []
+    assert all(report.resolved for report in report_wraps()) and calls == []
     names: dict[str, Any] = {}
     exec(use, names)
     assert calls == [use] and names["Accelerator"] is Accelerator
@@ -479,10 +479,10 @@ _WITHOUT_PEFT = """
 import importlib.util
 stock = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *args: None if name == "peft" else stock(name, *args)
-from hf_moe_ep.integrations.install import wraps
+from hf_moe_ep.integrations.install import report_wraps
 patch(tiny(**KIND))
 assert "peft" not in sys.modules
-absent = [row for row in wraps() if not row.resolved]
+absent = [row for row in report_wraps() if not row.resolved]
 assert absent and all(row.target.startswith("peft") and not row.error for row in absent)
 """
 

@@ -182,7 +182,7 @@ def _rank_0_alone_gets_an_error(model: Any, rank: int) -> None:
     """The failed call is not counted, and keeps the loss for the call of all ranks."""
     if rank == 0:
         with (
-            mock.patch("hf_moe_ep.mtp.attach.ALONE", timedelta(seconds=1)),
+            mock.patch("hf_moe_ep.mtp.attach.PATIENCE_OF_RANK_0", timedelta(seconds=1)),
             pytest.raises(RuntimeError, match=r"mtp_loss was called on only 1 of 2 ranks within"),
         ):
             mtp_loss(model)

@@ -14,7 +14,13 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import adjusted_lr, count_flops, orthogonalise
-from hf_moe_ep.optim.owners import BUCKET_BYTES, Matrices, Shard, assign_owners, whole_runs
+from hf_moe_ep.optim.owners import (
+    BUCKET_BYTES,
+    Matrices,
+    MatrixSharding,
+    assign_owners,
+    whole_ranges,
+)
 
 # (rows, columns) of the dense matrices in a layer of Qwen3-30B-A3B: queries, keys, values, output.
 QWEN3_30B = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
@@ -26,7 +32,7 @@ def _sharded(shape: tuple[int, int], ranks: int, experts: int = 1, parts: int = 
     bounds = tuple((min(r * size, rows), min((r + 1) * size, rows)) for r in range(ranks))
     layout = MatrixLayout(stacked=experts > 1, parts=parts)
     group: Any = "a process group"
-    return Matrices("w", layout, shape, Shard(group, 1, bounds, experts), 5, 2)
+    return Matrices("w", layout, shape, MatrixSharding(group, 1, bounds, experts), 5, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 32])
@@ -37,13 +43,16 @@ def test_dense_matrices_of_a_30b_model_are_level(ranks: int, layers: int) -> Non
     flops = [0] * ranks
     assigned: Counter[tuple[int, int, int]] = Counter()
     for bucket in buckets:
-        assert len(bucket.runs) == ranks
-        for rank, runs in enumerate(bucket.runs):
-            sizes = [matrices[run.index].shape[0] * matrices[run.index].shape[1] for run in runs]
-            assert 2 * sum(sizes) <= BUCKET_BYTES or len(runs) == 1
-            for run in runs:
-                flops[rank] += matrices[run.index].flops
-                assigned[run.index, run.part, run.start] += 1
+        assert len(bucket.ranges) == ranks
+        for rank, ranges in enumerate(bucket.ranges):
+            sizes = [
+                matrices[matrix_range.index].shape[0] * matrices[matrix_range.index].shape[1]
+                for matrix_range in ranges
+            ]
+            assert 2 * sum(sizes) <= BUCKET_BYTES or len(ranges) == 1
+            for matrix_range in ranges:
+                flops[rank] += matrices[matrix_range.index].flops
+                assigned[matrix_range.index, matrix_range.part, matrix_range.start] += 1
     assert assigned == Counter({(index, 0, 0): 1 for index in range(len(matrices))})
     print(f"{ranks} ranks: largest over mean {max(flops) * ranks / sum(flops):.3f}")
     assert max(flops) * ranks / sum(flops) <= 1.05
@@ -54,19 +63,23 @@ def test_every_rank_owns_as_many_experts() -> None:
     matrices = [_sharded((24, 32), 3, experts=7, parts=2)]
     (bucket,) = assign_owners(matrices)
     owned = [
-        [(run.part, expert) for run in runs for expert in range(run.start, run.stop)]
-        for runs in bucket.runs
+        [
+            (matrix_range.part, expert)
+            for matrix_range in ranges
+            for expert in range(matrix_range.start, matrix_range.stop)
+        ]
+        for ranges in bucket.ranges
     ]
     assert sorted(itertools.chain(*owned)) == list(itertools.product(range(2), range(7)))
     assert sorted(map(len, owned)) == [4, 5, 5]
 
 
 def test_whole_experts_are_divided_into_runs() -> None:
-    entry = Matrices("w", MatrixLayout(True, parts=2), (4, 6), Shard(None, 1, (), 7), 5, 2)
-    runs = [run for (run,) in whole_runs([entry], bucket_bytes=3 * 4 * 6 * 2)]
-    assert [(run.part, run.start, run.stop) for run in runs] == [
-        (part, start, min(start + 3, 7)) for part in range(2) for start in (0, 3, 6)
-    ]
+    entry = Matrices("w", MatrixLayout(True, parts=2), (4, 6), MatrixSharding(None, 1, (), 7), 5, 2)
+    ranges = [matrix_range for (matrix_range,) in whole_ranges([entry], bucket_bytes=3 * 4 * 6 * 2)]
+    assert [
+        (matrix_range.part, matrix_range.start, matrix_range.stop) for matrix_range in ranges
+    ] == [(part, start, min(start + 3, 7)) for part in range(2) for start in (0, 3, 6)]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

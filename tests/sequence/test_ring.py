@@ -35,7 +35,7 @@ from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import ring
 from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.partial_attention import (
-    Box,
+    QueryKeyRange,
     Scores,
     attend_to_part,
     merge,
@@ -222,7 +222,7 @@ def test_plain_attention_to_a_part_is_that_of_flex_attention() -> None:
     query, key, value, _, _ = _inputs(24)
     for kind in KINDS.values():
         mask = create_block_mask(kind.mask, ROWS, 1, 24, 24, device="cpu", BLOCK_SIZE=2)
-        box = Box(7, 15, 2, 11)
+        box = QueryKeyRange(7, 15, 2, 11)
         part = query[:, :, 7:15], key[:, :, 2:11], value[:, :, 2:11]
         got = attend_to_part(*part, Scores(mask), box, {})
         rows = slice_block_mask(mask, box)

@@ -10,7 +10,7 @@ scale per block of 128 x 128 values; blocks at an edge are smaller:
 
 Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. The size of
 a block is in config.json. `join_scales` and `join_stacked_scales` replace both tensors by a
-`ScaledTensor`, which multiplies values and scales in fp32 and rounds once, to the dtype that the
+`Fp8Tensor`, which multiplies values and scales in fp32 and rounds once, to the dtype that the
 model was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
 
 Blocks begin at multiples of 128 in the checkpoint's tensor, not in the parameter: a rank's shard
@@ -46,7 +46,7 @@ _VALUES = 1 << 18
 
 
 @dataclass(frozen=True)
-class ScaledTensor(FileTensor):
+class Fp8Tensor(FileTensor):
     """A tensor of a file with one scale per block of its last two dims.
 
     Attributes:
@@ -110,7 +110,7 @@ def scales_as_fp32(scales: Tensor) -> Tensor:
 
 
 def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, FileTensor]:
-    """Replace each FP8 weight of a checkpoint and its scales by one `ScaledTensor`.
+    """Replace each FP8 weight of a checkpoint and its scales by one `Fp8Tensor`.
 
     Scales of activations are left out, because only FP8 kernels need them.
 
@@ -156,10 +156,10 @@ def join_stacked_scales(
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
     for name, pieces in layout.items():
         stack = tensors.get(name + _SCALE)
-        in_fp8 = [p for p in pieces if p.key in weights and len(p.start) == _STACKED]
-        if stack is None or not in_fp8:
+        fp8_pieces = [p for p in pieces if p.key in weights and len(p.start) == _STACKED]
+        if stack is None or not fp8_pieces:
             continue
-        for piece in in_fp8:
+        for piece in fp8_pieces:
             scales = _slice_scales(piece, name + _SCALE, stack, block)
             weight = tensors[piece.key]
             joined[piece.key] = _join_weight(piece.key, weight, name + _SCALE, scales, block)
@@ -175,13 +175,13 @@ def unscaled_keys(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     return {
         key: tensor
         for key, tensor in tensors.items()
-        if tensor.dtype == _FP8 and not isinstance(tensor, ScaledTensor)
+        if tensor.dtype == _FP8 and not isinstance(tensor, Fp8Tensor)
     }
 
 
 def _join_weight(
     key: str, weight: FileTensor, scales_key: str, scales: FileTensor, block: tuple[int, int]
-) -> ScaledTensor:
+) -> Fp8Tensor:
     *outer, rows, columns = weight.shape if len(weight.shape) > 1 else (0, *weight.shape)
     expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
     if scales.shape != expected:
@@ -189,7 +189,7 @@ def _join_weight(
             f"misshapen: {scales_key} {scales.shape} does not fit {key} {weight.shape}, whose "
             f"blocks of {block[0]} x {block[1]} have scales {expected}"
         )
-    return ScaledTensor(weight.file, weight.dtype, weight.shape, weight.start, scales, block)
+    return Fp8Tensor(weight.file, weight.dtype, weight.shape, weight.start, scales, block)
 
 
 def _slice_scales(

@@ -86,17 +86,17 @@ def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict
     names = on_first(
         "gathering adapters", lambda: adapter_names(model, state_dict, save_embedding_layers)
     )
-    return _gather_whole(model, state_dict, names, keep=is_first())
+    return _gather_named(model, state_dict, names, keep=is_first())
 
 
-def _gather_whole(
+def _gather_named(
     model: nn.Module, state_dict: dict[str, Tensor], names: Iterable[str] | None, *, keep: bool
 ) -> dict[str, Tensor]:
     """Gather tensors of a state dict by name; only ranks with `keep` store them."""
     full: dict[str, Tensor] = {}
     for name in state_dict if names is None else names:
         tensor = state_dict[name]
-        gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
+        gathered = gather_tensor(tensor)
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
     return as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
@@ -126,7 +126,7 @@ def _gather_stages(
         keys = keys_of_adapters(model, state_dict, option)
         names = list(dict.fromkeys(name for of_one in keys.values() for name in of_one.values()))
     keep = this_rank() in stages.first_ranks
-    full = _gather_whole(model, state_dict, names, keep=keep)
+    full = _gather_named(model, state_dict, names, keep=keep)
     if not keep:
         return {}
     # Copies of tied weights are left out; the first stage has them.
@@ -272,6 +272,11 @@ def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
     inner = whole_box(tensor.shape[1:])
     ends = ((start, min(start + step, len(tensor))) for start in range(0, len(tensor), step))
     return [(rows, *inner) for rows in ends]
+
+
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor onto every rank that holds a part of it; a plain tensor is returned as is."""
+    return gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def gather_changed(tensor: Tensor, change: Change) -> Tensor:

@@ -10,7 +10,7 @@ byte holds the codes of two values; the low four bits are the code of the first 
 
 The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
 Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
-`join_blocks` replaces both tensors by a `PackedTensor`, which decodes any box of the weight. A box
+`join_blocks` replaces both tensors by a `Mxfp4Tensor`, which decodes any box of the weight. A box
 has one index range per dim (`ranks/boxes.py`).
 """
 
@@ -38,7 +38,7 @@ _VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 @dataclass(frozen=True)
-class PackedTensor(FileTensor):
+class Mxfp4Tensor(FileTensor):
     """A weight [E, in, out] that a checkpoint stores as packed blocks and their scales.
 
     `shape` is the shape of the decoded weight; `dtype` and `start` are those of the blocks.
@@ -97,7 +97,7 @@ def join_blocks(
 
 def _pack_weight(
     key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]
-) -> PackedTensor:
+) -> Mxfp4Tensor:
     blocks_key, scales_key = key + _BLOCKS_SUFFIX, key + _SCALES_SUFFIX
     blocks, scales = tensors[blocks_key], tensors.get(scales_key)
     if scales is None:
@@ -114,7 +114,7 @@ def _pack_weight(
     for name, tensor in ((blocks_key, blocks), (scales_key, scales)):
         if tensor.dtype != torch.uint8:
             raise ValueError(f"{name} is {tensor.dtype}, but MXFP4 is stored as {torch.uint8}")
-    return PackedTensor(blocks.file, blocks.dtype, shape, blocks.start, blocks, scales)
+    return Mxfp4Tensor(blocks.file, blocks.dtype, shape, blocks.start, blocks, scales)
 
 
 def _decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, scales_as_fp32
+from hf_moe_ep.checkpoints.hub.fp8 import Fp8Tensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
@@ -115,7 +115,7 @@ class HeldAsBytes:
             piece = uncut_piece.cut(box)
             if piece is None:
                 continue
-            assert isinstance(tensor, ScaledTensor)
+            assert isinstance(tensor, Fp8Tensor)
             in_target, in_file = piece.slices_in(box), piece.box_in_view
             fp8_bytes = reader.read(replace(tensor, dtype=torch.uint8), in_file)
             piece.in_view(values[in_target]).copy_(fp8_bytes)
@@ -160,7 +160,7 @@ def _find_compute(model: nn.Module, name: str) -> Compute:
 def _has_expert_blocks(stored: StoredParameter) -> bool:
     """Return True if a stack is stored in FP8, with the blocks that the expert's matrix has."""
     return all(
-        isinstance(tensor, ScaledTensor)
+        isinstance(tensor, Fp8Tensor)
         and tensor.block == (_BLOCK, _BLOCK)
         and _begins_a_block(piece)
         for piece, tensor in stored.pieces

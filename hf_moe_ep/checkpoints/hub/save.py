@@ -24,6 +24,7 @@ from hf_moe_ep.checkpoints.hub.configs import prepare_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
@@ -31,7 +32,6 @@ from hf_moe_ep.checkpoints.hub.stages import (
     share_files,
     tensors_of_model,
 )
-from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
     file_names,
@@ -117,7 +117,7 @@ def save_pretrained(
     if state is None:
         name = type(model).__name__
         raise ValueError(f"this {name} is not patched; call model.save_pretrained(directory)")
-    check_whole_weights(model, "save_pretrained")
+    refuse_quantised_experts(model, "save_pretrained")
     size = parse_size(max_shard_size)
     with experts_in_hub_order(model):
         _save_weights(model, state, folder, size, dtype, processors, extra_tensors)
@@ -201,7 +201,7 @@ def save_state_dict(
     """
     state = find_state(model)
     assert state is not None
-    check_whole_weights(model, "save_pretrained")
+    refuse_quantised_experts(model, "save_pretrained")
     folder, names = Path(directory), distinct_tensors(model).keys()
     by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
     with_tied = {canonical_name(name) for name in model.state_dict(keep_vars=True)}

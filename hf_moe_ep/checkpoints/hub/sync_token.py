@@ -53,13 +53,13 @@ class SyncToken:
         """Forget what the engine has received."""
         self._received.clear()
 
-    def holds(self, key: str, signature: str) -> bool:
-        """Return True if the engine has the group `key` with the values of this checksum."""
-        return self._received.get(key) == signature
+    def holds(self, key: str, fingerprint: str) -> bool:
+        """Return True if the engine has the group `key` with the values of this fingerprint."""
+        return self._received.get(key) == fingerprint
 
-    def set(self, signatures: dict[str, str]) -> None:
-        """Replace all checksums by those of the tensors that the engine has now."""
-        self._received = dict(signatures)
+    def set(self, fingerprints: dict[str, str]) -> None:
+        """Replace all fingerprints by those of the tensors that the engine has now."""
+        self._received = dict(fingerprints)
 
 
 @torch.no_grad()

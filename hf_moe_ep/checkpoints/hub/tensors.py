@@ -39,9 +39,10 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     has_blocks,
     scale_key,
 )
-from hf_moe_ep.checkpoints.hub.gather import gather_changed, list_slabs
+from hf_moe_ep.checkpoints.hub.gather import gather_tensor, list_slabs
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
+from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     gather_stages,
@@ -49,7 +50,6 @@ from hf_moe_ep.checkpoints.hub.stages import (
     tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
-from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
@@ -78,12 +78,12 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.module_names import unwrap
 
-# A slab has max_bytes // _SLABS bytes, because a rank needs memory for the slab that the caller
-# still holds (1) and the slab that is being filled (1). The rank that owns a shard also needs the
-# shard in the dtype of the master weights, the product of the adapter's factors, and their sum;
-# each is up to twice as large as the sent values (3 x 2). The sum is 8 slabs. An all-gather needs
-# two slabs besides its result, but then a rank owns only a part of the slab.
-_SLABS = 8
+# A slab has max_bytes // _SLABS_IN_MEMORY bytes, because a rank needs memory for the slab that the
+# caller still holds (1) and the slab that is being filled (1). The rank that owns a shard also
+# needs the shard in the dtype of the master weights, the product of the adapter's factors, and
+# their sum; each is up to twice as large as the sent values (3 x 2). The sum is 8 slabs. An
+# all-gather needs two slabs besides its result, but then a rank owns only a part of the slab.
+_SLABS_IN_MEMORY = 8
 # Errors that engines raise for a key or a shape that they do not know.
 _REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -140,9 +140,10 @@ def hub_tensors(
 
     Raises:
         ValueError: the model is not patched or is on the meta device; it has adapters and
-            `merge_adapters` is False, or adapters that cannot be merged or are disabled; its
-            experts are held quantised; the files of the extra tensors are gone or have changed
-            since the model was loaded; ranks pass different arguments (raised on every rank).
+            `merge_adapters` is False, or adapters that cannot be merged or are disabled;
+            `experts_dtype` has quantised its experts; the files of the extra tensors are gone or
+            have changed since the model was loaded; ranks pass different arguments (raised on every
+            rank).
         RuntimeError: a rank has not begun to iterate within five minutes, or has stopped early;
             `balance_experts` has moved experts since the first tensor.
     """
@@ -160,7 +161,7 @@ def hub_tensors(
         raise ValueError(f"since={since!r} is no SyncToken; make one per engine: SyncToken()")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("this model is on the meta device, without values to send; load it first")
-    check_whole_weights(model, "hub_tensors")
+    refuse_quantised_experts(model, "hub_tensors")
     if state.stage is None:
         _check_adapters(model, merge_adapters)
     return HubTensors(_Source(model, state, merge_adapters, dtype, max_bytes, extra_tensors, since))
@@ -203,12 +204,12 @@ class _Names:
 
     Attributes:
         left_out: the names in the state dict that do not exist after adapters are merged.
-        in_fp8: the names in checkpoints of the parameters that `dtype="fp8"` encodes.
+        fp8_parameters: the parameters that `dtype="fp8"` encodes, by their names in checkpoints.
         adapters: the names of the active adapters.
     """
 
     left_out: set[str]
-    in_fp8: set[str]
+    fp8_parameters: set[str]
     adapters: list[str]
 
 
@@ -218,16 +219,17 @@ class _Contents:
 
     Attributes:
         groups: the tensors of the model.
-        in_fp8: the keys that are yielded in FP8.
+        fp8_keys: the keys that are yielded in FP8.
         extra: the extra tensors in the files of rank 0.
-        signatures: by key, the checksum of each group (under its first key), and the place of each
-            extra tensor in its file; empty without `since`.
+        fingerprints: the texts by which two syncs compare groups (by their first key) and extra
+            tensors (by key): for a group a hash of its checksums, for an extra tensor its position
+            in its file. Empty without `since`.
     """
 
     groups: list[TensorGroup]
-    in_fp8: set[str]
+    fp8_keys: set[str]
     extra: dict[str, FileTensor]
-    signatures: dict[str, str]
+    fingerprints: dict[str, str]
 
 
 class HubTensors(Iterator[tuple[str, Tensor]]):
@@ -311,7 +313,7 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
 
         Engines that receive broadcasts need names, dtypes and shapes first (vLLM's and SGLang's
         weight updates). Every rank calls this, because only rank 0 knows the extra tensors, and
-        because with `since` all ranks compare their values.
+        because with `since` the checksums of the shards are added up over all ranks.
         """
         return self._source.list_metadata()
 
@@ -368,19 +370,19 @@ class _Source:
             self._contents = None
 
     def list_metadata(self) -> list[TensorInfo]:
-        return self._list_metadata(self._prepare())
+        return self._describe_contents(self._prepare())
 
     def list_own_metadata(self) -> list[TensorInfo]:
         """Return the list as this rank knows it, without asking other ranks."""
         names = self._names_of_rank()
         groups = self._describe(names)
         extra = self._extra_of_rank(groups)
-        return self._list_metadata(_Contents(groups, self._find_fp8(groups, names), extra, {}))
+        return self._describe_contents(_Contents(groups, self._find_fp8(groups, names), extra, {}))
 
-    def _list_metadata(self, contents: _Contents) -> list[TensorInfo]:
+    def _describe_contents(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
         for group in contents.groups:
-            slabs = _empty_slabs(self._model, group, self._max_bytes // _SLABS)
+            slabs = _empty_slabs(self._model, group, self._max_bytes // _SLABS_IN_MEMORY)
             for key, tensor in _assemble(replace(group, parameters=slabs), None):
                 for new_key, encoded in self._encode(key, tensor, contents):
                     infos.append(TensorInfo(new_key, encoded.dtype, tuple(encoded.shape)))
@@ -392,14 +394,14 @@ class _Source:
             raise ValueError(f"dtype={self._dtype!r} yields no FP8; pass dtype={FP8!r}")
         names = self._names_of_rank()
         groups = self._describe(names)
-        in_fp8 = self._find_fp8(groups, names)
+        fp8_keys = self._find_fp8(groups, names)
         extra = self._extra_of_rank(groups)
         # Extra tensors keep their dtype: those of an FP8 checkpoint are FP8, all others are not.
-        in_fp8 |= {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
+        fp8_keys |= {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
         shapes = {key: shape for group in groups for key, shape in group.shapes.items()}
         shapes |= {key: tensor.shape for key, tensor in extra.items()}
         matrices = {key for key, shape in shapes.items() if len(shape) > 1}
-        return fp8_config(matrices - in_fp8)
+        return fp8_config(matrices - fp8_keys)
 
     def _extra_of_rank(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
         """Return the extra tensors that `_prepare` has found, or those of the model's state."""
@@ -423,8 +425,8 @@ class _Source:
     def _find_own_names(self) -> _Names:
         """Return the names in the model, or in this rank's pipeline stage of it."""
         model = self._model
-        in_fp8 = fp8_weights(model, self._state.plan) if self._dtype == FP8 else set()
-        return _Names(left_out_by_merging(model), in_fp8, active_adapters(model))
+        parameters = fp8_weights(model, self._state.plan) if self._dtype == FP8 else set()
+        return _Names(left_out_by_merging(model), parameters, active_adapters(model))
 
     def _join_names(self) -> _Names:
         """Return the names of all stages; every rank calls this.
@@ -446,13 +448,13 @@ class _Source:
             )
         return _Names(
             set().union(*(names.left_out for names in of_stages)),
-            set().union(*(names.in_fp8 for names in of_stages)),
+            set().union(*(names.fp8_parameters for names in of_stages)),
             adapters[0] if adapters else [],
         )
 
     def _describe(self, names: _Names) -> list[TensorGroup]:
         dtype = self._dtype if isinstance(self._dtype, torch.dtype) else None
-        max_bytes = self._max_bytes // _SLABS
+        max_bytes = self._max_bytes // _SLABS_IN_MEMORY
         return _describe_groups(self._model, self._state, dtype, max_bytes, names.left_out)
 
     def _find_fp8(self, groups: list[TensorGroup], names: _Names) -> set[str]:
@@ -460,7 +462,7 @@ class _Source:
         return {
             key
             for group in groups
-            if set(map(checkpoint_name, group.names)) <= names.in_fp8
+            if set(map(checkpoint_name, group.names)) <= names.fp8_parameters
             for key, shape in group.shapes.items()
             if has_blocks(shape)
         }
@@ -488,29 +490,31 @@ class _Source:
                 by_module=self._since is not None and self._whole_modules,
             )
         groups = self._describe(names)
-        in_fp8 = self._find_fp8(groups, names)
+        fp8_keys = self._find_fp8(groups, names)
         extra = self._extra = _find_extra(state, groups, self._extra_tensors)
-        signatures: dict[str, str] = {}
+        fingerprints: dict[str, str] = {}
         if self._since is not None:
-            signatures = self._sign(groups, extra)
-            held = {key for key, text in signatures.items() if self._since.holds(key, text)}
+            fingerprints = self._fingerprint(groups, extra)
+            held = {key for key, text in fingerprints.items() if self._since.holds(key, text)}
             changed = [group for group in groups if next(iter(group.shapes)) not in held]
             if self._whole_modules:
                 modules = {_module_of(key) for group in changed for key in group.shapes}
                 changed = [g for g in groups if not modules.isdisjoint(map(_module_of, g.shapes))]
             groups = changed
             extra = {key: tensor for key, tensor in extra.items() if key not in held}
-        self._contents = _Contents(groups, in_fp8, extra, signatures)
+        self._contents = _Contents(groups, fp8_keys, extra, fingerprints)
         return self._contents
 
-    def _sign(self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]) -> dict[str, str]:
+    def _fingerprint(
+        self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]
+    ) -> dict[str, str]:
         """Map the first key of each group to its checksum, and extra keys to places in files."""
-        signatures: dict[str, str] = {}
-        for of_stage in gather_stages(self._sign_own(groups), self._state):
-            signatures |= of_stage
-        return signatures | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
+        fingerprints: dict[str, str] = {}
+        for of_stage in gather_stages(self._fingerprint_own(groups), self._state):
+            fingerprints |= of_stage
+        return fingerprints | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
 
-    def _sign_own(self, groups: list[TensorGroup]) -> dict[str, str]:
+    def _fingerprint_own(self, groups: list[TensorGroup]) -> dict[str, str]:
         """Map the first key of each group of this rank's pipeline stage to a checksum."""
         model, stage = self._model, self._state.stage
         if stage is not None:
@@ -525,7 +529,7 @@ class _Source:
             for update in updates.get(id(tensor), ()):
                 sources |= {id(factor): (factor, None) for factor in (update.a, update.b)}
         sums = dict(zip(sources, checksums(list(sources.values())), strict=True))
-        signatures = {}
+        fingerprints = {}
         for group in groups:
             values = [
                 [sums[id(tensors[name])]]
@@ -536,14 +540,14 @@ class _Source:
                 for name in group.names
             ]
             text = repr((list(group.shapes), group.dtype, self._dtype, values))
-            signatures[next(iter(group.shapes))] = hashlib.sha256(text.encode()).hexdigest()
-        return signatures
+            fingerprints[next(iter(group.shapes))] = hashlib.sha256(text.encode()).hexdigest()
+        return fingerprints
 
     def _encode(
         self, key: str, tensor: Tensor, contents: _Contents
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor, or its values in FP8 and their scales."""
-        if key not in contents.in_fp8:
+        if key not in contents.fp8_keys:
             yield key, tensor
             return
         values, scales = encode_blocks(tensor)
@@ -562,7 +566,7 @@ class _Source:
             still_here = StillHere("hub_tensors", state.device)
         placements = [layer.placement for layer in state.moe_layers]
         device = next(self._model.parameters()).device if state.meshes is None else state.device
-        max_bytes = max(1, self._max_bytes // _SLABS)
+        max_bytes = max(1, self._max_bytes // _SLABS_IN_MEMORY)
         if self._since is not None:
             self._since.clear()
         try:
@@ -579,11 +583,11 @@ class _Source:
         if still_here is not None:
             still_here.end()
         if self._since is not None:
-            self._since.set(contents.signatures)
+            self._since.set(contents.fingerprints)
 
 
 def _module_of(key: str) -> str:
-    """Return the name of the attention, the expert, .. that the tensor's module is a part of."""
+    """Return the parent of the tensor's module: "layers.0.self_attn" for its "q_proj.weight"."""
     return key.rsplit(".", 2)[0]
 
 
@@ -592,6 +596,7 @@ def _empty_slabs(
 ) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
     """Return the parameters of a group with slabs that have shapes but no values."""
     tensors = tensors_of_model(model, patched_state(model), left_out_by_merging(model))
+    # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
     apart = find_apart(model)
 
     def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
@@ -655,6 +660,7 @@ def _describe_groups(
     # For each stacked tensor: the row (slot) in which each expert is stored.
     slots = placement_by_tensor(model)
     dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
+    # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
     apart = find_apart(model)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -674,14 +680,10 @@ def _describe_groups(
 
 @torch.no_grad()
 def _gather_factors(update: LowRank) -> Update:
-    a, b = gather_changed(update.a, _unchanged), gather_changed(update.b, _unchanged)
+    a, b = gather_tensor(update.a.detach()), gather_tensor(update.b.detach())
     if update.num_experts:
         a, b = with_experts_in_front(a, b, update.num_experts)
     return Update(a, b, update.scale, update.transposed, update.casts_product)
-
-
-def _unchanged(box: Box, values: Tensor) -> Tensor:
-    return values
 
 
 def _merge_and_cast(dtype: torch.dtype, updates: list[Update], box: Box, values: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from hf_moe_ep.config import launched_local_rank
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import local_tensor, whole_box
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.sharding.shard import lay_out, shard_model
+from hf_moe_ep.sharding.shard import build_meshes_and_cut_stages, shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.modules import own_buffers
@@ -166,7 +166,9 @@ def cut_before_sharding(
     """
     unread: Unread | None = state.unread
     parameters = {} if unread is None else _find_unread_parameters(model, unread)
-    state.meshes_of_stage = lay_out(model, state, _with_empty(options, parameters), device)
+    state.meshes_of_stage = build_meshes_and_cut_stages(
+        model, state, _with_empty(options, parameters), device
+    )
 
 
 def _with_empty(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:

@@ -260,13 +260,13 @@ def write_checkpoint(
     """Write all files, then commit the index; after an error the previous checkpoint is unchanged.
 
     Args:
-        writes: True on the process that writes, with pipeline stages on one of each stage; other
-            ranks only iterate over the slabs.
+        writes: True on the process that writes the files (with pipeline stages, on one process of
+            each stage). All other processes only iterate over the slabs.
         together: runs a step on all ranks and raises an error of one rank on every rank.
         configs: the folder that `prepare_configs` returned; the commit publishes its files, and an
             error removes it.
-        names: the names of the files, the same on all ranks, which no checkpoint in the folder has;
-            None chooses them.
+        names: the names of the files. All ranks pass the same names, and no checkpoint in the
+            folder uses them. With None, this function chooses new names.
         what: describes the work in the progress bar and in errors.
         stage: with pipeline stages, the files that this rank's stage writes.
 
@@ -359,12 +359,13 @@ def _write_slab(
 
 
 @dataclass
-class _Written:
-    """What a process knows about the files that it has written.
+class _FileHashes:
+    """The hashes of the files that one process has written.
 
     Attributes:
-        hashes: the sha256 of each file that has other tensors than copies.
-        hashes_of_copies: for each file of copies, the sha256 of the header and of the hashes.
+        hashes: the sha256 of each file in which at least one tensor is not a copy.
+        hashes_of_copies: for each file that has only copied tensors, the sha256 of its header and
+            of the tensors' hashes.
         copied: the sha256 of each copied tensor, by key.
     """
 
@@ -372,7 +373,7 @@ class _Written:
     hashes_of_copies: dict[str, str] = field(default_factory=dict)
     copied: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, other: _Written) -> None:
+    def add(self, other: _FileHashes) -> None:
         """Add the files of another process."""
         self.hashes.update(other.hashes)
         self.hashes_of_copies.update(other.hashes_of_copies)
@@ -397,7 +398,7 @@ class _HubWriter:
             for key in group.shapes
         }
         self._total = sum(group.num_bytes for groups in files for group in groups)
-        self.written = _Written()
+        self.written = _FileHashes()
 
     def open(self, number: int, groups: list[TensorGroup]) -> Writer:
         """Create a file with the header of all tensors of its groups."""
@@ -416,7 +417,7 @@ class _HubWriter:
             self.written.hashes[name] = writer.sha256
 
     def commit(self) -> None:
-        """Make the new shards the checkpoint, then remove the shards of earlier checkpoints."""
+        """Commit configs and index, which names the new files; then remove older shards."""
         # With pipeline stages the hashes come from other processes, in the order of the ranks.
         hashes, of_copies = (
             {name: hashes[name] for name in self._names if name in hashes}

@@ -6,9 +6,9 @@
 
 https://huggingface.co/docs/safetensors/en/index#format
 
-The library's own `save_file` needs all tensors of a file in memory; `Writer` needs one at a time.
-A whole tensor of another file is copied by the kernel, without a detour over the memory of this
-process.
+The library's own `save_file` needs all tensors of a file in memory. `Writer` is given one part of a
+tensor at a time. A whole tensor of another file does not pass through the memory of this process if
+the file systems let the kernel copy it.
 
 The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
 ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
@@ -421,7 +421,7 @@ class Writer:
 
         Args:
             sha256: the hash of the tensor's bytes, if it is known. Otherwise other threads read the
-                tensor and hash it, and the end of the file waits for them.
+                tensor and hash it, and the end of the `with` block waits for them.
 
         Raises:
             ValueError: the source ends in the middle of the tensor.
@@ -482,7 +482,8 @@ class Writer:
             if kind is None:
                 missing = self._num_missing
                 assert missing == 0, f"{missing} bytes of the tensors in the header are not written"
-                self._syncing.result()  # an error of the disk is reported only once
+                # The kernel reports a write error to one sync only, perhaps to an earlier one.
+                self._syncing.result()
                 os.fsync(self._file.fileno())
                 for key, hashed in self._copied.items():
                     self._copied[key] = hashed if isinstance(hashed, bytes) else hashed.result()
@@ -507,16 +508,17 @@ class Writer:
 
     @property
     def sha256_of_tensors(self) -> str:
-        """The hash of the header and of the hashes of all tensors, which are all copied."""
+        """The hash of the header and of the tensors' hashes; `has_only_copies` must be True."""
         hashes = self.copied_hashes
         return _hash_of_hashes(self._header, [hashes[key] for key in self._tensors])
 
 
 def sha256_of_tensors(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """Hash a file as `Writer.sha256_of_tensors` does; `on_read` gets the size of each tensor.
+    """Hash a file as `Writer.sha256_of_tensors` does, several tensors at the same time.
 
-    The hash of a tensor does not depend on the file, so copies of a tensor are hashed only once,
-    and several tensors at the same time.
+    The hash of a tensor does not depend on the file. A save that copies a tensor once more can
+    therefore pass the known hash to `Writer.copy`. `on_read` is called with the size of each tensor
+    that was read.
     """
     tensors, _ = read_header(path)
     with path.open("rb") as file:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.training.state_file import OptimizerState, StateFile, TensorForm
+from hf_moe_ep.checkpoints.training.state_file import OptimizerState, SavedTensor, StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     StateTensor,
     base_names_of,
@@ -65,7 +65,7 @@ def check_model(
         raise ValueError(f"{where} is a checkpoint of another model: " + "; ".join(problems))
 
 
-def _find_differences(name: str, tensor: StateTensor, saved: TensorForm) -> Iterator[str]:
+def _find_differences(name: str, tensor: StateTensor, saved: SavedTensor) -> Iterator[str]:
     shape = tensor.file_shape()
     if shape != saved.shape:
         yield f"{name} has shape {saved.shape}, the model's {shape}"

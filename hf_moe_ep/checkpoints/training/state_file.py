@@ -40,7 +40,7 @@ _HOST, _PARAMETER = "host", "parameter"
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class SavedTensor:
     """The global shape and dtype of a saved tensor, and the ranks that wrote it.
 
     Attributes:
@@ -101,7 +101,7 @@ class StateFile:
     layout: dict[str, Any]
     progress: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] | None = None
-    tensors: dict[str, TensorForm] = field(default_factory=dict)
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
     scalars: dict[str, Tensor] = field(default_factory=dict)
     optimizer: OptimizerState | None = None
 
@@ -173,18 +173,18 @@ def read(path: Path) -> StateFile:
         raise ValueError(f"{path} is damaged ({reason}); load an older checkpoint") from error
 
 
-def _form_to_json(form: TensorForm, numbers: dict[Spread, int]) -> dict[str, Any]:
+def _form_to_json(form: SavedTensor, numbers: dict[Spread, int]) -> dict[str, Any]:
     fields = {"shape": form.shape, "dtype": _dtype_name(form.dtype)}
     if form.spread is None:
         return fields
     return {**fields, "spread": numbers[form.spread], "replica": form.replica}
 
 
-def _form_from_json(form: dict[str, Any], spreads: list[Spread]) -> TensorForm:
+def _form_from_json(form: dict[str, Any], spreads: list[Spread]) -> SavedTensor:
     shape, dtype = form["shape"], getattr(torch, form["dtype"])
     if "spread" not in form:
-        return TensorForm(shape, dtype)
-    return TensorForm(shape, dtype, spreads[form["spread"]], form["replica"])
+        return SavedTensor(shape, dtype)
+    return SavedTensor(shape, dtype, spreads[form["spread"]], form["replica"])
 
 
 def _optimizer_to_json(optimizer: OptimizerState | None) -> dict[str, Any]:

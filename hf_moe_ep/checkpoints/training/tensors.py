@@ -32,7 +32,7 @@ from hf_moe_ep.checkpoints.training.state_file import (
     Group,
     OptimizerState,
     OptimizerValue,
-    TensorForm,
+    SavedTensor,
 )
 from hf_moe_ep.etp import find_apart, stock_parts, stock_shape
 from hf_moe_ep.lora.computed import stacked_factors
@@ -97,7 +97,7 @@ class NamedState:
     apart: dict[str, int]
     ranks: Sequence[int]
 
-    def forms(self) -> dict[str, TensorForm]:
+    def forms(self) -> dict[str, SavedTensor]:
         """Return shape, dtype, sharding and writer of every tensor, the same on all `ranks`.
 
         Raises:
@@ -108,11 +108,11 @@ class NamedState:
         writers = choose_writers(self.tensors, self.ranks, self.apart)
         shapes = {n: stock_shape(t.shape, self.apart.get(n)) for n, t in self.tensors.items()}
         return {
-            name: TensorForm(list(shapes[name]), tensor.dtype, *writers[name])
+            name: SavedTensor(list(shapes[name]), tensor.dtype, *writers[name])
             for name, tensor in self.tensors.items()
         }
 
-    def files(self, forms: dict[str, TensorForm], limit: int) -> list[Shards]:
+    def files(self, forms: dict[str, SavedTensor], limit: int) -> list[Shards]:
         """Return the shards that this rank writes, by file; a file has about `limit` bytes.
 
         All of `ranks` have the same number of files; some may be empty. The second boxes of shards

@@ -13,8 +13,8 @@ Sent rows are ordered by destination, then by token; the rows that stay come las
 
 A row and its routing are one message (`dispatcher.Tokens`, `ops/columns.py`): the routing weights
 and the expert ids are stored behind the hidden states. Likewise the gradients of the routing
-weights are sent behind the gradient of their row. With the results and their gradients these are
-four transfers per layer, and the counts are a fifth.
+weights are sent behind the gradient of their row. Each chunk of tokens therefore has four
+transfers: rows, results, and the gradients of both. The counts of all chunks are one more.
 
 `AllToAll.start_plan` computes the destination of every row. Before any row is sent, each rank sends
 a small vector to every other rank (`counts.py`): the number of rows that it will send there, and
@@ -157,9 +157,10 @@ class AllToAllPlanning:
         ]
 
     def _summarise(self, counts_DX: Tensor) -> list[Tensor]:
-        """Return three vectors for each chunk: rows to each rank, rows from it, pairs per expert.
+        """Return three vectors for each chunk.
 
-        `counts_DX` has the lines that `start_plan` has sent, one from each rank.
+        They have the number of rows to each rank, the number of rows from each rank, and the number
+        of pairs of each local expert on all ranks. Line r of `counts_DX` is what rank r has sent.
         """
         summed_X = counts_DX.sum(0)
         size = len(summed_X) // len(self.orders)

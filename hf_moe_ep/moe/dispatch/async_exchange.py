@@ -2,7 +2,7 @@
 
 The calls for one layer in one forward, if all tokens are in one chunk:
 
-    (exchange,) = planning.finish()          computes the ranks that each token is sent to
+    (exchange,) = planning.finish()          waits for the counts, if the dispatcher exchanges any
     arriving = exchange.start(...)           starts to send tokens to the ranks of their experts
     ... = arriving.finish()                  waits for the rows of this rank's experts
     returning = arriving.start_combine(...)  starts to send the experts' results back
@@ -57,14 +57,14 @@ class Exchange(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def start(self, tokens: Tokens) -> Arriving:
+    def start(self, tokens: Tokens) -> ArrivingRows:
         """Send every token to the ranks of its experts; differentiable in tokens and weights.
 
         The exchange was planned from the ids of these tokens.
         """
 
 
-class Arriving(Protocol):
+class ArrivingRows(Protocol):
     """Tokens that are being sent to the ranks of their experts.
 
     Attributes:
@@ -84,7 +84,7 @@ class Arriving(Protocol):
     def abandon(self) -> None:
         """Wait for the transfers after an error, instead of calling `finish`."""
 
-    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
+    def start_combine(self, rows_RH: Tensor) -> ReturningRows:
         """Start to send the results, one per received row, back to the ranks of the tokens."""
 
 
@@ -167,7 +167,7 @@ class Wire:
 
 
 class DispatchedRows:
-    """Implements `Arriving` with one `Wire`."""
+    """Implements `ArrivingRows` with one `Wire`."""
 
     def __init__(self, wire: Wire, tokens: Tokens) -> None:
         try:
@@ -191,11 +191,11 @@ class DispatchedRows:
     def abandon(self) -> None:
         self._wire.abandon()
 
-    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        return CombinedRows(self._wire.for_combine(), rows_RH, self._out_dtype)
+    def start_combine(self, rows_RH: Tensor) -> ReturningRows:
+        return ReturningRows(self._wire.for_combine(), rows_RH, self._out_dtype)
 
 
-class CombinedRows:
+class ReturningRows:
     """Results that are being sent back to the ranks of their tokens."""
 
     def __init__(self, wire: Wire, rows_RH: Tensor, out_dtype: torch.dtype) -> None:

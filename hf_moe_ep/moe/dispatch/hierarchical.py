@@ -47,7 +47,7 @@ from hf_moe_ep.moe.dispatch.all_to_all import (
     find_destinations,
     order_rows,
 )
-from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows, DispatchedRows
+from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, ReturningRows
 from hf_moe_ep.moe.dispatch.constants import Constants
 from hf_moe_ep.moe.dispatch.counts import CountsExchange, exchange_counts
 from hf_moe_ep.ops.permute import count_pairs
@@ -173,7 +173,7 @@ class HierarchicalPlanning:
     def _summarise(self, counts_DX: Tensor) -> list[Tensor]:
         """Return the vectors of `LegCounts` for each chunk.
 
-        `counts_DX` has the lines that `start_plan` has sent, one from each rank.
+        Line r of `counts_DX` is what rank r has sent.
         """
         vectors: list[Tensor] = []
         parts = counts_DX.tensor_split(len(self.chunks), dim=1)
@@ -386,7 +386,7 @@ class ForwardedRows:
         if self._rows_to_ranks is not None:
             self._rows_to_ranks.abandon()
 
-    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
+    def start_combine(self, rows_RH: Tensor) -> ReturningRows:
         """Add up results inside the node, and start to send the sums to the tokens' nodes."""
         assert self._rows_to_ranks is not None
         sums_ZH = self._rows_to_ranks.start_combine(rows_RH).finish()

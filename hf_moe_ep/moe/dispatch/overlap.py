@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.dispatcher import Tokens
-from hf_moe_ep.moe.dispatch.async_exchange import Arriving, CombinedRows, Exchange
+from hf_moe_ep.moe.dispatch.async_exchange import ArrivingRows, Exchange, ReturningRows
 
 
 class OverlappedChunks:
@@ -37,8 +37,8 @@ class OverlappedChunks:
     """
 
     def __init__(self) -> None:
-        self._arriving: list[Arriving] = []
-        self._returning: list[CombinedRows] = []
+        self._arriving: list[ArrivingRows] = []
+        self._returning: list[ReturningRows] = []
 
     def __enter__(self) -> OverlappedChunks:
         return self
@@ -52,10 +52,10 @@ class OverlappedChunks:
         if error is not None:
             self._abandon()
 
-    def overlapped(self, exchanges: Sequence[Exchange], tokens: Tokens) -> Iterator[Arriving]:
+    def overlapped(self, exchanges: Sequence[Exchange], tokens: Tokens) -> Iterator[ArrivingRows]:
         """Yield the chunks in order; before a chunk is yielded, the next chunk is started."""
         chunks = tokens.split([exchange.num_tokens for exchange in exchanges])
-        latest: Arriving | None = None
+        latest: ArrivingRows | None = None
         for exchange, chunk in zip(exchanges, chunks, strict=True):
             arriving, latest = latest, exchange.start(chunk)
             self._arriving.append(latest)
@@ -64,7 +64,7 @@ class OverlappedChunks:
         assert latest is not None
         yield latest
 
-    def send(self, arriving: Arriving, rows_RH: Tensor) -> None:
+    def send(self, arriving: ArrivingRows, rows_RH: Tensor) -> None:
         """Start to send back `rows_RH`, the experts' results for the chunk `arriving`."""
         self._returning.append(arriving.start_combine(rows_RH))
         self._arriving.remove(arriving)

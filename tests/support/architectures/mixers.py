@@ -78,6 +78,6 @@ for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlin
 def gathered_names(model: nn.Module) -> list[str]:
     """List the modules of a model for which sequences or keys are gathered, as Markdown."""
     mixers = mixers_by_split(parts_of(model))
-    names = [f"`{name}` ({kind})" for name, kind in mixers.get(Split.NOT, ())]
+    names = [f"`{name}` ({kind})" for name, kind in mixers.get(Split.WHOLE, ())]
     keys = [f"`{name}` ({kind}), only keys" for name, kind in mixers.get(Split.QUERIES, ())]
     return names + keys

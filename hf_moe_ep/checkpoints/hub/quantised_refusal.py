@@ -7,7 +7,7 @@ from torch import nn
 from hf_moe_ep.state import holds_quantised_experts, patched_state
 
 
-def check_whole_weights(model: nn.Module, function_name: str) -> None:
+def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
     """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
     if holds_quantised_experts(model):
         kind = patched_state(model).config.experts_dtype
