@@ -127,7 +127,8 @@ gpu-rehearsal: .venv/.done
 	$(BIN)/python benchmarks/gpu.py rehearsal
 
 NOT_ALONE := $(patsubst %,benchmarks/%.py,figures models ranks timing gpu gpu_report \
-	layer_kernels block_candidates machine_code ahead_of_time compile_kernels)
+	layer_kernels block_candidates machine_code ahead_of_time compile_kernels \
+	absent_packages over_nodes engine_names sglang_names)
 
 bench: .venv/.done
 	set -e; for script in $(filter-out $(NOT_ALONE),$(sort $(wildcard benchmarks/*.py))); do \

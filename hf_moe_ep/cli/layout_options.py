@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Mapping
 
 from hf_moe_ep.config import EXPERTS_DTYPES
-from hf_moe_ep.planner.options import LORA_TARGETS, OPTIMIZERS, published_configs
+from hf_moe_ep.planner.options import LORA_TARGETS, MASTERS, OPTIMIZERS, published_configs
 
 DEFAULT = "default: %(default)s"
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +42,19 @@ def add_sizes(
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what is trained, and `--json`."""
     add = parser.add_argument
+    add("--dtype", choices=_DTYPES, default="bfloat16", help=f"dtype of the model; {DEFAULT}")
+    add("--masters", choices=MASTERS, default="fp32", help=f"dtype of trained weights; {DEFAULT}")
     add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {DEFAULT}")
     add("--experts-dtype", choices=EXPERTS_DTYPES, help="quantise the frozen experts (LoRA only)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {DEFAULT}")
+    add(
+        "--experts-double-quant",
+        "--double-quant",
+        action="store_true",
+        help="quantise the NF4 scales as well",
+    )
+    optimizer = f"optimizer; the Trainer's is adamw_fused, which needs no temporaries; {DEFAULT}"
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=optimizer)
     add(
         "--mtp-layers",
         type=int,
@@ -60,9 +70,16 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
 
 
-def check_experts_are_frozen(options: argparse.Namespace) -> None:
-    """Raise ValueError if `--experts-dtype` is given without LoRA."""
-    if options.experts_dtype is not None and options.lora_rank is None:
+def check_adapters(options: argparse.Namespace) -> None:
+    """Raise ValueError if an option that needs LoRA is given without it."""
+    if options.lora_rank is not None:
+        return
+    if options.lora_targets != "both":
+        raise ValueError(
+            f"--lora-targets {options.lora_targets} chooses the layers of adapters, and this plan "
+            f"trains all weights; add --lora-rank 16"
+        )
+    if options.experts_dtype is not None:
         raise ValueError(
             f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
             f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"

@@ -14,8 +14,8 @@
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
 code. A module is imported only when its command is used, and modules that need torch are imported
 in `run`. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest
-of the package cannot be imported. A wrong argument or folder gives one line on stderr and exit code
-2; Ctrl-C gives exit code 130.
+of the package cannot be imported. A wrong argument or folder gives one line on stderr (after the
+usage if argparse refuses it) and exit code 2; Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             raise ValueError(_about_unknown(arguments[0], unknown, usage))
         code: int = options.run(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"hf-moe-ep: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -23,11 +23,10 @@ from hf_moe_ep.cli.layout_options import (
     add_model_and_gpus,
     add_sizes,
     add_training,
-    check_experts_are_frozen,
+    check_adapters,
 )
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.planner.options import (
-    MASTERS,
     NO_WHOLE_LOGITS,
     NOT_COUNTED,
     STEP_NOT_COUNTED,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from hf_moe_ep.planner.held import MemoryPlan
     from hf_moe_ep.planner.step import StepPlan
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _GIB = 2**30
 
 
@@ -68,19 +66,6 @@ def add_parser(subparsers: Any) -> None:
         "dp_replicate": f"HSDP replicas; {DEFAULT}",
     }
     add_sizes(parser, helps, default=1)
-    add(
-        "--dtype",
-        choices=_DTYPES,
-        default="bfloat16",
-        help=f"dtype of the model; {DEFAULT}",
-    )
-    add(
-        "--experts-double-quant",
-        "--double-quant",
-        action="store_true",
-        help="quantise the NF4 scales as well",
-    )
-    add("--masters", choices=MASTERS, default="fp32", help=f"dtype of trained weights; {DEFAULT}")
     add("--seq", type=int, metavar="S", help="plan a whole training step on sequences of S tokens")
     batch = "sequences per step, summed over all GPUs; default: one per data rank"
     add("--batch", type=int, metavar="B", help=batch)
@@ -105,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
     from hf_moe_ep.planner.held import plan_memory
 
     _check_options(options)
-    settings = vars(options) | {"batch": _batch_per_rank(options)}
+    batch = _batch_per_rank(options)
+    # `shrink` lowers "batch", and not "rows".
+    settings = vars(options) | {"batch": batch, "rows": batch}
     plan = plan_memory(options.model, **_layout_arguments(settings))
     step = None if options.seq is None else _plan_one_step(settings)
     if options.json:
@@ -136,12 +123,7 @@ def _check_options(options: argparse.Namespace) -> None:
             f"--gpu-memory ({options.gpu_memory:g}) must be more than 0 and finite, in GiB per "
             f"GPU; try --gpu-memory 80"
         )
-    if options.lora_rank is None and options.lora_targets != "both":
-        raise ValueError(
-            f"--lora-targets {options.lora_targets} chooses the layers of adapters, and this plan "
-            f"trains all weights; add --lora-rank 16"
-        )
-    check_experts_are_frozen(options)
+    check_adapters(options)
     step_options = {
         "--checkpointing": options.checkpointing,
         "--whole-logits": options.whole_logits,
@@ -201,6 +183,7 @@ def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
         settings["seq"],
         settings["batch"],
         settings["checkpointing"],
+        settings["batch"] < settings["rows"],  # gradients of the other rows are accumulated
         fused_head=settings["fused_head"],
         only_loss_is_read=not settings["whole_logits"],
     )

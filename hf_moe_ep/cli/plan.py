@@ -20,7 +20,7 @@ from hf_moe_ep.cli.layout_options import (
     add_model_and_gpus,
     add_sizes,
     add_training,
-    check_experts_are_frozen,
+    check_adapters,
 )
 from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.planner.hardware import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hf_moe_ep.planner.seconds import StepTime
 
 _BEST = 5
-_OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
+_OPTIONS = ("masters", "optimizer", "lora_rank", "lora_targets", "offload")
 _SIZES = ("ep", "etp", "sp", "cp", "dp_replicate")
 _POSITIVE = ("gpus", "gpu_memory", "seq", "batch", *_SIZES, "train_tokens")
 _GIB = 2**30
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
         ValueError: arguments are wrong, or training would not accept any layout.
     """
     _check_nothing_is_missing(options)
-    _check_numbers(options)
+    _check_options(options)
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
@@ -159,6 +159,9 @@ def run(options: argparse.Namespace) -> int:
     extra |= {"compile_layers": True} if options.compile_layers else {}
     extra |= {"mtp_layers": options.mtp_layers} if options.mtp_layers else {}
     extra |= {"fsdp_double_buffer": True} if options.fsdp_double_buffer else {}
+    extra |= {"experts_double_quant": True} if options.experts_double_quant else {}
+    import torch
+
     from hf_moe_ep.planner.search import LayoutRequest, find_layouts
 
     draw = None if options.plot is None else _import_draw_memory()
@@ -176,7 +179,8 @@ def run(options: argparse.Namespace) -> int:
         dp_replicate=options.dp_replicate,
         pp=tuple(dict.fromkeys(options.pp)),
         only_loss_is_read=not options.whole_logits,
-        options={name: getattr(options, name) for name in _OPTIONS},
+        options={name: getattr(options, name) for name in _OPTIONS}
+        | {"dtype": getattr(torch, options.dtype)},
         parallel=extra,
         hardware=hardware,
         on_plan=lambda layout: progress.finished(_describe(layout, extra)),
@@ -194,7 +198,14 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.write is not None:
         best = result.fit[0].layout
-        text = launch_config(best, options.gpus, request.node, offload=options.offload, **extra)
+        text = launch_config(
+            best,
+            options.gpus,
+            request.node,
+            mixed_precision=_mixed_precision(options),
+            offload=options.offload,
+            **extra,
+        )
         options.write.write_text(text)
     return 0
 
@@ -203,14 +214,14 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
     """Raise an error that names all missing arguments at once."""
     needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
     missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
-    if options.gpu is None and options.gpu_memory is None and missing:
+    if options.gpu is None and options.gpu_memory is None:
         missing.append(f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(known_hardware())})")
     if missing:
         raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
-    """Raise an error if a number is not positive and finite, or options contradict each other."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise an error if an option is wrong by itself or contradicts another one."""
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -220,7 +231,10 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag} ({value:g}) must be more than 0{finite}")
     if min(options.pp) < 1:
         raise ValueError(f"--pp-size ({min(options.pp)}) must be more than 0")
-    check_experts_are_frozen(options)
+    check_adapters(options)
+    for flag, file in (("--write", options.write), ("--plot", options.plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{flag} {file}: the folder {file.absolute().parent} does not exist")
 
 
 def _import_draw_memory() -> Callable[..., None]:
@@ -248,11 +262,6 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
                     f"--{flag.replace('_', '-')} has no effect without --gpu; add --gpu NAME, "
                     f"one of {', '.join(known_hardware())}"
                 )
-        if options.gpu_memory is None:
-            raise ValueError(
-                "plan needs the memory of a GPU; add --gpu-memory GIB, or --gpu NAME (one of "
-                f"{', '.join(known_hardware())})"
-            )
         return None
     hardware = find_hardware(options.gpu)
     if options.calibrate is None:
@@ -281,13 +290,27 @@ def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     }
 
 
+def _mixed_precision(options: argparse.Namespace) -> str:
+    """Return Accelerate's mixed_precision for the planned dtypes."""
+    if options.masters != "fp32":
+        return "no"
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(options.dtype, "no")
+
+
 def launch_config(
-    layout: Layout, gpus: int, node: int = NODE, *, offload: bool = False, **extra: Any
+    layout: Layout,
+    gpus: int,
+    node: int = NODE,
+    *,
+    mixed_precision: str = "bf16",
+    offload: bool = False,
+    **extra: Any,
 ) -> str:
     """Return a config file for `accelerate launch --config_file`, for one layout.
 
     Args:
         node: GPUs per node.
+        mixed_precision: as in the file; "no" trains the weights in the dtype of the model.
         offload: keep parameters on the host.
         extra: further arguments of `patch`.
     """
@@ -306,7 +329,7 @@ def launch_config(
             *(multi_node_lines if machines > 1 else ["main_process_port: 0"]),
             "compute_environment: LOCAL_MACHINE",
             "distributed_type: FSDP",
-            "mixed_precision: bf16",
+            f"mixed_precision: '{mixed_precision}'",  # YAML reads no without quotes as False
             f"num_machines: {machines}",
             "machine_rank: 0",
             f"num_processes: {gpus}",
@@ -421,11 +444,8 @@ def _about_search(
 
 def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
     """Return the line about how many GPUs hold the sharded state, if these GPUs do not hold it."""
-    from hf_moe_ep.planner.counted import OPTIMIZER
-
     sharded = [planned for planned in result.too_large if planned.layout.dp_replicate == 1]
-    made_of = sharded[0].step.made_of.get(OPTIMIZER, {}) if sharded else {}
-    held = sum(made_of.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+    held = sharded[0].step.held if sharded else 0
     enough = gpus
     while held * gpus / enough >= limit:
         enough *= 2

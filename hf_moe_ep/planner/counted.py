@@ -37,6 +37,8 @@ from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
 from hf_moe_ep.upstream.host_copies import host_copies
 
 OPTIMIZER = "optimizer"
+# The kinds of memory that a rank holds for each parameter.
+HELD = ("parameters", "gradients", "optimizer state")
 _GATHERED = "gathered units, FSDP2's copies"
 TRANSIENT = "activations, logits, transients"
 

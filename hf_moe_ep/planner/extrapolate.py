@@ -31,6 +31,8 @@ from hf_moe_ep.upstream.models import text_config
 
 # The numbers of layers of the two models that run.
 FEW = (4, 5)
+# Fields of configs that have the number of dense layers before the first MoE layer.
+NUM_DENSE = ("first_k_dense_replace", "num_dense_layers")
 
 
 def layers_to_run(request: PlanRequest) -> tuple[int, ...]:
@@ -46,14 +48,22 @@ def layers_to_run(request: PlanRequest) -> tuple[int, ...]:
     return FEW if layers > FEW[-1] and _are_layers_alike(request) else (layers,)
 
 
-def with_layers(config: Any, layers: int) -> Any:
-    """Copy a config, set its number of layers, and shorten lists that have an entry per layer."""
+def with_layers(config: Any, layers: int, *, last: bool = False) -> Any:
+    """Copy a config and keep its first `layers` layers, or with `last` its last ones.
+
+    Lists with an entry per layer, and the numbers of dense layers, fit the layers that are kept.
+    """
     short = copy.deepcopy(config)
     text = text_config(short)
     old_layers = text.num_hidden_layers
+    first = old_layers - layers if last else 0
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == old_layers:
-            setattr(text, name, value[:layers])
+            setattr(text, name, value[first : first + layers])
+        elif name in NUM_DENSE and isinstance(value, int):
+            setattr(text, name, max(value - first, 0))
+        elif name == "mlp_only_layers" and value:
+            setattr(text, name, [index - first for index in value if index >= first])
     text.num_hidden_layers = layers
     return short
 

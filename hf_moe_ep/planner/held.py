@@ -187,11 +187,11 @@ class PlanRequest:
     config: Any
     parallel: ParallelConfig | None
     world_size: int
-    dtype: torch.dtype
-    masters: str
-    optimizer: str
-    lora_rank: int | None
-    lora_targets: str
+    dtype: torch.dtype = torch.bfloat16
+    masters: str = "fp32"
+    optimizer: str = "adamw"
+    lora_rank: int | None = None
+    lora_targets: str = "both"
     offload: bool = False
 
     @property
@@ -235,7 +235,7 @@ class Unsharded:
             parts = find_parts(model)
             check_type(parts, request.mtp_layers)
             build_head(parts, request.mtp_layers)
-        patch(model, request.parallel)
+        patch(model, request.parallel, pp_size=1)  # not that of HF_MOE_EP_PP_SIZE
         state: ModelState = getattr(model, STATE)
         if request.lora_rank is not None:
             model = attach_lora(

@@ -19,8 +19,8 @@ WHOLE_LOGITS = (
     "your own without patch(model, fused_loss=True)"
 )
 NO_WHOLE_LOGITS = (
-    "The loss is computed without whole logits, as the Trainer does by default; in a loop of your "
-    "own add fused_loss=True to patch, or plan with --whole-logits."
+    "The loss is computed without whole logits where the model allows it, as the Trainer does by "
+    "default; in a loop of your own add fused_loss=True to patch, or plan with --whole-logits."
 )
 # GPUs per node. By default, ep and sp groups stay inside a node, and a replica (HSDP) has the GPUs
 # of one node or of all nodes.

@@ -34,6 +34,7 @@ _COLOURS = {
     "gradients": "#009E73",
     "gathered units, FSDP2's copies": "#F0E442",
     "activations, logits, transients": "#E69F00",
+    "activations of other micro-batches": "#D55E00",
 }
 # The axis shows the numbers of about this many layers.
 _NUMBERED = 6

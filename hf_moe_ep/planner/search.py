@@ -15,8 +15,8 @@ Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py
 Each plan takes seconds to compute, so the search tries few layouts:
 
     1. It plans every grid with one sequence per forward and with checkpointing, which needs least
-       memory. If a grid takes more than FAR times the limit, larger ep_sizes with the same
-       dp_replicate_size are skipped.
+       memory. If parameters, gradients and optimizer state alone take more than FAR times the
+       limit, larger ep_sizes with the same dp_replicate_size are skipped: they hold as much.
     2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
        with as many sequences per forward as fit (all, or a power of two). The first number to try
        comes from a straight line between the memory of one sequence and the memory of all.
@@ -47,7 +47,7 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.planner.config import find_config
-from hf_moe_ep.planner.extrapolate import FEW, layers_to_run, with_layers
+from hf_moe_ep.planner.extrapolate import FEW, NUM_DENSE, layers_to_run, with_layers
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded, plan_memory
 from hf_moe_ep.planner.options import NODE
@@ -111,6 +111,10 @@ class LayoutRequest:
     def node(self) -> int:
         """The number of ranks per node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
+
+    def parallel_config(self, layout: Layout) -> ParallelConfig:
+        """Return the config of one stage of a layout."""
+        return ParallelConfig(**layout.sizes_of_stage(), **self.parallel)
 
     def of_stage(self, pp: int) -> LayoutRequest:
         """Return the request for one of `pp` stages: its layers, on its GPUs.
@@ -305,7 +309,7 @@ class _Search:
                 continue
             self.few = self.few or layers_to_run(_plan_request(layout, self.request))
             planned.append(self.add(layout))
-            if planned[-1].step.peak > FAR * self.request.limit:
+            if planned[-1].step.held > FAR * self.request.limit:
                 far.add(layout.dp_replicate)
         return planned
 
@@ -389,21 +393,19 @@ def refusal(layout: Layout, request: LayoutRequest) -> str:
 
 
 def _plan_request(layout: Layout, request: LayoutRequest) -> PlanRequest:
-    return PlanRequest(
-        find_config(request.shape),
-        ParallelConfig(**layout.sizes_of_stage(), **request.parallel),
-        request.gpus,
-        **({"dtype": torch.bfloat16} | _DEFAULTS | request.options),
-    )
+    parallel = request.parallel_config(layout)
+    return PlanRequest(find_config(request.shape), parallel, request.gpus, **request.options)
 
 
 def _few_layers(request: PlanRequest) -> PlanRequest:
-    """Shorten the model of a request to the FEW layers that are enough to check its sizes."""
-    layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
+    """Shorten the model of a request to a few layers, which are enough to check its sizes.
+
+    They reach the first MoE layer, in front of which some models have many dense layers.
+    """
+    text = text_config(request.config)
+    num_dense = max(getattr(text, name, None) or 0 for name in NUM_DENSE)
+    layers = min(text.num_hidden_layers, max(FEW[-1], num_dense + 1))
     return replace(request, config=with_layers(request.config, layers))
-
-
-_DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_targets": "both"}
 
 
 def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
@@ -427,7 +429,7 @@ def fixed_buffers(layout: Layout, request: LayoutRequest) -> int:
     """Return the bytes of the fixed buffers of `fsdp_double_buffer` that a GPU holds."""
     stage = request.of_stage(layout.pp)
     options = {name: value for name, value in stage.options.items() if name != "offload"}
-    parallel = ParallelConfig(**layout.sizes_of_stage(), **stage.parallel)
+    parallel = stage.parallel_config(layout)
     return plan_memory(stage.shape, parallel, world_size=stage.gpus, **options).buffers
 
 
@@ -458,7 +460,7 @@ def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) 
     They have one sequence per forward or, with several stages, one per micro-batch.
     """
     node = request.node
-    replicas = [1] if request.gpus <= node else [1, request.gpus // node]
+    replicas = sorted({1, request.gpus // node})
     share = max(request.batch * sp * cp // request.gpus, 1)
     for ranks in [1, *_powers_of_two(node)] if request.ep is None else [request.ep]:
         ep, etp = _split_experts(ranks, request, num_experts)
@@ -485,7 +487,7 @@ def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -
     )
     step = plan_step(
         request.shape,
-        ParallelConfig(**layout.sizes_of_stage(), **request.parallel),
+        request.parallel_config(layout),
         world_size=request.gpus,
         batch=batch,
         few=few,

@@ -5,10 +5,10 @@
                     --experts-double-quant     27.3 GiB
                     --masters model            23.7 GiB    fits
 
-`shrink` plans the step again with each change, and drops a change that lowers the peak by less than
-a thousandth. The changes before `experts_dtype` give the same training results up to rounding (for
-`batch`, only if gradients are accumulated instead). `experts_dtype` and the changes after it give
-other results.
+`shrink` plans the step again with each change, and drops a change that training refuses or that
+lowers the peak by less than a thousandth. The changes before `experts_dtype` give the same training
+results up to rounding (for `batch`, only if gradients are accumulated instead). `experts_dtype` and
+the changes after it give other results.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Change:
 CHANGES = (
     Change("checkpointing", True, lambda options: not options["checkpointing"]),
     Change("whole_logits", False, lambda options: options["whole_logits"]),
-    Change("fused_head", True, lambda options: not options["fused_head"]),
+    Change("fused_head", True, lambda a: not (a["fused_head"] or a["whole_logits"])),
     Change("optimizer", "adamw_fused", lambda options: options["optimizer"] == "adamw"),
     Change("batch", 1, lambda options: options["batch"] > 1),
-    Change("experts_dtype", "fp8", lambda options: _has_frozen_experts(options)),
-    Change("experts_dtype", "nf4", lambda options: options["experts_dtype"] == "fp8"),
-    Change("experts_double_quant", True, lambda options: _quantises_scales_once(options)),
+    Change("experts_dtype", "fp8", lambda a: bool(a["lora_rank"]) and a["experts_dtype"] is None),
+    Change("experts_dtype", "nf4", lambda a: bool(a["lora_rank"]) and a["experts_dtype"] != "nf4"),
+    Change("experts_double_quant", True, lambda a: _quantises_scales_once(a)),
     Change("masters", "model", lambda a: bool(a["lora_rank"]) and a["masters"] == "fp32"),
     Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _adapts_experts(a)),
 )
@@ -74,14 +74,13 @@ def shrink(
         if change.name in without or not change.when(options):
             continue
         changed = options | {change.name: change.value}
-        new_peak = peak_of(changed)
+        try:
+            new_peak = peak_of(changed)
+        except (ValueError, ImportError):  # training refuses the change, or lacks a package for it
+            continue
         if new_peak <= peak * (1 - _LEAST):
             options, peak = changed, new_peak
             yield change, peak
-
-
-def _has_frozen_experts(options: Options) -> bool:
-    return bool(options["lora_rank"]) and options["experts_dtype"] is None
 
 
 def _quantises_scales_once(options: Options) -> bool:

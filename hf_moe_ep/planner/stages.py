@@ -13,7 +13,8 @@ stands for all stages, so each of its parts is the largest that any stage has:
     embedding   The first stage has the embedding. The last stage has the head, which is as large
                 (with tied weights: a copy of the embedding). So one of the two is counted.
     activations The first stage keeps activations of min(pp_size, micro_batches) micro-batches
-                ("1f1b"). Only the last stage has logits; it keeps one micro-batch.
+                ("1f1b"), and of none when the optimizer steps. Only the last stage has logits; it
+                keeps one micro-batch.
 
 The seconds of a step are those of all micro-batches on one stage, plus two terms:
 
@@ -24,7 +25,6 @@ The seconds of a step are those of all micro-batches on one stage, plus two term
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,18 +34,14 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import patch
 from hf_moe_ep.pipeline.cut import layers_of_stages
 from hf_moe_ep.planner.config import meta_model
-from hf_moe_ep.planner.counted import TRANSIENT
-from hf_moe_ep.planner.extrapolate import layer_descriptions
+from hf_moe_ep.planner.counted import HELD, OPTIMIZER, TRANSIENT
+from hf_moe_ep.planner.extrapolate import layer_descriptions, with_layers
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.seconds import StepTime, phase_parts, step_time, time_of_work
 from hf_moe_ep.planner.step import StepPlan
 from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 
-# The kinds of memory that a rank holds for each parameter, as plans name them.
-_HELD = ("parameters", "gradients", "optimizer state")
 IN_FLIGHT = "activations of other micro-batches"
-# Fields of configs that have the number of dense layers before the first MoE layer.
-_NUM_DENSE = ("first_k_dense_replace", "num_dense_layers")
 
 
 def stage_config(config: Any, parallel: ParallelConfig) -> Any:
@@ -59,7 +55,7 @@ def stage_config(config: Any, parallel: ParallelConfig) -> Any:
     descriptions = layer_descriptions(whole)
     patch(whole, parallel)
     layers = max(map(len, layers_of_stages(text.num_hidden_layers, parallel)))
-    stage = _with_last_layers(config, layers)
+    stage = with_layers(config, layers, last=True)
     if layer_descriptions(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
         raise ValueError(
             f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
@@ -67,21 +63,6 @@ def stage_config(config: Any, parallel: ParallelConfig) -> Any:
             f"config.json with these layers alone, on the GPUs of one stage"
         )
     return stage
-
-
-def _with_last_layers(config: Any, layers: int) -> Any:
-    short = copy.deepcopy(config)
-    text = text_config(short)
-    removed = text.num_hidden_layers - layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[removed:])
-        elif name in _NUM_DENSE and isinstance(value, int):
-            setattr(text, name, max(value - removed, 0))
-        elif name == "mlp_only_layers":
-            setattr(text, name, [index - removed for index in value or () if index >= removed])
-    text.num_hidden_layers = layers
-    return short
 
 
 def with_micro_batches(
@@ -98,13 +79,13 @@ def with_micro_batches(
     """
     kept = (min(pp_size, micro_batches) - 1) * _kept_by_layers(step)
     share = _share_of_embedding(config)
-    held = _HELD if trains_embedding else _HELD[:1]
+    held = HELD if trains_embedding else HELD[:1]
     peaks, made_of = dict(step.peaks), dict(step.made_of)
     for name in peaks:
         less = {kind: int(share * made_of[name][kind]) for kind in held if kind in made_of[name]}
         peaks[name] -= sum(less.values())
         made_of[name] = {kind: n - less.get(kind, 0) for kind, n in made_of[name].items()}
-        if "head" not in name:
+        if "head" not in name and name != OPTIMIZER:
             peaks[name] += kept
             made_of[name] = made_of[name] | {IN_FLIGHT: kept}
     return replace(step, peaks=peaks, made_of=made_of)

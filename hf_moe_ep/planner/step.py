@@ -34,7 +34,14 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.config import find_config
-from hf_moe_ep.planner.counted import CountedStep, LocalOptimizer, count_step, make_counter
+from hf_moe_ep.planner.counted import (
+    HELD,
+    OPTIMIZER,
+    CountedStep,
+    LocalOptimizer,
+    count_step,
+    make_counter,
+)
 from hf_moe_ep.planner.extrapolate import (
     extrapolate_bytes,
     extrapolate_peaks,
@@ -123,6 +130,12 @@ class StepPlan:
     def parts(self) -> dict[str, int]:
         """The bytes of each kind at the highest peak."""
         return self.made_of[self.where]
+
+    @property
+    def held(self) -> int:
+        """The bytes of parameters, gradients and optimizer state when the optimizer steps."""
+        made_of = self.made_of.get(OPTIMIZER, {})
+        return sum(made_of.get(kind, 0) for kind in HELD)
 
     def as_json(self) -> dict[str, Any]:
         """Return data that json can write, without the work, which has thousands of operators."""

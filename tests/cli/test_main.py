@@ -4,6 +4,7 @@ A wrong argument or folder gives one line with the name of the file and what wou
 and no traceback.
 """
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -85,6 +86,16 @@ WRONG = {
     "merge-adapter {}/model {}/nowhere {}/out": "nowhere is no adapter folder: it has no",
     "merge-adapter {}/nowhere {}/list-adapter {}/out": "does not exist on this machine",
 }
+
+
+def test_a_missing_package_gives_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    line = "memory Qwen/Qwen3-30B-A3B --gpus 1 --experts-dtype nf4 --lora-rank 16"
+    assert main(line.split()) == 2
+    shown = capsys.readouterr().err
+    assert re.fullmatch(r"hf-moe-ep: error: .*bitsandbytes.*\n", shown), shown
 
 
 @pytest.mark.parametrize("line", WRONG)

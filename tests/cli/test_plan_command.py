@@ -1,5 +1,6 @@
 """`hf-moe-ep plan` lists the layouts that fit, best first, and refuses what training refuses."""
 
+import argparse
 import json
 import resource
 import subprocess
@@ -16,7 +17,8 @@ from support.tiny_models import batch, tiny
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.cli.plan import _about_context, _about_gpus, launch_config
+from hf_moe_ep.cli.plan import _about_context, _about_gpus, _mixed_precision, launch_config
+from hf_moe_ep.planner import search
 from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.extrapolate import FEW
 from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
@@ -112,6 +114,37 @@ def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
     ]
 
 
+def test_no_grid_is_planned_twice() -> None:
+    """12 GPUs are one node of 8 and a half: there is one size of replicas, 1."""
+    grids = list(_grids(make_request(gpus=12, hardware=find_hardware("h100")), 1, 1, 8, 1))
+    assert len(set(grids)) == len(grids)
+
+
+def test_larger_ep_sizes_are_tried_if_gathered_experts_need_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With ep 1 a layer's 384 experts are gathered at once. With ep 4 a quarter of them is."""
+
+    def plan(layout: Layout, request: LayoutRequest, few: Any) -> PlannedLayout:
+        gathered = 3 * LARGE // layout.ep
+        step = StepPlan({OPTIMIZER: gathered}, {OPTIMIZER: {"parameters": held}}, 1, (1,))
+        return PlannedLayout(layout, step, request.limit - gathered)
+
+    monkeypatch.setattr(search, "_plan", plan)
+    held = LARGE // 2
+    assert {p.layout.ep for p in find_layouts(make_request(sp=1, cp=1)).fit} == {4}
+    held = 3 * LARGE  # every layout holds this
+    assert {p.layout.ep for p in find_layouts(make_request(sp=1, cp=1)).too_large} == {1}
+
+
+def test_experts_behind_many_dense_layers_are_counted() -> None:
+    layers = {"num_hidden_layers": 8, "num_dense_layers": 6, "layer_types": ["full_attention"] * 8}
+    config = tiny_of_type("afmoe").config
+    for name, value in layers.items():
+        setattr(config, name, value)
+    assert _count_experts(make_request(shape=config)) == 8
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
 def test_experts_of_a_model_of_few_layers_are_counted(name: str) -> None:
     """Their configs list the type of each layer, so a model cannot be lengthened."""
@@ -145,7 +178,7 @@ WRONG = {
         ["--gpu", "v100"],
         "no rates are known for GPU 'v100'; choose one of a100, h100, h200, b200",
     ),
-    "no memory": ([], "add --gpu-memory GIB, or --gpu NAME (one of a100"),
+    "no memory": ([], "add --gpu-memory GIB (or --gpu NAME, one of a100"),
     "rates": (
         ["--gpu-memory", "1", "--calibrate", "x.json"],
         "--calibrate has no effect without --gpu",
@@ -153,6 +186,18 @@ WRONG = {
     "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is not a file"),
     "negative": (["--gpu", "h100", "--ep-size", "-2"], r"--ep-size (-2) must be more than 0"),
     "infinite": (["--gpu-memory", "inf"], "--gpu-memory (inf) must be more than 0 and finite"),
+    "adapters": (
+        ["--gpu", "h100", "--lora-targets", "experts"],
+        "--lora-targets experts chooses the layers of adapters, and this plan trains all weights",
+    ),
+    "folder of --write": (
+        ["--gpu", "h100", "--write", "/no/folder/x.yaml"],
+        "--write /no/folder/x.yaml: the folder /no/folder does not exist",
+    ),
+    "folder of --plot": (
+        ["--gpu", "h100", "--plot", "/no/folder/x.png"],
+        "--plot /no/folder/x.png: the folder /no/folder does not exist",
+    ),
     "infinite tokens": (
         ["--gpu", "h100", "--train-tokens", "inf"],
         "--train-tokens (inf) must be more than 0 and finite",
@@ -395,6 +440,42 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     first, second, *_ = written.read_text().splitlines()
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
     assert second.endswith("gradient_accumulation_steps: 4")
+    assert config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("masters", "dtype", "expected"),
+    [
+        ("model", "bfloat16", "no"),
+        ("fp32", "float32", "no"),
+        ("fp32", "float16", "fp16"),
+        ("fp32", "bfloat16", "bf16"),
+    ],
+)
+def test_the_launch_config_trains_in_the_planned_dtypes(
+    masters: str, dtype: str, expected: str, tmp_path: Path
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    written = tmp_path / "fsdp.yaml"
+    mixed = _mixed_precision(argparse.Namespace(masters=masters, dtype=dtype))
+    written.write_text(launch_config(Layout(1, 1, 1), 1, mixed_precision=mixed))
+    assert load_config_from_file(str(written)).mixed_precision == expected
+
+
+def test_masters_of_the_models_dtype_need_less_memory(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "fsdp.yaml"
+    arguments = ["--gpus", "1", "--gpu-memory", "1", "--seq", "16", "--batch", "1", "--ep", "1"]
+    arguments += ["--masters", "model", "--json", "--write", str(written)]
+    assert main(["plan", str(folder), *arguments]) == 0
+    best = json.loads(capsys.readouterr().out)["fit"][0]
+    held = best["step"]["made_of"][OPTIMIZER]
+    numel = sum(p.numel() for p in tiny().parameters())
+    assert held["parameters"] == 2 * numel and held["optimizer state"] >= 4 * numel
+    assert held["optimizer state"] < 5 * numel  # two moments in bf16, and the steps
+    assert "mixed_precision: 'no'" in written.read_text()
 
 
 def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:

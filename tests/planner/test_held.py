@@ -300,6 +300,13 @@ def test_ranks_with_different_bytes_are_planned_apart() -> None:
     assert tensors == 4 * 4 * len(list(tiny().parameters())), "counters; moments are unpadded"
 
 
+def test_the_environment_adds_no_stages_to_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pp_size of a job's environment must not make its plan one of half of the ranks."""
+    want = plan_memory(tiny().config, world_size=4)
+    monkeypatch.setenv("HF_MOE_EP_PP_SIZE", "2")
+    assert plan_memory(tiny().config, world_size=4) == want
+
+
 def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
     even = {"vocab_size": 96}
     for replicas in (1, 2):

@@ -16,10 +16,13 @@ from transformers import DeepseekV3Config, GptOssConfig
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.pipeline.run import Pipeline
+from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.hardware import find_hardware
+from hf_moe_ep.planner.plot import _COLOURS
 from hf_moe_ep.planner.search import LayoutRequest, find_layouts
 from hf_moe_ep.planner.seconds import phase_parts, step_time, time_of_work
 from hf_moe_ep.planner.stages import (
+    IN_FLIGHT,
     Transfers,
     layers_of_equal_time,
     stage_config,
@@ -73,6 +76,16 @@ def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
     assert sum(plan.parts.values()) == plan.peak
     nbytes = SIZES.seq * SIZES.hidden * 4
     assert max(sent) == Transfers(pp_size, MICRO_BATCHES, 1, nbytes).sent
+
+
+def test_no_activations_of_micro_batches_are_left_when_the_optimizer_steps() -> None:
+    config = SIZES.config()
+    step = plan_step(config, world_size=1, batch=Batch(SIZES.seq, accumulates=True))
+    staged = with_micro_batches(step, config, pp_size=2, micro_batches=4)
+    assert IN_FLIGHT not in staged.made_of[OPTIMIZER]
+    assert staged.peaks[OPTIMIZER] <= step.peaks[OPTIMIZER]
+    assert any(IN_FLIGHT in made_of for made_of in staged.made_of.values())
+    assert IN_FLIGHT in _COLOURS
 
 
 def test_a_stage_has_the_last_layers() -> None:

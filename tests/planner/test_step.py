@@ -3,6 +3,7 @@
 On one rank the peaks are equal to the byte, on four ranks within 5 %.
 """
 
+import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import Tensor
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, mtp_loss, patch
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.cli.main import main
+from hf_moe_ep.cli.memory import _plan_one_step, add_parser
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.planner import fake
 from hf_moe_ep.planner.choices import Choices
@@ -412,6 +414,45 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
     assert flags[-2:] == ["--masters model", "--lora-targets attention"]
     without = [change.flag for change, _ in shrink(large, 0, all_help, without=["fused_head"])]
     assert without == [flags[0], *flags[2:]]
+
+
+@pytest.mark.parametrize("error", [ValueError, ImportError])
+def test_shrinking_leaves_out_changes_that_training_refuses(error: type[Exception]) -> None:
+    """gpt-oss has no whole blocks of fp8 and some of nf4; bitsandbytes may not be installed."""
+    options: Options = dict.fromkeys(change.name for change in CHANGES) | {
+        "checkpointing": True,
+        "fused_head": True,
+        "whole_logits": False,
+        "batch": 1,
+        "lora_rank": 4,
+        "lora_targets": "attention",
+        "masters": "model",
+    }
+
+    def peak_of(options: Options) -> int:
+        if options["experts_dtype"] == "fp8":
+            raise error("refused")
+        return 50 if options["experts_dtype"] == "nf4" else 100
+
+    changes = [change.flag for change, _ in shrink(options, 60, peak_of)]
+    assert changes == ["--experts-dtype nf4"]
+
+
+def test_a_smaller_batch_accumulates_gradients() -> None:
+    """The other rows of `--batch` run in more forwards, between which gradients are kept."""
+    options = {"model": tiny().config, "gpus": 1, "seq": 16, "batch": 1, "rows": 4}
+    options |= {"checkpointing": True, "fused_head": False, "whole_logits": False}
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    defaults = vars(parser.parse_args(["memory", "model"]))
+    config = tiny().config
+    want = plan_step(
+        config, batch=Batch(16, 1, True, accumulates=True, only_loss_is_read=True), world_size=1
+    )
+    got = _plan_one_step(defaults | options)
+    assert got.peak == want.peak
+    once = plan_step(config, batch=Batch(16, 1, True, only_loss_is_read=True), world_size=1)
+    assert _plan_one_step(defaults | options | {"rows": 1}).peak == once.peak < want.peak
 
 
 @pytest.fixture(scope="module")
