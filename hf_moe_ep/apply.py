@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from hf_moe_ep.upstream.hub import (
     local_folder,
 )
 from hf_moe_ep.upstream.models import set_source
+
+# How long ranks wait for the download of a model.
+_DOWNLOAD = timedelta(hours=24)
 
 
 def apply_ep_fsdp2(
@@ -201,6 +205,7 @@ def from_pretrained(
         ValueError: as in `apply_ep_fsdp2`.
     """
     _check_group("from_pretrained")
+    default_device()  # chooses the GPU of this rank, before any collective
     settings = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in settings & options.keys()}
 
@@ -224,7 +229,7 @@ def from_pretrained(
 
     # The first rank of each machine downloads for the other ranks, because the hub would refuse the
     # requests of, say, 512 ranks at the same time.
-    downloaded = together(call, fetch)
+    downloaded = together(call, fetch, patience=_DOWNLOAD)
     folder, model = together(call, build)
     return apply_ep_fsdp2(
         model,

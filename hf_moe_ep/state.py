@@ -660,6 +660,12 @@ def holds_quantised_experts(model: nn.Module) -> bool:
     return state.config.experts_dtype is not None
 
 
+def computing_device(model: nn.Module) -> torch.device:
+    """Return the device on which this rank computes; without sharding, that of the parameters."""
+    meshes = patched_state(model).meshes
+    return next(model.parameters()).device if meshes is None else meshes.device
+
+
 def patched_state(model: nn.Module) -> ModelState:
     """Return the state of a model; raise ValueError if the model is not patched."""
     state = find_state(model)

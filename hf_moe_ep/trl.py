@@ -28,7 +28,13 @@ from hf_moe_ep.routing.replay import RoutingReplay
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
-from hf_moe_ep.upstream.grpo import GRPO, engine_of, replace_method, routes_of_engine
+from hf_moe_ep.upstream.grpo import (
+    GRPO,
+    SEVERAL_CALLS,
+    engine_of,
+    replace_method,
+    routes_of_engine,
+)
 
 # The key of the routes in a generation batch. They are [B, S, L, K].
 ROUTES = "hf_moe_ep_routes"
@@ -51,7 +57,8 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
     Raises:
         ValueError: the trainer is not a GRPOTrainer; `mode` is neither "R2" nor "R3"; the model is
-            not patched, or its routing cannot be replayed; mode "R3" has no such engine. During
+            not patched, or its routing cannot be replayed; mode "R3" has no such engine, or the
+            trainer calls the engine several times per sample (`tools`, `rollout_func`). During
             training: the engine returns no routes, or routes for other numbers of tokens.
     """
     if mode not in ("R2", "R3"):
@@ -69,6 +76,13 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
             raise ValueError(
                 "mode='R3' reads routes from vLLM in this process, but this trainer has no engine; "
                 "create it with use_vllm=True and vllm_mode='colocate', or use mode='R2'"
+            )
+        several = [name for name in SEVERAL_CALLS if getattr(trainer, name, None)]
+        if several:
+            raise ValueError(
+                f"mode='R3' replays the routes of one call of the engine per sample, but with "
+                f"{several[0]} a sample is generated in several calls; use mode='R2', which "
+                f"records whole sequences"
             )
         replace_method(engine, "generate", replaying.generate)
     score, logps, loss = GRPO
@@ -167,13 +181,19 @@ class _ReplayingTrainer:
     def _routes_from_engine(self, prompt_mask: Tensor, completion_mask: Tensor) -> Routes:
         """Build the routes of a padded batch from the engine's arrays, which have no padding."""
         assert self._engine_arrays is not None
+        if len(self._engine_arrays) != len(prompt_mask):
+            raise ValueError(
+                f"the engine returned routes of {len(self._engine_arrays)} samples in its last "
+                f"call, but the batch has {len(prompt_mask)}; R3 needs all samples from one call, "
+                f"so use mode='R2'"
+            )
         prompts, completions = prompt_mask.sum(1).tolist(), completion_mask.sum(1).tolist()
         # If a completion was truncated, TRL may mask all of it (mask_truncated_completions). Its
         # length then follows from the array, which has no row for the last token.
         lengths = [
             prompt + completion if completion else len(array) + 1
             for prompt, completion, array in zip(
-                prompts, completions, self._engine_arrays, strict=False
+                prompts, completions, self._engine_arrays, strict=True
             )
         ]
         width = prompt_mask.shape[1]

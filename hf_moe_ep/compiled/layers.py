@@ -50,7 +50,7 @@ from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import as_pattern, matches
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, patched_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, computing_device, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
     collected_outputs,
@@ -232,8 +232,7 @@ class BeginForward(Ours):
         if not root.training:
             return None
         if state.blocks_are_traced:
-            device = next(root.parameters()).device if state.meshes is None else state.device
-            reserve_counts(state, device)
+            reserve_counts(state, computing_device(root))
         given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
         if given or not self._takes_use_cache:
             return None

@@ -39,7 +39,7 @@ from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
 from hf_moe_ep.ranks.together import check_alike, check_everyone_calls
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import patched_state
+from hf_moe_ep.state import computing_device, patched_state
 
 _ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped")
 # Devices for which torch has a fused AdamW.
@@ -277,7 +277,7 @@ class Muon(Optimizer):
         if not updates:
             return
         assignment = self._assign(updates)
-        device = patched_state(self.model).device
+        device = computing_device(self.model)
         work = [
             _BucketExchange(
                 bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step"
@@ -317,15 +317,15 @@ class Muon(Optimizer):
             layout = self._layout(parameter)
             assert layout is not None
             matrices.append(_describe(names[parameter], parameter, layout, update))
-        # Pipeline stages have different matrices.
         meshes = patched_state(self.model).meshes
-        group = None if meshes is None else meshes.stage_group
-        _check_others_assign(group)
-        check_alike(
-            "Muon.step",
-            group,
-            matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
-        )
+        if meshes is not None:
+            # Pipeline stages have different matrices.
+            _check_others_assign(meshes.stage_group)
+            check_alike(
+                "Muon.step",
+                meshes.stage_group,
+                matrices=[(entry.name, entry.shape, entry.steps) for entry in matrices],
+            )
         self._assignment = _Assignment(
             [update.parameter for update in updates],
             matrices,

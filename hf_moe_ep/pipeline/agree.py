@@ -195,8 +195,9 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"pp_size={size} needs; turn it off: liger_kernel_config="
             f"{{'fused_linear_cross_entropy': False}}"
         )
-    device = next(model.parameters()).device.type
-    if trains and _autocasts_to_fp16(device):
+    assert state.meshes is not None
+    # With CPU offload the parameters are on the host.
+    if trains and _autocasts_to_fp16(state.meshes.device.type):
         raise ValueError(
             f"pp_size={size} computes gradients before a gradient scaler has multiplied the "
             f"loss, so gradients in fp16 would become zero; train in bf16"

@@ -196,6 +196,8 @@ class Pipeline:
         given = bind_forward(self.model, args, kwargs)
         if state.caller_loss is not None:
             state.caller_loss.add_arguments(given)
+        # Ranks compare their batches on this device. FSDP2 moves them only in the forward.
+        given = {name: _move(value, meshes.device) for name, value in given.items()}
         with self._failure.shared():
             self._failure.begin("the comparison of all ranks")
             agreement = agree(self.model, state, given)
@@ -439,6 +441,13 @@ class Pipeline:
         template = run.outputs[0]
         empty = dict.fromkeys(name for name in template if name not in values)
         return replace(template, **empty, **values)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    """Move an argument of a forward to a device; a dict, as of attention masks, entry by entry."""
+    if isinstance(value, dict):
+        return {key: _move(entry, device) for key, entry in value.items()}
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def _finish_aux_loss(run: _PipelineCall, stage: Stage) -> None:

@@ -81,12 +81,13 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
         ValueError: an id is out of range; a choice has -1 for some of its experts but not for all;
             a choice has an expert twice; a choice routes live although `allow_live` is False.
     """
+    # In uint8, -1 would equal expert 255.
+    signed = ids if ids.dtype.is_signed else ids.to(torch.int16)
     if not allow_live:
-        is_live = (ids == LIVE).any(-1)
+        is_live = (signed == LIVE).any(-1)
         _raise_at(is_live, ids, layers, "has no experts (-1), but on_missing='error' needs them")
     if not strict:
         return
-    signed = ids if ids.dtype.is_signed else ids.to(torch.int16)
     outside = (signed >= layers.num_experts) | (signed < LIVE)
     problem = f"has an id outside of the {layers.num_experts} experts (and not -1)"
     _raise_at(outside.any(-1), ids, layers, problem)

@@ -24,7 +24,7 @@ from hf_moe_ep.routing.check_routes import check_ids, select_layers
 from hf_moe_ep.routing.layers import find_routed_layers
 from hf_moe_ep.routing.recording import Recording
 from hf_moe_ep.routing.replaying import Replaying
-from hf_moe_ep.routing.report import ReplayReport
+from hf_moe_ep.routing.report import Counts, ReplayReport
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.routing.sessions import session_hooks
 from hf_moe_ep.state import STATE, ModelState, patched_state
@@ -72,7 +72,7 @@ class RoutingReplay:
         self._layers = find_routed_layers(self._root, self._state)
         self._stage = self._state.stage
         self._watch = CheckpointWatch(self._state)
-        self._last: Replaying | None = None
+        self._last: Counts | None = None  # and not the session, which holds routes
 
     @contextmanager
     def record(self) -> Iterator[Routes]:
@@ -123,7 +123,7 @@ class RoutingReplay:
             session.refuse(error)
         with self._open(session):
             yield
-        self._last = session
+        self._last = session.counts
         if session.refusal is not None:  # no forward has raised this error
             raise session.refusal
 
@@ -136,7 +136,7 @@ class RoutingReplay:
         """
         if self._last is None:
             raise ValueError("no replay() block has ended yet")
-        return self._last.counts.report()
+        return self._last.report()
 
     def _set_routes(self, session: Replaying, routes: Routes | None, strict: bool) -> None:
         allow_live = self._on_missing == "live"

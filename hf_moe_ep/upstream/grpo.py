@@ -20,6 +20,8 @@ GRPO = (
     "_get_per_token_logps_and_entropies",
     "_compute_loss",
 )
+# Attributes of a trainer that calls its engine several times to generate one sample.
+SEVERAL_CALLS = ("tools", "rollout_func")
 
 
 def engine_of(trainer: Any) -> Any:

@@ -25,6 +25,7 @@ from torch import Tensor
 from hf_moe_ep import patch, save_pretrained
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import folder as training_folder
+from hf_moe_ep.checkpoints.training import save as training_save
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as meet
@@ -378,6 +379,20 @@ def _state_without_a_group(folder: str) -> None:
     run.optimizer.param_groups[0]["params"].pop(0)
     with pytest.raises(ValueError, match=r"keeps state of model.embed_tokens.weight, which is in"):
         _save_run(run, f"{folder}/left")
+
+
+def test_a_checkpoint_of_one_process_has_the_random_state_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is not sharded has no mesh that names its device."""
+    model, devices = patch(tiny()), []
+    captured = training_save.random_state.capture(torch.device("cpu"))
+    monkeypatch.setattr(training_save, "computing_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        training_save.random_state, "capture", lambda device: devices.append(device) or captured
+    )
+    save_checkpoint(tmp_path / "step-1", model, None)
+    assert devices == [torch.device("cuda", 0)]
 
 
 def _disagree(rank: int, folder: str) -> None:

@@ -1,5 +1,6 @@
 """Muon on ranks, compared with torch.optim.Muon on every matrix and AdamW in one process."""
 
+import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.muon_by_matrix import ByMatrix
 from support.parity import Batch, uneven_batches, whole_parameters
-from support.tiny_models import tiny, vision_batch
+from support.tiny_models import batch, tiny, vision_batch
 from torch import nn
 
 from hf_moe_ep import (
@@ -23,6 +24,8 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
+from hf_moe_ep.optim import muon
+from hf_moe_ep.state import computing_device
 
 LR = 1e-2
 
@@ -198,6 +201,27 @@ def test_a_patched_model_in_one_process(name: str) -> None:
         assert torch.equal(parameter.isnan(), want[key].isnan()), key
     nan = model.model.layers[0].mlp.experts.down_proj.isnan().flatten(1)
     assert nan.all(1).tolist() == nan.any(1).tolist() == [row == 1 for row in range(len(nan))]
+
+
+def test_an_unsharded_model_is_orthogonalised_on_its_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without sharding there is no mesh that names a device, and the parameters may be on a GPU."""
+    model = patch(tiny())
+    assert computing_device(copy.deepcopy(model).to("meta")).type == "meta"
+    optimizer = Muon(model, lr=0.1)
+    model(**batch(model, 2, 6)).loss.backward()
+    devices = set()
+    block_of_update = muon._block_of_update
+
+    def record(*args: Any) -> Any:
+        devices.add(args[-1])
+        return block_of_update(*args[:-1], torch.device("cpu"))
+
+    monkeypatch.setattr(muon, "computing_device", lambda _: "the device")
+    monkeypatch.setattr(muon, "_block_of_update", record)
+    optimizer.step()
+    assert devices == {"the device"}
 
 
 def test_parameters_that_are_unfrozen_later() -> None:

@@ -5,7 +5,9 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -350,6 +352,30 @@ def errors_of_one_rank_end_all_ranks(rank: int, world: int) -> None:
     other(**rows).loss.backward()  # other models have connections of their own
 
 
+def arguments_are_moved_to_the_device_of_the_ranks(rank: int, world: int) -> None:
+    """FSDP2 moves a batch only in the forward, and ranks compare it before."""
+    model = _sharded(rank)
+    (rows,) = rows_of(4)(model, 0, 0)
+    rows["attention_mask"] = {"full_attention": torch.ones(4, 8)}
+    moved: list[Any] = []
+    refusal = ValueError("planted")
+
+    def agree(model: Any, state: Any, given: dict[str, Any]) -> Any:
+        moved.append(given)
+        return SimpleNamespace(refusal=refusal)
+
+    meshes = replace(state_of(model).meshes, device=torch.device("meta"))
+    with (
+        mock.patch.object(driver, "agree", agree),
+        mock.patch.object(state_of(model), "meshes", meshes),
+        pytest.raises(ValueError, match="planted"),
+    ):
+        model(**rows)
+    given = moved[0]
+    tensors = [given["input_ids"], given["labels"], *given["attention_mask"].values()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
 def is_described(rank: int, world: int) -> None:
     text = describe(_sharded(rank, pp_layers=(1, 3), pp_microbatches=7))
     held = ["layers 0 .. 0 of 4, embedding", "layers 1 .. 3 of 4, final norm and head"][rank]
@@ -364,6 +390,7 @@ TWO_RANKS = (
     tensors_of_the_caller_are_refused,
     stages_disagree,
     backward_runs_once,
+    arguments_are_moved_to_the_device_of_the_ranks,
     warns_of_few_rows,
     is_described,
     losses_of_other_outputs_are_refused,

@@ -7,6 +7,7 @@ equals a stock model whose topk is forced to return the same experts (support/fo
 import copy
 import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from hf_moe_ep import Routes, RoutingReplay, patch, unpatch
 from hf_moe_ep.routing import recording
+from hf_moe_ep.routing.check_routes import check_ids
+from hf_moe_ep.routing.layers import RoutedLayers
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 
@@ -545,6 +548,28 @@ def test_strict_false_checks_only_shapes() -> None:
     assert replay.last.replayed == 24
     with pytest.raises(ValueError, match="K=1"), replay.replay(WRONG["K"][0], strict=False):
         pass
+
+
+def test_the_last_of_256_experts_is_no_missing_choice() -> None:
+    """`record` stores ids in uint8 for up to 256 experts, and in uint8 the id -1 is 255."""
+    layers = RoutedLayers("m", 1, 256, 2, (0,), (0,), ())
+    ids = torch.tensor([[[[255, 0]]]], dtype=torch.uint8)
+    for strict in (True, False):
+        check_ids(ids, layers, allow_live=False, strict=strict)
+    with pytest.raises(ValueError, match=r"\[-1, -1\], has no experts \(-1\)"):
+        check_ids(torch.full((1, 1, 1, 2), -1), layers, allow_live=False, strict=True)
+
+
+def test_routes_are_freed_after_their_block() -> None:
+    model, _ = _pair()
+    ids = random_ids(2, 6, 2, EXPERTS, TOP_K).clone()
+    routes, freed = Routes(ids, (0, 2)), weakref.ref(ids)
+    replay = RoutingReplay(model)
+    with torch.no_grad(), replay.replay(routes):
+        model(**batch(model, 2, 6))
+    del routes, ids
+    gc.collect()
+    assert freed() is None and replay.last.replayed == 24
 
 
 def test_misuse_is_refused() -> None:

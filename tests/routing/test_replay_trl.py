@@ -198,6 +198,28 @@ def test_unsupported_trainers_and_modes_are_refused(tmp_path: Any) -> None:
     ):
         replay_routing(SimpleNamespace(model=trainer.model), "R2")
     _attach_engine(trainer, _Engine(arrays=False))
+    for name in ("tools", "rollout_func"):
+        several = copy.copy(trainer)
+        setattr(several, name, [print])
+        with pytest.raises(ValueError, match=f"with {name} a sample is generated in several calls"):
+            replay_routing(several, "R3")
     replay_routing(copy.copy(trainer), "R3")
     with pytest.raises(ValueError, match="without routed_experts"):
         trainer.vllm_generation.llm.generate([[1, 2]])
+
+
+def test_r3_needs_the_routes_of_all_samples_from_one_call(tmp_path: Any) -> None:
+    """The second call of the engine has half of the samples, as for samples that called a tool."""
+    trainer, engine = _build_trainer(tmp_path), _Engine()
+    _attach_engine(trainer, engine)
+    replay_routing(trainer, "R3")
+    generate = trainer._generate
+
+    def twice(prompts: Any) -> Any:
+        result = generate(prompts)
+        trainer.vllm_generation.llm.generate([[1, 2, 3]])
+        return result
+
+    trainer._generate = twice
+    with pytest.raises(ValueError, match=r"routes of 1 samples in its last call, but the batch"):
+        trainer.train()

@@ -65,7 +65,7 @@ from hf_moe_ep.ranks.together import (
     one_line,
     together,
 )
-from hf_moe_ep.state import ModelState, patched_state
+from hf_moe_ep.state import ModelState, computing_device, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
@@ -565,7 +565,7 @@ class _Source:
                 check_everyone_calls("hub_tensors")
             still_here = StillHere("hub_tensors", state.device)
         placements = [layer.placement for layer in state.moe_layers]
-        device = next(self._model.parameters()).device if state.meshes is None else state.device
+        device = computing_device(self._model)
         max_bytes = max(1, self._max_bytes // _SLABS_IN_MEMORY)
         if self._since is not None:
             self._since.clear()

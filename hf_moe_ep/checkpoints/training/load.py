@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.storage import manifest
@@ -50,7 +51,7 @@ from hf_moe_ep.ranks.together import (
     together,
 )
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, patched_state
+from hf_moe_ep.state import ModelState, computing_device, patched_state
 
 
 def load_checkpoint(
@@ -122,7 +123,7 @@ def load_checkpoint(
             restore_optimizer(model, optimizer, saved.optimizer, targets)
         if scheduler is not None:
             scheduler.load_state_dict(saved.scheduler)
-        _restore_random(path, saved.layout, state)
+        _restore_random(path, saved.layout, state, computing_device(model))
 
     # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
     # order; at the end of the block it is moved with its experts.
@@ -161,22 +162,24 @@ def _choose_targets(
     return targets, apart
 
 
-def _restore_random(path: Path, saved_layout: dict[str, Any], state: ModelState) -> None:
+def _restore_random(
+    path: Path, saved_layout: dict[str, Any], state: ModelState, device: torch.device
+) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
     layout, rank = folder.layout_of(state), this_rank()
     num_saved, num_now = map(random_state.num_data_ranks, (saved_layout, layout))
     data_rank = random_state.data_rank_of(layout, rank)
     rank_0_state = _read_random(path, 0)
-    if num_saved == num_now and rank_0_state["device"] == state.device.type:
+    if num_saved == num_now and rank_0_state["device"] == device.type:
         saved_rank = random_state.saved_rank_of(saved_layout, layout, rank)
         rank_state = _read_random(path, saved_rank)
-        random_state.restore(rank_state, state.device)
+        random_state.restore(rank_state, device)
         return
     random_state.reseed(rank_0_state, data_rank)
     if is_first():
         warnings.warn(
             f"{path} was saved by {num_saved} data ranks on {rank_0_state['device']}, this run has "
-            f"{num_now} on {state.device.type}: random generators are seeded anew, so dropout and "
+            f"{num_now} on {device.type}: random generators are seeded anew, so dropout and "
             f"shuffling will differ",
             stacklevel=2,
         )

@@ -48,7 +48,7 @@ from hf_moe_ep.ranks.together import (
     together,
 )
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, patched_state
+from hf_moe_ep.state import ModelState, computing_device, patched_state
 
 # The size of a file. Each file is verified by one rank; with larger files some ranks would have to
 # read much more than others.
@@ -145,7 +145,7 @@ def save_checkpoint(
         if not asynchronous:
             _write(path, snapshot, None)
     if asynchronous:
-        return saver.start(path, partial(_write, path, snapshot), state.device)
+        return saver.start(path, partial(_write, path, snapshot), computing_device(model))
     return SaveHandle(path)
 
 
@@ -171,7 +171,7 @@ def _take_snapshot(
     return _Snapshot(
         files=named.files(forms, _FILE_BYTES),
         content=own,
-        random=encode(random_state.capture(state.device), "random state"),
+        random=encode(random_state.capture(computing_device(model)), "random state"),
         layout=layout,
     )
 
